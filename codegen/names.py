@@ -56,8 +56,10 @@ def stem_violations(stem: str) -> list[Violation]:
         message = f"{quoted(stem)} is a Python keyword, so no module can have that name"
         return [Violation("FG303", (), message, "")]
     if "cutlass" in stem:
-        message = f"{quoted(stem)} contains the word cutlass"
-        hint = "compilers treat kernels with that word in their symbol differently"
+        message = (
+            f"{quoted(stem)} contains cutlass, which changes how the kernel is compiled"
+        )
+        hint = "choose a name without that word: compilers look for it in symbols"
         return [Violation("FG306", (), message, hint)]
     return []
 

@@ -42,6 +42,9 @@ _CLUSTERS: Final = ((1, 1), (2, 1), (1, 2))
 _MAX_SEQLEN: Final = 2**24  # [rows]
 _MAX_Q_PER_KV: Final = 128
 
+_CLOSE: Final = (
+    0.7  # similarity from which a word is taken for a misspelling of another
+)
 _RULES: Final = "rules"  # type of the one Pydantic error that carries every broken rule
 
 
@@ -361,7 +364,7 @@ def schema() -> dict[str, Any]:
 
 
 class _SchemaGenerator(GenerateJsonSchema):
-    """Leaves out what says nothing: titles made of field names, and `null`, which no file can say."""
+    """Leaves out titles made of field names, and `null`, which no spec file can say."""
 
     def nullable_schema(self, schema: core_schema.NullableSchema) -> JsonSchemaValue:
         return self.generate_inner(schema["schema"])
@@ -462,7 +465,7 @@ def _diagnose(details: ErrorDetails, document: Document) -> Iterator[Diagnostic]
             document.keys[path],
             "FG101",
             f"unknown key {quoted(key)}{inside}",
-            "; ".join(hint for hint in hints if hint),
+            " ".join(hint for hint in hints if hint),
         )
     elif not any(_related(path, refused) for refused in document.refused):
         # A short form has one value for several fields: name the field that is written.
@@ -506,7 +509,7 @@ def _accepted(path: FieldPath) -> str:
 def _did_you_mean(value: object, words: Sequence[str]) -> str:
     if not isinstance(value, str):
         return ""
-    close = difflib.get_close_matches(value, words, n=1)
+    close = difflib.get_close_matches(value, words, n=1, cutoff=_CLOSE)
     return f"did you mean {close[0]}?" if close else ""
 
 

@@ -135,7 +135,7 @@ def decode(path: str, raw: bytes) -> str:
 
 
 def parse(path: str, text: str) -> Document:
-    """Return the data in `text`; `path` is only named in places.
+    """Return the data in `text`, as `decode` returned it; `path` is only named in places.
 
     Raises `SpecError` if no mapping can be had from it. Everything else that is wrong is collected
     in the document's diagnostics, so that the fields can be judged in the same run.
@@ -145,16 +145,14 @@ def parse(path: str, text: str) -> Document:
         root = loader.document()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark or loader.get_mark()
-        message = f"not valid YAML: {error.problem or error.context}"
-        raise _fatal(
-            loader.place(mark), "FG008", message, error.context or ""
+        why = f"{error.context}: {error.problem}" if error.context else error.problem
+        raise loader.fatal(
+            loader.place(mark), "FG008", f"not valid YAML, {why}"
         ) from None
-    except (
-        ValueError,
-        OverflowError,
-    ):  # PyYAML converts some escapes and versions unchecked
-        message = "not valid YAML: a number in an escape or directive is out of range"
-        raise _fatal(loader.place(loader.get_mark()), "FG008", message) from None
+    except (ValueError, OverflowError):
+        # PyYAML converts the numbers in escapes and directives unchecked.
+        message = "not valid YAML, a number in an escape or directive is out of range"
+        raise loader.fatal(loader.place(loader.get_mark()), "FG008", message) from None
     finally:
         loader.dispose()
     builder = _Builder(path, loader.diagnostics)
@@ -231,6 +229,12 @@ class _Loader(yaml.SafeLoader):
         """Return the place at which an event starts."""
         return self.place(_mark(event))
 
+    def fatal(
+        self, location: Location, code: str, message: str, hint: str = ""
+    ) -> SpecError:
+        """Return the error that ends the parse, with everything noted before it."""
+        return SpecError([*self.diagnostics, Diagnostic(location, code, message, hint)])
+
     def document(self) -> MappingNode:
         """Return the root of the only document, a mapping; `SpecError` for anything else."""
         self._next()  # the start of the stream
@@ -247,7 +251,7 @@ class _Loader(yaml.SafeLoader):
         if not self.check_event(StreamEndEvent):
             place = self.at(self._peek())
             message = "a second YAML document starts here"
-            raise _fatal(place, "FG010", message, "one file holds one spec")
+            raise self.fatal(place, "FG010", message, "one file holds one spec")
         if (
             isinstance(root, ScalarNode)
             and root.value == ""
@@ -259,7 +263,7 @@ class _Loader(yaml.SafeLoader):
                 raise SpecError(self.diagnostics)
             kind = "a list" if isinstance(root, SequenceNode) else "a single value"
             message = f"a spec is a mapping of keys to values, not {kind}"
-            raise _fatal(self.place(root.start_mark), "FG011", message)
+            raise self.fatal(self.place(root.start_mark), "FG011", message)
         return root
 
     def compose_node(self, parent: Node | None, index: int) -> Node:
@@ -279,17 +283,14 @@ class _Loader(yaml.SafeLoader):
             event.anchor = None  # else PyYAML stops at the second one of that name
         tagged = event.tag is not None
         if tagged:
-            message = f"the tag {quoted(str(event.tag))} is not taken"
+            message = (
+                f"the tag {quoted(str(event.tag).replace(_TAG, '!!'))} is not taken"
+            )
             self._note(event, "FG016", message, "delete it: the field decides the type")
         self._depth += 1
         if self._depth > MAX_DEPTH and not isinstance(event, ScalarEvent):
             message = f"nested more than {MAX_DEPTH} deep"
-            raise SpecError(
-                [
-                    *self.diagnostics,
-                    Diagnostic(self.at(event), "FG012", message),
-                ]
-            )
+            raise self.fatal(self.at(event), "FG012", message)
         node = super().compose_node(parent, index)
         assert node is not None
         self._depth -= 1
@@ -310,7 +311,7 @@ class _Loader(yaml.SafeLoader):
 
     def _empty(self) -> SpecError:
         hint = "a spec needs arch, op, dtype and head_dim"
-        return _fatal(Location(self._path), "FG009", "the file is empty", hint)
+        return self.fatal(Location(self._path), "FG009", "the file is empty", hint)
 
 
 class _Builder:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fmha_gen.names import contradictions, stem_violations, suggestion
+from fmha_gen.spec import Spec
+
+PLAIN: dict[str, Any] = {}
+FIXED: dict[str, Any] = {"seqlen": 4096, "mask": "causal", "lse": True}
+MIXED: dict[str, Any] = {"seqlen": {"q": 64, "kv": 4096}, "heads": {"q_per_kv": 4}}
+SHARED: dict[str, Any] = {
+    "cluster": [2, 1],
+    "multicast": "kv",
+    "tile": {"q": 128, "kv": 64},
+}
+SPLIT: dict[str, Any] = {"head_dim": {"qk": 192, "v": 128}, "seqlen": {"kv": 7}}
+
+
+def spec(fields: dict[str, Any]) -> Spec:
+    required = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": 128}
+    return Spec.model_validate(required | fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "stem"),
+    [
+        (PLAIN, "sm90_d128_bf16_full_mha_nolse_dyn_c1x1"),
+        (PLAIN, "d128x128_gqa1"),
+        (FIXED, "sm90_s4096_q4096_kv4096_causal_lse"),
+        (MIXED, "q64_kv4096_gqa4"),
+        (MIXED, "mqa"),
+        (SHARED, "c2x1_mckv_t128x64"),
+        (SHARED, "kvmc"),
+        (SPLIT, "d192x128_kv7"),
+        (PLAIN, "anything_else_v2_d_s_mc_dynamic_lse2"),
+    ],
+)
+def test_true_names(fields: dict[str, Any], stem: str) -> None:
+    assert contradictions(stem, spec(fields)) == []
+    assert suggestion(stem, spec(fields)) == stem
+
+
+@pytest.mark.parametrize(
+    ("fields", "stem", "better"),
+    [
+        (PLAIN, "sm90a_x", "sm90_x"),
+        (PLAIN, "d64_x", "d128_x"),
+        (PLAIN, "d0128", "d128"),
+        (PLAIN, "fp16_x", "bf16_x"),
+        (PLAIN, "x_causal", "x_full"),
+        (PLAIN, "x_full_causal", "x_full"),
+        (PLAIN, "x_lse", "x_nolse"),
+        (PLAIN, "x_gqa4", "x_mha"),
+        (PLAIN, "x_mqa", "x_mha"),
+        (PLAIN, "x_s4096", "x_dyn"),
+        (PLAIN, "x_q4096_kv1", "x"),
+        (PLAIN, "x_c2x1_mckv_t128x64", "x"),
+        (PLAIN, "c2x1", ""),
+        (PLAIN, "c2x1_1", ""),
+        (FIXED, "x_dyn_full_nolse", "x_s4096_causal_lse"),
+        (FIXED, "x_q1", "x_q4096"),
+        (MIXED, "x_s64", "x_q64_kv4096"),
+        (MIXED, "x_mha_gqa8", "x_gqa4"),
+        (SHARED, "c1x2_mck_t128x128", "c2x1_mckv_t128x64"),
+        (SHARED, "x_kmc", "x_kvmc"),
+        (SPLIT, "d192_dyn", "d192x128_kv7"),
+    ],
+)
+def test_untrue_names(fields: dict[str, Any], stem: str, better: str) -> None:
+    violations = contradictions(stem, spec(fields))
+    assert violations
+    assert all(violation.code == "FG305" for violation in violations)
+    assert suggestion(stem, spec(fields)) == better
+    assert all((f"{better}.yaml" in v.hint) == bool(better) for v in violations)
+
+
+@pytest.mark.parametrize(
+    ("stem", "code"),
+    [
+        ("", "FG301"),
+        ("_a", "FG301"),
+        ("9a", "FG301"),
+        ("A", "FG301"),
+        ("a-b", "FG301"),
+        ("a.b", "FG301"),
+        ("a\n", "FG301"),
+        ("\u00e4", "FG301"),
+        ("d\u0661", "FG301"),
+        ("class", "FG303"),
+        ("my_cutlass_kernel", "FG306"),
+    ],
+)
+def test_stems_that_are_no_names(stem: str, code: str) -> None:
+    assert [violation.code for violation in stem_violations(stem)] == [code]
+
+
+def test_plain_stems_are_names() -> None:
+    assert (
+        stem_violations("sm90_d128")
+        == stem_violations("a")
+        == stem_violations("match")
+        == []
+    )
