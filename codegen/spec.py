@@ -42,9 +42,7 @@ _CLUSTERS: Final = ((1, 1), (2, 1), (1, 2))
 _MAX_SEQLEN: Final = 2**24  # [rows]
 _MAX_Q_PER_KV: Final = 128
 
-_CLOSE: Final = (
-    0.7  # similarity from which a word is taken for a misspelling of another
-)
+_CLOSE: Final = 0.7  # difflib's ratio from which a word counts as misspelt
 _RULES: Final = "rules"  # type of the one Pydantic error that carries every broken rule
 
 
@@ -76,6 +74,7 @@ class Accepts:
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
         choices = _choices(source)
+        words = [choice for choice in choices if isinstance(choice, str)]
         text = self.in_words(source)
         types = self.types or tuple({type(choice) for choice in choices})
 
@@ -85,9 +84,7 @@ class Accepts:
             try:
                 return inner(value)
             except ValidationError:
-                hint = _did_you_mean(
-                    value, [word for word in choices if isinstance(word, str)]
-                )
+                hint = _did_you_mean(value, words) or _unquote_hint(value, types)
                 raise _refusal("FG104", text, value, hint) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))

@@ -145,6 +145,17 @@ def test_locate_falls_back_to_what_holds_the_field(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(loaded)) == loaded
 
 
+def test_specs_are_sorted_by_stem_not_by_path(tmp_path: Path) -> None:
+    for name in ("a/second.yaml", "b/first.yaml"):
+        file = tmp_path / name
+        file.parent.mkdir()
+        file.write_text(
+            "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 128\n", "utf-8"
+        )
+    loaded = load_specs([tmp_path / "a", tmp_path / "b"])
+    assert [one.stem for one in loaded] == ["first", "second"]
+
+
 def test_schema_states_what_is_accepted() -> None:
     stated = schema()
     fields = stated["properties"]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen.errors import Location, SpecError
+from fmha_gen.spec import load_specs
 from fmha_gen.specfile import INVALID, MAX_BYTES, MAX_DEPTH, decode, find, parse
 
 
@@ -55,6 +56,12 @@ def test_refused_values_do_not_stop_the_parse() -> None:
         5: "FG014",
         6: "FG018",
     }
+
+
+def test_one_anchor_twice_is_two_anchors() -> None:
+    document = parse("a.yaml", "a: &x 1\nb: &x 2\n")
+    assert document.data == {"a": 1, "b": 2}
+    assert [d.code for d in document.diagnostics] == ["FG013", "FG013"]
 
 
 def test_what_was_noted_is_reported_with_what_ends_the_parse() -> None:
@@ -111,7 +118,5 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "path", ["missing.yaml", "folder.yaml/..", "nul\0.yaml", "/dev/null"]
 )
 def test_unreadable(path: str) -> None:
-    from fmha_gen.spec import load_specs
-
     with pytest.raises(SpecError, match="FG001"):
         load_specs([path])
