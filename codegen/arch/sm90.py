@@ -1,0 +1,36 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hopper (sm_90a) facts that the plan stands on.
+
+Sources: CUDA C++ Programming Guide, compute capabilities 9.0; PTX ISA, wgmma and setmaxnreg; the
+register splits are those under which ptxas 12.9 compiles our kernels without a spill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+COMPILE_ARCH: Final = "sm_90a"
+COMPUTE_CAPABILITY: Final = 9  # major
+SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
+SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
+MBARRIER_BYTES: Final = 8
+WARPGROUP_ROWS: Final = 64  # M of a wgmma
+TMA_ALIGN: Final = 16  # [bytes] of addresses and strides
+
+
+class RegisterSplit(NamedTuple):
+    """setmaxnreg values that share the 65536 registers of an SM between the roles."""
+
+    producer: int
+    consumer: int
+
+
+REGISTERS: Final[Mapping[int, RegisterSplit]] = {  # by number of consumer warpgroups
+    2: RegisterSplit(producer=24, consumer=240),
+    3: RegisterSplit(producer=32, consumer=160),
+}
+"""Per thread: 128 * (producer + warpgroups * consumer) stays within 65536."""
+
+# Beside S, P and O: addresses, pipeline states, row statistics. Measured: what compiles without a spill.
+REGISTERS_BESIDE_TILES: Final = 30
