@@ -33,7 +33,9 @@ CLASSES: Mapping[str, str] = {
 }
 
 _LABEL = re.compile(r"^(\.L_\w+):")
-_INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_INSTRUCTION = re.compile(
+    r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
+)
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _CONVERGENCE = re.compile(r"\bB\d+\b")
 _PENDING = re.compile(r"gsb0, 0x([0-9a-f]+)")
@@ -149,7 +151,11 @@ def _continues(wgmma: Instruction) -> bool:
     Operands are `D, A, B, C[, predicate][, gsb0]`; C equals D in a link of a chain.
     """
     operands = [part.strip() for part in wgmma.operands.split(",")]
-    tail = [part for part in operands[3:] if part != "gsb0"] if len(operands) > 3 else operands[2:]
+    tail = (
+        [part for part in operands[3:] if part != "gsb0"]
+        if len(operands) > 3
+        else operands[2:]
+    )
     return not any("UP" in part or part == "RZ" for part in tail)
 
 
@@ -183,7 +189,8 @@ def wgmma_loops(kernel: Kernel) -> list[Loop]:
         loop
         for loop in with_wgmma
         if not any(
-            other is not loop and set(other.blocks) < set(loop.blocks) for other in with_wgmma
+            other is not loop and set(other.blocks) < set(loop.blocks)
+            for other in with_wgmma
         )
     ]
 
@@ -208,7 +215,9 @@ def _scan(text: str) -> tuple[list[Instruction], dict[str, int]]:
     return instructions, labels
 
 
-def _blocks(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> tuple[Block, ...]:
+def _blocks(
+    instructions: Sequence[Instruction], labels: Mapping[str, int]
+) -> tuple[Block, ...]:
     """Cut at branch targets and behind branches. Labels that nothing jumps to cut nothing."""
     joins: dict[str, list[int]] = {}
     jumps: dict[int, list[int]] = {}
@@ -238,9 +247,14 @@ def _blocks(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> t
         end = order[position + 1] if position + 1 < len(order) else len(instructions)
         last = instructions[end - 1]
         successors = {number[at] for at in jumps.get(end - 1, ()) if at in number}
-        stops = last.opcode.startswith(("BRA", "EXIT", "RET", "BRX")) and not last.predicated
+        stops = (
+            last.opcode.startswith(("BRA", "EXIT", "RET", "BRX"))
+            and not last.predicated
+        )
         # `BRA.DIV` and `BRA.U` with a uniform predicate operand fall through as well.
-        conditional = last.opcode.startswith("BRA.DIV") or re.match(r"!?U?P\d", last.operands)
+        conditional = last.opcode.startswith("BRA.DIV") or re.match(
+            r"!?U?P\d", last.operands
+        )
         if (not stops or conditional) and end in number:
             successors.add(number[end])
         result.append(Block(tuple(instructions[start:end]), tuple(sorted(successors))))
@@ -250,7 +264,9 @@ def _blocks(instructions: Sequence[Instruction], labels: Mapping[str, int]) -> t
 def _dominators(blocks: Sequence[Block]) -> list[set[int]]:
     """For each block the blocks that every path from the entry passes; empty if unreachable."""
     reachable = _reachable(blocks)
-    dominators = [set(reachable) if index in reachable else set() for index in range(len(blocks))]
+    dominators = [
+        set(reachable) if index in reachable else set() for index in range(len(blocks))
+    ]
     if blocks:
         dominators[0] = {0}
     predecessors: list[list[int]] = [[] for _ in blocks]
@@ -261,7 +277,9 @@ def _dominators(blocks: Sequence[Block]) -> list[set[int]]:
     while changed:
         changed = False
         for index in sorted(reachable - {0}):
-            meet = set.intersection(*(dominators[p] for p in predecessors[index])) | {index}
+            meet = set.intersection(*(dominators[p] for p in predecessors[index])) | {
+                index
+            }
             if meet != dominators[index]:
                 dominators[index] = meet
                 changed = True

@@ -29,7 +29,9 @@ DSL = "nvidia-cutlass-dsl"
 DSL_AT_LEAST = (4, 8, 1)
 DSL_BELOW = (4, 9)
 DSL_RANGE = ">=4.8.1,<4.9"
-COMPILE_SECONDS = 300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
+COMPILE_SECONDS = (
+    300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
+)
 
 # Distribution that ships each disassembler.
 TOOLS: Mapping[str, str] = {
@@ -87,7 +89,9 @@ class CompileReport:
     setmaxnreg: tuple[int, ...]  # sorted, without repeats
     stack_bytes: int
     local_bytes: int
-    static_shared_bytes: int  # includes 1024 B that sm_90 and later reserve for the system
+    static_shared_bytes: (
+        int  # includes 1024 B that sm_90 and later reserve for the system
+    )
     instructions: Mapping[str, int]  # by class of `sass.CLASSES`, and `total`
     loops: tuple[LoopReport, ...]  # innermost loops with wgmmas, by address
     wgmma: WgmmaReport
@@ -136,7 +140,9 @@ def compile_kernel(
             raise CheckFailed(f"{stem}: does not compile\n{_last_lines(output)}")
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
         cubin = _only(work / "dump", "cubin", stem)
-        usage = _tool_output([str(tools["cuobjdump"]), "--dump-resource-usage", str(cubin)])
+        usage = _tool_output(
+            [str(tools["cuobjdump"]), "--dump-resource-usage", str(cubin)]
+        )
         disassembly = _tool_output([str(tools["nvdisasm"]), "--print-code", str(cubin)])
     return report(ptx, usage, disassembly, stem=stem, arch=arch, dsl=version)
 
@@ -188,7 +194,9 @@ def gate(report: CompileReport) -> list[str]:
             f"uses {report.stack_bytes} B of stack and {report.local_bytes} B of local memory"
         )
     if counts["LDL"] or counts["STL"]:
-        failures.append(f"spills: {counts['LDL']} local loads, {counts['STL']} local stores")
+        failures.append(
+            f"spills: {counts['LDL']} local loads, {counts['STL']} local stores"
+        )
     if wgmma.serialised:
         failures.append(
             f"serialised wgmma: {wgmma.serialised} of {wgmma.mmas} wait for the k-step before them"
@@ -198,7 +206,9 @@ def gate(report: CompileReport) -> list[str]:
             f"serialised wgmma: {wgmma.groups} groups, the source asks for {wgmma.asked_groups}"
         )
     elif wgmma.asked_overlaps and not wgmma.overlaps:
-        failures.append("serialised wgmma: every wait drains, the source leaves groups in flight")
+        failures.append(
+            "serialised wgmma: every wait drains, the source leaves groups in flight"
+        )
     if "cutlass" in report.entry.lower():
         failures.append(f"kernel symbol holds the word cutlass: {report.entry}")
     return failures
@@ -218,7 +228,9 @@ def require_dsl() -> str:
     """Return the DSL's version; raise EnvironmentProblem when it is missing or unsupported."""
     version = dsl_distributions().get(DSL)
     if version is None:
-        raise EnvironmentProblem(f"{DSL} is not installed: pip install '{DSL}{DSL_RANGE}'")
+        raise EnvironmentProblem(
+            f"{DSL} is not installed: pip install '{DSL}{DSL_RANGE}'"
+        )
     if not DSL_AT_LEAST <= _release(version) < DSL_BELOW:
         raise EnvironmentProblem(
             f"{DSL} {version} is not supported: pip install '{DSL}{DSL_RANGE}'"
@@ -305,15 +317,21 @@ def _environment(arch: str, dump: Path) -> dict[str, str]:
 def _only(folder: Path, suffix: str, stem: str) -> Path:
     found = sorted(folder.glob(f"*.{suffix}"))
     if len(found) != 1:
-        raise CheckFailed(f"{stem}: expected one kernel, compile() made {len(found)} {suffix} files")
+        raise CheckFailed(
+            f"{stem}: expected one kernel, compile() made {len(found)} {suffix}"
+        )
     return found[0]
 
 
 def _tool_output(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace")
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode != 0:
         tool = Path(command[0]).name
-        raise EnvironmentProblem(f"{tool} failed: {_last_lines(done.stderr, 1).strip()}")
+        raise EnvironmentProblem(
+            f"{tool} failed: {_last_lines(done.stderr, 1).strip()}"
+        )
     return done.stdout
 
 

@@ -20,7 +20,9 @@ def add(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):
 
 @cute.jit
 def launch(a: cute.Tensor, b: cute.Tensor, c: cute.Tensor):
-    add.set_name_prefix("vector_add", remove_cutlass_symbol=True, keep_mangled_name=False)
+    add.set_name_prefix(
+        "vector_add", remove_cutlass_symbol=True, keep_mangled_name=False
+    )
     add(a, b, c).launch(grid=[1, 1, 1], block=[THREADS, 1, 1])
 
 

@@ -48,23 +48,27 @@ def chain(
     sQ = smem.allocate_tensor(BFloat16, q_layout.outer, 1024, q_layout.inner)
     sK = smem.allocate_tensor(BFloat16, kv_layout.outer, 1024, kv_layout.inner)
     sV = cute.make_tensor(sK.iterator, cute.select(sK.layout, mode=[1, 0]))
-    group = cute.make_layout(WARPGROUPS, stride=128)(cute.arch.make_warp_uniform(thread // 128))
+    group = cute.make_layout(WARPGROUPS, stride=128)(
+        cute.arch.make_warp_uniform(thread // 128)
+    )
     qk, pv = qk_mma.get_slice(group), pv_mma.get_slice(group)
     rQ = qk.make_fragment_A(qk.partition_A(sQ))
     rK = qk.make_fragment_B(qk.partition_B(sK))
     rV = pv.make_fragment_B(pv.partition_B(sV))
     S = cute.make_rmem_tensor(qk.partition_shape_C((64 * WARPGROUPS, TILE_KV)), Float32)
-    O = cute.make_rmem_tensor(pv.partition_shape_C((64 * WARPGROUPS, HEAD_DIM)), Float32)
+    acc = cute.make_rmem_tensor(
+        pv.partition_shape_C((64 * WARPGROUPS, HEAD_DIM)), Float32
+    )
     P = pv.make_fragment_A(pv.partition_shape_A((64 * WARPGROUPS, TILE_KV)))
-    O.fill(0.0)
+    acc.fill(0.0)
     P.fill(0.0)
     for i in cutlass.range(blocks, unroll=1):
         issue(qk_mma, S, rQ, rK, False)
         if cutlass.const_expr(BRANCH_IN_FLIGHT):
             if i % 3 == 0:
-                issue(pv_mma, O, P, rV, True)
+                issue(pv_mma, acc, P, rV, True)
         else:
-            issue(pv_mma, O, P, rV, True)
+            issue(pv_mma, acc, P, rV, True)
         warpgroup.wait_group(1)
         for j in cutlass.range_constexpr(cute.size(S)):
             S[j] = cute.math.exp2(S[j], fastmath=True)
@@ -73,8 +77,8 @@ def chain(
         for j in cutlass.range_constexpr(cute.size(S)):
             P[j] = S[j].to(BFloat16)
     warpgroup.wait_group(0)
-    for j in cutlass.range_constexpr(cute.size(O)):
-        out[thread + j * 128 * WARPGROUPS] = O[j]
+    for j in cutlass.range_constexpr(cute.size(acc)):
+        out[thread + j * 128 * WARPGROUPS] = acc[j]
 
 
 @cute.jit
@@ -94,10 +98,14 @@ def launch(out: cute.Tensor, blocks: Int32):
         (64, HEAD_DIM),
         warpgroup.OperandSource.RMEM,
     )
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16)
+    atom = warpgroup.make_smem_layout_atom(
+        warpgroup.SmemLayoutAtomKind.K_SW128, BFloat16
+    )
     q_layout = cute.tile_to_shape(atom, (64 * WARPGROUPS, HEAD_DIM), order=(0, 1))
     kv_layout = cute.tile_to_shape(atom, (TILE_KV, HEAD_DIM), order=(0, 1))
-    chain.set_name_prefix("wgmma_chain", remove_cutlass_symbol=True, keep_mangled_name=False)
+    chain.set_name_prefix(
+        "wgmma_chain", remove_cutlass_symbol=True, keep_mangled_name=False
+    )
     chain(out, blocks, qk_mma, pv_mma, q_layout, kv_layout).launch(
         grid=[1, 1, 1], block=[128 * WARPGROUPS, 1, 1]
     )
@@ -105,5 +113,7 @@ def launch(out: cute.Tensor, blocks: Int32):
 
 @functools.cache
 def compile():
-    out = make_fake_compact_tensor(Float32, (64 * HEAD_DIM * WARPGROUPS,), assumed_align=16)
+    out = make_fake_compact_tensor(
+        Float32, (64 * HEAD_DIM * WARPGROUPS,), assumed_align=16
+    )
     return cute.compile(launch, out, Int32(4))
