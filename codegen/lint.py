@@ -178,24 +178,29 @@ def _symbols(tree: ast.Module) -> Iterator[Finding]:
 
 def _unused(tree: ast.Module) -> Iterator[Finding]:
     """Names that a scope binds and nothing reads, in it or below. `_` marks a name as ignored."""
-    loaded_anywhere = {
+    attributes = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    } | {node.id for node in ast.walk(tree) if _loads(node)}
+    }
+    loaded_anywhere = attributes | _loaded(tree)
     for scope in ast.walk(tree):
         if not isinstance(scope, _Scope):
             continue
         if isinstance(scope, ast.ClassDef):
             loaded = loaded_anywhere  # members are reached as attributes, from anywhere
         else:
-            loaded = {node.id for node in ast.walk(scope) if _loads(node)}
+            loaded = _loaded(scope)
         for name, line, kind in _bindings(scope):
             public = isinstance(scope, ast.Module) and name in PUBLIC
             if name not in loaded and not name.startswith("_") and not public:
                 yield Finding(line, f"{kind} {name} is not used")
 
 
-def _loads(node: ast.AST) -> bool:
-    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+def _loaded(scope: ast.AST) -> set[str]:
+    return {
+        node.id
+        for node in ast.walk(scope)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
 
 
 def _bindings(scope: _Scope) -> Iterator[tuple[str, int, str]]:
@@ -259,13 +264,13 @@ def _constants(tree: ast.Module, lines: list[str]) -> list[ast.Assign]:
 def _numbers(tree: ast.Module, constants: list[ast.Assign]) -> Iterator[Finding]:
     """Number literals outside the constants block and the SPEC."""
     exempt: set[int] = set()
-    for node in tree.body:
-        is_spec = isinstance(node, ast.Assign) and any(
+    for statement in tree.body:
+        is_spec = isinstance(statement, ast.Assign) and any(
             isinstance(target, ast.Name) and target.id == "SPEC"
-            for target in node.targets
+            for target in statement.targets
         )
-        if is_spec or node in constants:
-            exempt |= {id(child) for child in ast.walk(node)}
+        if is_spec or statement in constants:
+            exempt |= {id(child) for child in ast.walk(statement)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in exempt:
             continue
