@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import cache, lint, manifest, records, render, toolchain, tree
-from .errors import CheckFailed, SpecError
+from .errors import CheckFailed, Diagnostic, SpecError
 
 DISTRIBUTION = "fmha-gen"
 JINJA2_RANGE = ">=3.1,<4"
@@ -38,22 +38,38 @@ class SpecFile(Protocol):
     """What a build needs to know of a spec."""
 
     @property
-    def stem(self) -> str: ...
+    def stem(self) -> str:
+        """Name of the spec's file without its ending, and of the kernel."""
+        ...
+
     @property
-    def digest(self) -> str: ...
+    def digest(self) -> str:
+        """The sha256 of what the spec says."""
+        ...
 
 
 class Plan(Protocol):
     """What a build needs to know of a plan."""
 
     @property
-    def stem(self) -> str: ...
+    def stem(self) -> str:
+        """Name of the spec's file without its ending, and of the kernel."""
+        ...
+
     @property
-    def spec_file(self) -> SpecFile: ...
+    def spec_file(self) -> SpecFile:
+        """What it was planned from."""
+        ...
+
     @property
-    def compile_arch(self) -> str: ...
+    def compile_arch(self) -> str:
+        """What the DSL compiles for, for example `sm_90a`."""
+        ...
+
     @property
-    def smem_bytes(self) -> int: ...
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,8 @@ def tools_line() -> str:
 
 def _resolve(specs: Sequence[Any], engine: Engine) -> list[Plan]:
     """Plan every spec; raises one SpecError with the diagnostics of all."""
-    plans, diagnostics = [], []
+    plans: list[Plan] = []
+    diagnostics: list[Diagnostic] = []
     for spec in specs:
         try:
             plans.append(engine.resolve(spec))

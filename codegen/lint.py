@@ -92,7 +92,7 @@ def lint(text: str) -> list[Finding]:
     findings += _imports(tree)
     findings += _names(tree)
     findings += _symbols(tree)
-    findings += _unused(tree)
+    findings += _unused(tree, _used_in_formulas(constants, lines))
     findings += _numbers(tree, constants)
     findings += _formulas(constants, lines)
     return sorted(set(findings))
@@ -176,8 +176,11 @@ def _symbols(tree: ast.Module) -> Iterator[Finding]:
             )
 
 
-def _unused(tree: ast.Module) -> Iterator[Finding]:
-    """Names that a scope binds and nothing reads, in it or below. `_` marks a name as ignored."""
+def _unused(tree: ast.Module, in_formulas: frozenset[str]) -> Iterator[Finding]:
+    """Names that a scope binds and nothing reads, in it or below. `_` marks a name as ignored.
+
+    A constant that only the formula of another one reads is used: it explains that one.
+    """
     attributes = {
         node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     }
@@ -185,12 +188,10 @@ def _unused(tree: ast.Module) -> Iterator[Finding]:
     for scope in ast.walk(tree):
         if not isinstance(scope, _Scope):
             continue
-        if isinstance(scope, ast.ClassDef):
-            loaded = loaded_anywhere  # members are reached as attributes, from anywhere
-        else:
-            loaded = _loaded(scope)
+        # Members of a class are reached as attributes, from anywhere.
+        loaded = loaded_anywhere if isinstance(scope, ast.ClassDef) else _loaded(scope)
         for name, line, kind in _bindings(scope):
-            public = isinstance(scope, ast.Module) and name in PUBLIC
+            public = isinstance(scope, ast.Module) and name in PUBLIC | in_formulas
             if name not in loaded and not name.startswith("_") and not public:
                 yield Finding(line, f"{kind} {name} is not used")
 
@@ -293,8 +294,7 @@ def _formulas(constants: list[ast.Assign], lines: list[str]) -> Iterator[Finding
         except ValueError:
             yield Finding(node.lineno, f"{target.id} is not a literal")
             continue
-        last = lines[(node.end_lineno or node.lineno) - 1].encode()
-        comment = last[node.end_col_offset or 0 :].decode().strip()
+        comment = _comment(node, lines)
         match = _COMMENT.fullmatch(comment) if comment else None
         if comment and match is None:
             yield Finding(
@@ -313,6 +313,19 @@ def _formulas(constants: list[ast.Assign], lines: list[str]) -> Iterator[Finding
                         f"{target.id} is {value!r}, its formula gives {result!r}",
                     )
         known[target.id] = value
+
+
+def _used_in_formulas(constants: list[ast.Assign], lines: list[str]) -> frozenset[str]:
+    """Names in the formulas beside the constants, as far as they look like constants."""
+    formulas = (_COMMENT.fullmatch(_comment(node, lines)) for node in constants)
+    text = " ".join(match.group("formula") or "" for match in formulas if match)
+    return frozenset(re.findall(r"\b[A-Z][A-Z0-9_]*\b", text))
+
+
+def _comment(node: ast.Assign, lines: list[str]) -> str:
+    """What follows an assignment on its last line; column offsets count UTF-8 bytes."""
+    last = lines[(node.end_lineno or node.lineno) - 1].encode()
+    return last[node.end_col_offset or 0 :].decode().strip()
 
 
 def _evaluate(formula: str, known: Mapping[str, object]) -> object:
