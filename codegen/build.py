@@ -303,9 +303,10 @@ def _in_parallel(
                     yield futures[future], error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            while wait(futures, timeout=0).not_done:
+            # Not `wait(futures)` alone: it never counts a cancelled future as done.
+            while running := [future for future in futures if not future.done()]:
                 toolchain.stop_all()
-                wait(futures, timeout=0.1)
+                wait(running, timeout=0.1)
 
 
 def _cached_report(name: str) -> toolchain.CompileReport | None:

@@ -137,7 +137,8 @@ def compile_kernel(
         if status is None:
             raise CheckFailed(f"{stem}: compiling took more than {timeout:g} s")
         if status != 0:
-            raise CheckFailed(f"{stem}: does not compile\n{_last_lines(output)}")
+            shown = _last_lines(output.replace(f"{work}{os.sep}", ""))
+            raise CheckFailed(f"{stem}: does not compile\n{shown}")
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
         cubin = _only(work / "dump", "cubin", stem)
         usage = _tool_output(
