@@ -126,6 +126,73 @@ def explain(
 
 
 @app.command()
+def validate(
+    paths: Paths,
+    out: Out = Path("generated"),
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Parallel compiles.")
+    ] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 600,
+    sanitizer: Annotated[
+        bool,
+        typer.Option("--sanitizer", help="One case under compute-sanitizer as well."),
+    ] = False,
+    case: Annotated[
+        str | None, typer.Option(help="Replay this case and record nothing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run kernels on this machine's GPU against a float64 reference, and write the records."""
+    with _reported():
+        from . import validate as hardware
+
+        hardware.run(
+            paths,
+            out=out,
+            jobs=jobs,
+            timeout=timeout,
+            sanitizer=sanitizer,
+            case=case,
+            as_json=as_json,
+        )
+
+
+@app.command()
+def bench(
+    paths: Paths,
+    out: Out = Path("generated"),
+    against: Annotated[
+        str, typer.Option(help="Peers, separated by commas.")
+    ] = "fa4,cudnn",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times each contender is timed.")
+    ] = 7,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for all rounds.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1)] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Of the dynamic sides.")
+    ] = None,
+) -> None:
+    """Time kernels beside their peers in one run on this machine's GPU."""
+    with _reported():
+        from . import bench as race
+
+        race.run(
+            paths,
+            against=[peer for peer in against.split(",") if peer],
+            rounds=rounds,
+            json_file=json_file,
+            batch=batch,
+            heads=heads,
+            seqlen=seqlen,
+            out=out,
+        )
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from . import spec
