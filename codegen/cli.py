@@ -132,7 +132,7 @@ def validate(
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Parallel compiles.")
     ] = 2,
-    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 600,
+    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 300,
     sanitizer: Annotated[
         bool,
         typer.Option("--sanitizer", help="One case under compute-sanitizer as well."),
