@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one engine: specs in, kernels, lock and records out; `build`, `--check` and tests call it.
+
+Everything is worked out in memory first. One failing kernel does not hide the others, but if any
+fails nothing is written.
+
+What a build may delete: when at least one PATH is a folder, the PATHs together are the whole set
+of specs that the output folder belongs to, and a kernel of the last lock without a spec among
+them is an orphan. When all PATHs are files the build is partial: every other kernel, its lock
+line and its record stay as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import cache, lint, manifest, records, render, toolchain, tree
+from .errors import CheckFailed, Diagnostic, SpecError
+
+DISTRIBUTION = "fmha-gen"
+JINJA2_RANGE = ">=3.1,<4"
+
+# (kernels done, kernels to compile, the one just done)
+Progress = Callable[[int, int, str], None]
+
+
+class SpecFile(Protocol):
+    """What a build needs to know of a spec."""
+
+    @property
+    def stem(self) -> str:
+        """Name of the spec's file without its ending, and of the kernel."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of what the spec says."""
+        ...
+
+
+class Plan(Protocol):
+    """What a build needs to know of a plan."""
+
+    @property
+    def stem(self) -> str:
+        """Name of the spec's file without its ending, and of the kernel."""
+        ...
+
+    @property
+    def spec_file(self) -> SpecFile:
+        """What it was planned from."""
+        ...
+
+    @property
+    def compile_arch(self) -> str:
+        """What the DSL compiles for, for example `sm_90a`."""
+        ...
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA."""
+        ...
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The parts that a build strings together; tests replace them."""
+
+    load_specs: Callable[[Sequence[str | Path]], Sequence[Any]]
+    resolve: Callable[[Any], Plan]
+    render_kernel: Callable[[Any], str]
+    closure_digest: Callable[[Any], str]
+    toolchain_key: Callable[[], str]
+    compile_kernel: Callable[[str, str, str], toolchain.CompileReport]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel as this build made it."""
+
+    stem: str
+    text: str
+    entry: manifest.Entry
+    report: toolchain.CompileReport | None
+    shared_bytes: int  # dynamic shared memory that the plan asks for at launch
+    rung: str
+    state: str  # unchanged, or a tree.Kind
+    failures: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """Path relative to the output folder."""
+        return f"{self.stem}.py"
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What a build did, or with `check` what it would do."""
+
+    kernels: tuple[Kernel, ...]
+    changes: tuple[tree.Change, ...]
+    failures: tuple[str, ...]
+    compiles: int  # that really ran, not answered by the cache
+    checked: bool
+
+    @property
+    def ok(self) -> bool:
+        """Whether all is as it should be."""
+        return not self.failures and not (self.checked and self.changes)
+
+
+def build(
+    paths: Sequence[str | Path],
+    out: Path,
+    *,
+    check: bool = False,
+    compile: bool = True,
+    jobs: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    engine: Engine | None = None,
+) -> BuildResult:
+    """Build, or with `check` only compare. Failures are in the result.
+
+    Raises SpecError with the diagnostics of all specs, EnvironmentProblem when this machine lacks
+    what a compile needs, CheckFailed when lock or records cannot be read.
+    """
+    engine = engine or default_engine()
+    specs = engine.load_specs(paths)
+    plans = _resolve(specs, engine)
+    kernels = [_render(plan, engine, cached=not check) for plan in plans]
+    compiles = 0
+    if compile:
+        kernels, compiles = _compile(
+            kernels, plans, engine, jobs, progress, cached=not check
+        )
+    failures = tuple(f"{k.stem}: {failure}" for k in kernels for failure in k.failures)
+    if failures:
+        return BuildResult(tuple(kernels), (), failures, compiles, check)
+
+    whole = any(Path(path).is_dir() for path in paths)
+    with contextlib.nullcontext() if check else tree.exclusive(out):
+        if check and tree.interrupted(out):
+            message = (
+                f"{out}: a build was interrupted there; run fmha-gen build to finish it"
+            )
+            return BuildResult(tuple(kernels), (), (message,), compiles, check)
+        if not check:
+            tree.recover(out)
+        changes, kernels = _compare(kernels, out, whole)
+        refused = (
+            () if force or check else tuple(c for c in changes if c.kind == "edited")
+        )
+        if refused:
+            failures = tuple(_refusal(out, change) for change in refused)
+        elif not check:
+            tree.apply(out, changes)
+    return BuildResult(tuple(kernels), tuple(changes), failures, compiles, check)
+
+
+def default_engine() -> Engine:
+    """The real parts, imported here so that tests of a build need none of them."""
+    from . import plan, spec
+
+    return Engine(
+        load_specs=spec.load_specs,
+        resolve=plan.resolve,
+        render_kernel=render.render_kernel,
+        closure_digest=lambda resolved: render.closure_digest(
+            render.kernel_template(resolved)
+        ),
+        toolchain_key=toolchain_key,
+        compile_kernel=toolchain.compile_kernel,
+    )
+
+
+def toolchain_key() -> str:
+    """Everything that decides a compile beside text and arch; EnvironmentProblem if unsupported."""
+    toolchain.require_dsl()
+    tools = {
+        name: importlib.metadata.version(name) for name in _installed(toolchain.TOOLS)
+    }
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    code = cache.source_digest("toolchain.py", "sass.py")
+    return f"{toolchain.dsl_distributions()} {tools} {python} {code}"
+
+
+def tools_line() -> str:
+    """Line 1 of the lock, the same on every machine that runs this version."""
+    return manifest.tools_line(
+        fmha_gen=_version(DISTRIBUTION),
+        black=_version("black"),
+        jinja2=JINJA2_RANGE,
+        dsl=toolchain.DSL_RANGE,
+    )
+
+
+def _resolve(specs: Sequence[Any], engine: Engine) -> list[Plan]:
+    """Plan every spec; raises one SpecError with the diagnostics of all."""
+    plans: list[Plan] = []
+    diagnostics: list[Diagnostic] = []
+    for spec in specs:
+        try:
+            plans.append(engine.resolve(spec))
+        except SpecError as error:
+            diagnostics.extend(error.diagnostics)
+    if diagnostics:
+        raise SpecError(diagnostics)
+    return plans
+
+
+def _render(plan: Plan, engine: Engine, *, cached: bool) -> Kernel:
+    """Render and lint one kernel, or take both from the cache."""
+    closure = engine.closure_digest(plan)
+    spec = plan.spec_file.digest
+    name = cache.key(
+        "text", [plan.stem, spec, closure, cache.source_digest(), tools_line()]
+    )
+    entry = cache.get(name) if cached else None
+    if not isinstance(entry, dict) or entry.keys() != {"text", "failures"}:
+        try:
+            text = engine.render_kernel(plan)
+            failures = [f"line {f.line}: {f.message}" for f in lint.lint(text)]
+        except CheckFailed as error:
+            text, failures = "", [str(error)]
+        entry = {"text": text, "failures": failures}
+        cache.put(name, entry)
+    text = entry["text"]
+    return Kernel(
+        stem=plan.stem,
+        text=text,
+        entry=manifest.Entry(spec, render.body_digest(text), closure),
+        report=None,
+        shared_bytes=plan.smem_bytes,
+        rung="rendered",
+        state="unchanged",
+        failures=tuple(entry["failures"]),
+    )
+
+
+def _compile(
+    kernels: Sequence[Kernel],
+    plans: Sequence[Plan],
+    engine: Engine,
+    jobs: int | None,
+    progress: Progress | None,
+    *,
+    cached: bool,
+) -> tuple[list[Kernel], int]:
+    """Compile and gate every kernel that passed so far; the kernels, and how many compiles ran.
+
+    The threads only wait: each compile is a process of its own.
+    """
+    key = engine.toolchain_key()
+    done: dict[str, toolchain.CompileReport | CheckFailed] = {}
+    names = {}
+    todo = {}
+    for kernel, plan in zip(kernels, plans, strict=True):
+        if kernel.failures:
+            continue
+        digest = hashlib.sha256(kernel.text.encode()).hexdigest()
+        names[kernel.stem] = cache.key(
+            "sass", [digest, kernel.stem, plan.compile_arch, key]
+        )
+        report = _cached_report(names[kernel.stem]) if cached else None
+        if report is None:
+            todo[kernel.stem] = (kernel.text, kernel.stem, plan.compile_arch)
+        else:
+            done[kernel.stem] = report
+    for stem, result in _in_parallel(engine, todo, jobs or os.cpu_count() or 1):
+        done[stem] = result
+        if isinstance(result, toolchain.CompileReport):
+            cache.put(names[stem], result.to_json())
+        if progress:
+            progress(len(done) - (len(names) - len(todo)), len(todo), stem)
+    return [_gated(kernel, done.get(kernel.stem)) for kernel in kernels], len(todo)
+
+
+def _in_parallel(
+    engine: Engine, todo: Mapping[str, tuple[str, str, str]], jobs: int
+) -> Iterator[tuple[str, toolchain.CompileReport | CheckFailed]]:
+    """Compile all; yields results as they come. Whatever ends this early kills what still runs."""
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        futures: dict[Future[toolchain.CompileReport], str] = {
+            pool.submit(engine.compile_kernel, *arguments): stem
+            for stem, arguments in todo.items()
+        }
+        try:
+            for future in as_completed(futures):
+                try:
+                    yield futures[future], future.result()
+                except CheckFailed as error:
+                    yield futures[future], error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            # Not `wait(futures)` alone: it never counts a cancelled future as done.
+            while running := [future for future in futures if not future.done()]:
+                toolchain.stop_all()
+                wait(running, timeout=0.1)
+
+
+def _cached_report(name: str) -> toolchain.CompileReport | None:
+    try:
+        return toolchain.CompileReport.from_json(cache.get(name) or {})
+    except (KeyError, TypeError):
+        return None
+
+
+def _gated(
+    kernel: Kernel, result: toolchain.CompileReport | CheckFailed | None
+) -> Kernel:
+    if result is None:
+        return kernel
+    if isinstance(result, CheckFailed):
+        return replace(kernel, failures=(str(result).removeprefix(f"{kernel.stem}: "),))
+    return replace(
+        kernel, report=result, rung="compiled", failures=tuple(toolchain.gate(result))
+    )
+
+
+def _compare(
+    kernels: Sequence[Kernel], out: Path, whole: bool
+) -> tuple[list[tree.Change], list[Kernel]]:
+    """What differs in the output folder, and the kernels with the rung and state they have."""
+    lock = _read_lock(out)
+    last = lock.entries if lock else {}
+    entries = {kernel.file: kernel.entry for kernel in kernels}
+    orphans = sorted(last.keys() - entries.keys()) if whole else []
+    kept = {file: entry for file, entry in last.items() if file not in orphans}
+    desired = {
+        manifest.FILE: manifest.dump(manifest.Manifest(tools_line(), kept | entries))
+    }
+    rungs = {}
+    for kernel in kernels:
+        path = records.path_of(kernel.stem)
+        on_disk = records.load(out / path)
+        record = _record(kernel, on_disk)
+        rungs[kernel.stem] = record["rung"]
+        desired[kernel.file] = kernel.text
+        if record is not on_disk:
+            desired[path] = records.dump(record)
+    orphaned = [*orphans, *(records.path_of(Path(file).stem) for file in orphans)]
+    owned = {file: entry.body for file, entry in last.items()}
+    changes = tree.compare(out, desired, owned, orphaned)
+    states = {change.path: change.kind for change in changes}
+    return changes, [
+        replace(
+            kernel, rung=rungs[kernel.stem], state=states.get(kernel.file, "unchanged")
+        )
+        for kernel in kernels
+    ]
+
+
+def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
+    """The record that this build leaves; `on_disk` itself when it still speaks for the kernel.
+
+    A compile by another version of the DSL than the recorded one is no reason to write: evidence
+    names the version it was obtained with.
+    """
+    body = kernel.entry.body
+    stale = records.staleness(on_disk, kernel=kernel.stem, body_sha256=body)
+    fresh = records.current(on_disk, kernel=kernel.stem, body_sha256=body)
+    if kernel.report is not None:
+        result = kernel.report.to_json() | {"shared_bytes": kernel.shared_bytes}
+        known = fresh.get("compiled", {})
+        if known.get("dsl") in (None, kernel.report.dsl):
+            fresh = records.merge_rung(
+                fresh,
+                kernel=kernel.stem,
+                body_sha256=body,
+                rung="compiled",
+                result=result,
+            )
+    return on_disk if on_disk is not None and not stale and fresh == on_disk else fresh
+
+
+def _read_lock(out: Path) -> manifest.Manifest | None:
+    path = out / manifest.FILE
+    try:
+        return manifest.parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return None
+
+
+def _refusal(out: Path, change: tree.Change) -> str:
+    todo = "overwrites" if change.desired is not None else "deletes"
+    return (
+        f"{out / change.path}: edited by hand; --force {todo} it. The build would do:\n"
+        f"{change.diff.rstrip()}"
+    )
+
+
+def _installed(tools: Mapping[str, str]) -> list[str]:
+    """The tools' distributions that are there; a tool may also come from PATH."""
+    names = []
+    for name in tools.values():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            names.append(name)
+    return names
+
+
+@functools.cache
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "0"  # run from a source tree that is not installed

@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: prints, and maps outcomes to exit statuses; nothing else.
+
+Status: 0 clean, 1 drift or a failed check, 2 bad spec or usage, 3 this machine cannot, 130 ^C.
+Modules that a command needs are imported by that command, so that all start fast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+from .errors import FmhaGenError
+
+if TYPE_CHECKING:
+    from .build import BuildResult
+
+INTERRUPTED = 130
+PIPE_WIDTH = 200  # columns of a table that no terminal limits
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="YAML specs in, standalone CuTe DSL attention kernels out.",
+)
+
+Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", show_default=False)]
+Out = Annotated[Path, typer.Option("--out", help="Folder of the generated kernels.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", "-j", min=1, help="Parallel compiles; default: all cores."),
+]
+
+
+def main() -> None:
+    """Entry point of `fmha-gen`."""
+    try:
+        app(prog_name="fmha-gen")
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
+
+@app.callback(invoke_without_command=True)
+def _options(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.")
+    ] = False,
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"fmha-gen {installed('fmha-gen')}")
+        raise typer.Exit
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command()
+def build(
+    paths: Paths,
+    out: Out = Path("generated"),
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Change nothing; report what a build would change."
+        ),
+    ] = False,
+    no_compile: Annotated[
+        bool, typer.Option("--no-compile", help="Render and lint only.")
+    ] = False,
+    jobs: Jobs = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Overwrite kernels that were edited by hand."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Make kernels, lock and records from specs."""
+    from . import build as engine
+
+    with _reported(), _progress() as progress:
+        result = engine.build(
+            paths,
+            out,
+            check=check,
+            compile=not no_compile,
+            jobs=jobs,
+            force=force,
+            progress=progress,
+        )
+    if as_json:
+        _print_json(_build_json(result))
+    else:
+        _print_build(result)
+    for failure in result.failures:
+        print(failure, file=sys.stderr)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def explain(
+    spec: Annotated[Path, typer.Argument(metavar="SPEC", show_default=False)],
+    out: Out = Path("generated"),
+) -> None:
+    """Show the plan: every number as given or derived, the budgets and the rung."""
+    with _reported():
+        from . import explain as report
+        from . import plan, records
+        from .spec import load_specs
+
+        for spec_file in load_specs([spec]):
+            record = records.load(out / records.path_of(spec_file.stem))
+            print(report.render(plan.resolve(spec_file), record))
+
+
+@app.command()
+def validate(
+    paths: Paths,
+    out: Out = Path("generated"),
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Parallel compiles.")
+    ] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 300,
+    sanitizer: Annotated[
+        bool,
+        typer.Option("--sanitizer", help="One case under compute-sanitizer as well."),
+    ] = False,
+    case: Annotated[
+        str | None, typer.Option(help="Replay this case and record nothing.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run kernels on this machine's GPU against a float64 reference, and write the records."""
+    with _reported():
+        from . import validate as hardware
+
+        hardware.run(
+            paths,
+            out=out,
+            jobs=jobs,
+            timeout=timeout,
+            sanitizer=sanitizer,
+            case=case,
+            as_json=as_json,
+        )
+
+
+@app.command()
+def bench(
+    paths: Paths,
+    out: Out = Path("generated"),
+    against: Annotated[
+        str, typer.Option(help="Peers, separated by commas.")
+    ] = "fa4,cudnn",
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times each contender is timed.")
+    ] = 7,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="File for all rounds.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1)] = None,
+    heads: Annotated[int | None, typer.Option(min=1)] = None,
+    seqlen: Annotated[
+        int | None, typer.Option(min=1, help="Of the dynamic sides.")
+    ] = None,
+) -> None:
+    """Time kernels beside their peers in one run on this machine's GPU."""
+    with _reported():
+        from . import bench as race
+
+        race.run(
+            paths,
+            against=[peer for peer in against.split(",") if peer],
+            rounds=rounds,
+            json_file=json_file,
+            batch=batch,
+            heads=heads,
+            seqlen=seqlen,
+            out=out,
+        )
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a spec, for editors."""
+    from . import spec
+
+    _print_json(spec.schema())
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do, and what is missing."""
+    from . import doctor as examination
+
+    findings = examination.examine()
+    if as_json:
+        _print_json(examination.to_json(findings))
+    else:
+        print(examination.to_text(findings))
+    raise typer.Exit(0 if examination.can_build(findings) else 3)
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Turn errors that are meant for the user into text on stderr and an exit status."""
+    try:
+        yield
+    except FmhaGenError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(error.exit_code) from error
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        raise typer.Exit(INTERRUPTED) from error
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar on a terminal while kernels compile; elsewhere nothing at all."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (
+        TextColumn("compiling"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", visible=False)
+
+        def show(done: int, total: int, stem: str) -> None:
+            bar.update(
+                task, completed=done, total=total, description=stem, visible=True
+            )
+
+        yield show
+
+
+def _print_build(result: BuildResult) -> None:
+    if result.checked:
+        for change in result.changes:
+            print(f"{change.kind}: {change.path}\n{change.diff}", end="")
+    table = Table(box=None, pad_edge=False)
+    for title in ("kernel", "rung", "registers", "shared memory", "state"):
+        table.add_column(title, justify="right" if title in _NUMBERS else "left")
+    for kernel in result.kernels:
+        report = kernel.report
+        table.add_row(
+            kernel.stem,
+            kernel.rung,
+            (
+                ""
+                if report is None
+                else " / ".join(map(str, report.setmaxnreg or [report.registers]))
+            ),
+            f"{kernel.shared_bytes} B",
+            "failed" if kernel.failures else kernel.state,
+        )
+    _console().print(table)
+
+
+_NUMBERS = frozenset({"registers", "shared memory"})
+
+
+def _build_json(result: BuildResult) -> dict[str, Any]:
+    return {
+        "ok": result.ok,
+        "checked": result.checked,
+        "compiles": result.compiles,
+        "failures": list(result.failures),
+        "changes": [
+            {"path": change.path, "kind": change.kind, "diff": change.diff}
+            for change in result.changes
+        ],
+        "kernels": [
+            {
+                "kernel": kernel.stem,
+                "rung": kernel.rung,
+                "state": kernel.state,
+                "body_sha256": kernel.entry.body,
+                "shared_bytes": kernel.shared_bytes,
+                "compiled": kernel.report.to_json() if kernel.report else None,
+                "failures": list(kernel.failures),
+            }
+            for kernel in result.kernels
+        ],
+    }
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, sort_keys=True))
+
+
+def _console() -> Console:
+    """Stdout; without colours and line breaks when it is not a terminal."""
+    if sys.stdout.isatty():
+        return Console()
+    return Console(color_system=None, force_terminal=False, width=PIPE_WIDTH)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generated/MANIFEST.lock`: which kernels the last build left, and from what.
+
+Line 1 says which tools decide the bytes; then one line per kernel, sorted: file, digest of the
+spec, digest of the body, digest of the templates it depends on. Versions live here and not in
+the kernels, so that a release that changes no output changes one line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import CheckFailed
+
+FILE = "MANIFEST.lock"
+
+_ENTRY = re.compile(
+    r"([a-z][a-z0-9_]*\.py) ([0-9a-f]{64}) ([0-9a-f]{64}) ([0-9a-f]{64})"
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one kernel was made from; full sha256 hex digests."""
+
+    spec: str
+    body: str
+    closure: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The tools line and the entry of each file."""
+
+    tools: str
+    entries: Mapping[str, Entry]
+
+
+def tools_line(*, fmha_gen: str, black: str, jinja2: str, dsl: str) -> str:
+    """Line 1. `black` is the exact pin; `jinja2` and `dsl` are the ranges that are supported."""
+    return f"fmha-gen=={fmha_gen} black=={black} jinja2{jinja2} nvidia-cutlass-dsl{dsl}"
+
+
+def dump(manifest: Manifest) -> str:
+    """The text of the lock."""
+    lines = [
+        f"{file} {entry.spec} {entry.body} {entry.closure}"
+        for file, entry in sorted(manifest.entries.items())
+    ]
+    return "\n".join([manifest.tools, *lines]) + "\n"
+
+
+def parse(text: str, name: str = FILE) -> Manifest:
+    """Inverse of `dump`. Raises CheckFailed with the line that is not an entry."""
+    tools, *lines = text.split("\n")
+    if not tools.startswith("fmha-gen==") or lines[-1:] != [""]:
+        raise CheckFailed(f"{name}: not a lock; restore it from version control")
+    entries: dict[str, Entry] = {}
+    for number, line in enumerate(lines[:-1], start=2):
+        match = _ENTRY.fullmatch(line)
+        if match is None or match.group(1) in entries:
+            raise CheckFailed(
+                f"{name}:{number}: not an entry; restore it from version control"
+            )
+        entries[match.group(1)] = Entry(*match.groups()[1:])
+    return Manifest(tools, entries)

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles a generated module for its own arch, without a GPU, and reads what came out.
+
+The module is written to a temporary folder (the DSL reads source files) and imported by a fresh
+interpreter, so that nothing of one compile reaches the next and a crash or a hang of the compiler
+costs one kernel. The DSL dumps PTX and cubin; NVIDIA's disassembler wheels read the cubin.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from . import sass
+from .errors import CheckFailed, EnvironmentProblem
+
+DSL = "nvidia-cutlass-dsl"
+DSL_AT_LEAST = (4, 8, 1)
+DSL_BELOW = (4, 9)
+DSL_RANGE = ">=4.8.1,<4.9"
+COMPILE_SECONDS = (
+    300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
+)
+
+# Distribution that ships each disassembler.
+TOOLS: Mapping[str, str] = {
+    "cuobjdump": "nvidia-cuda-cuobjdump",
+    "nvdisasm": "nvidia-cuda-nvdisasm",
+}
+
+# `-c` puts the temporary folder first on sys.path; a path entry of ours would shadow modules there.
+_WORKER = """
+import importlib.util, sys
+path, name = sys.argv[1:]
+spec = importlib.util.spec_from_file_location(name, path)
+module = importlib.util.module_from_spec(spec)
+sys.modules[name] = module
+spec.loader.exec_module(module)
+module.compile()
+"""
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
+_SETMAXNREG = re.compile(r"\bsetmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)")
+_WAIT = re.compile(r"\bwgmma\.wait_group\.sync\.aligned\s+(\d+)")
+_USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+
+
+@dataclass(frozen=True)
+class LoopReport:
+    """An innermost loop that issues wgmmas."""
+
+    instructions: Mapping[str, int]  # by class of `sass.CLASSES`, and `total`
+    serialised: int  # wgmmas that wait for the k-step before them
+
+
+@dataclass(frozen=True)
+class WgmmaReport:
+    """What the source asked for (PTX) beside what ptxas made of it (SASS)."""
+
+    asked_mmas: int
+    asked_groups: int
+    asked_overlaps: int  # waits that leave a group in flight
+    mmas: int
+    groups: int
+    overlaps: int
+    serialised: int
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """Resources of one compiled kernel."""
+
+    arch: str
+    dsl: str
+    entry: str
+    registers: int  # per thread at launch, before setmaxnreg
+    setmaxnreg: tuple[int, ...]  # sorted, without repeats
+    stack_bytes: int
+    local_bytes: int
+    static_shared_bytes: (
+        int  # includes 1024 B that sm_90 and later reserve for the system
+    )
+    instructions: Mapping[str, int]  # by class of `sass.CLASSES`, and `total`
+    loops: tuple[LoopReport, ...]  # innermost loops with wgmmas, by address
+    wgmma: WgmmaReport
+    ptx_sha256: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `json` takes."""
+        return asdict(self) | {
+            "setmaxnreg": list(self.setmaxnreg),
+            "loops": [asdict(loop) for loop in self.loops],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompileReport:
+        """Inverse of `to_json`; raises KeyError or TypeError when it is something else."""
+        return cls(
+            **{
+                **data,
+                "setmaxnreg": tuple(data["setmaxnreg"]),
+                "loops": tuple(LoopReport(**loop) for loop in data["loops"]),
+                "wgmma": WgmmaReport(**data["wgmma"]),
+            }
+        )
+
+
+def compile_kernel(
+    text: str, stem: str, arch: str = "sm_90a", *, timeout: float = COMPILE_SECONDS
+) -> CompileReport:
+    """Compile a generated module's text and report on its one kernel.
+
+    Raises EnvironmentProblem when DSL or disassemblers are missing or unsupported, and CheckFailed
+    when the module does not import, does not compile in time, or holds not exactly one kernel.
+    """
+    version = require_dsl()
+    tools = {name: require_tool(name) for name in TOOLS}
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+        work = Path(folder)
+        (work / "dump").mkdir()
+        module = work / f"{stem}.py"
+        module.write_text(text, encoding="utf-8")
+        command = [sys.executable, "-c", _WORKER, str(module), stem]
+        status, output = _run(command, work, _environment(arch, work / "dump"), timeout)
+        if status is None:
+            raise CheckFailed(f"{stem}: compiling took more than {timeout:g} s")
+        if status != 0:
+            shown = _last_lines(output.replace(f"{work}{os.sep}", ""))
+            raise CheckFailed(f"{stem}: does not compile\n{shown}")
+        ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
+        cubin = _only(work / "dump", "cubin", stem)
+        usage = _tool_output(
+            [str(tools["cuobjdump"]), "--dump-resource-usage", str(cubin)]
+        )
+        disassembly = _tool_output([str(tools["nvdisasm"]), "--print-code", str(cubin)])
+    return report(ptx, usage, disassembly, stem=stem, arch=arch, dsl=version)
+
+
+def report(
+    ptx: str, usage: str, disassembly: str, *, stem: str, arch: str, dsl: str
+) -> CompileReport:
+    """Build the report from the PTX and the disassemblers' output."""
+    entries = _ENTRY.findall(ptx)
+    resources = _USAGE.findall(usage)
+    if len(entries) != 1 or len(resources) != 1:
+        raise CheckFailed(f"{stem}: expected one kernel, the PTX holds {len(entries)}")
+    registers, stack, shared, local = map(int, resources[0])
+    kernel = sass.parse(disassembly)
+    waits = [int(pending) for pending in _WAIT.findall(ptx)]
+    return CompileReport(
+        arch=arch,
+        dsl=dsl,
+        entry=entries[0],
+        registers=registers,
+        setmaxnreg=tuple(sorted({int(n) for n in _SETMAXNREG.findall(ptx)})),
+        stack_bytes=stack,
+        local_bytes=local,
+        static_shared_bytes=shared,
+        instructions=sass.count(kernel.instructions),
+        loops=tuple(
+            LoopReport(sass.count(body), sass.serialised(body))
+            for body in (sass.body(kernel, loop) for loop in sass.wgmma_loops(kernel))
+        ),
+        wgmma=WgmmaReport(
+            asked_mmas=ptx.count("wgmma.mma_async."),
+            asked_groups=ptx.count("wgmma.commit_group."),
+            asked_overlaps=sum(pending > 0 for pending in waits),
+            mmas=sum(i.opcode.startswith("HGMMA") for i in kernel.instructions),
+            groups=sum(i.ends_group for i in kernel.instructions),
+            overlaps=sum((i.pending or 0) > 0 for i in kernel.instructions),
+            serialised=sass.serialised(kernel.instructions),
+        ),
+        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
+    )
+
+
+def gate(report: CompileReport) -> list[str]:
+    """What makes this kernel unfit to ship; empty when it passes."""
+    counts, wgmma = report.instructions, report.wgmma
+    failures = []
+    if report.stack_bytes or report.local_bytes:
+        failures.append(
+            f"uses {report.stack_bytes} B of stack and {report.local_bytes} B of local memory"
+        )
+    if counts["LDL"] or counts["STL"]:
+        failures.append(
+            f"spills: {counts['LDL']} local loads, {counts['STL']} local stores"
+        )
+    if wgmma.serialised:
+        failures.append(
+            f"serialised wgmma: {wgmma.serialised} of {wgmma.mmas} wait for the k-step before them"
+        )
+    elif wgmma.mmas == wgmma.asked_mmas and wgmma.groups > wgmma.asked_groups:
+        failures.append(
+            f"serialised wgmma: {wgmma.groups} groups, the source asks for {wgmma.asked_groups}"
+        )
+    elif wgmma.asked_overlaps and not wgmma.overlaps:
+        failures.append(
+            "serialised wgmma: every wait drains, the source leaves groups in flight"
+        )
+    if "cutlass" in report.entry.lower():
+        failures.append(f"kernel symbol holds the word cutlass: {report.entry}")
+    return failures
+
+
+def dsl_distributions() -> dict[str, str]:
+    """Every installed distribution of the CuTe DSL: name -> version, by name."""
+    found = {}
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name == DSL or name.startswith(f"{DSL}-"):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def require_dsl() -> str:
+    """Return the DSL's version; raise EnvironmentProblem when it is missing or unsupported."""
+    version = dsl_distributions().get(DSL)
+    if version is None:
+        raise EnvironmentProblem(
+            f"{DSL} is not installed: pip install '{DSL}{DSL_RANGE}'"
+        )
+    if not DSL_AT_LEAST <= _release(version) < DSL_BELOW:
+        raise EnvironmentProblem(
+            f"{DSL} {version} is not supported: pip install '{DSL}{DSL_RANGE}'"
+        )
+    return version
+
+
+def require_tool(name: str) -> Path:
+    """Return the path of a disassembler, from its wheel or else from PATH."""
+    try:
+        files = importlib.metadata.files(TOOLS[name]) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        path = Path(str(file.locate()))
+        if path.name == name and path.is_file():
+            return path
+    on_path = shutil.which(name)
+    if on_path is None:
+        raise EnvironmentProblem(f"{name} is not installed: pip install {TOOLS[name]}")
+    return Path(on_path)
+
+
+def stop_all() -> None:
+    """Kill the compiles that other threads of this process are waiting for (for ^C)."""
+    with _running_lock:
+        for process in _running:
+            process.kill()
+
+
+_running: set[subprocess.Popen[str]] = set()
+_running_lock = threading.Lock()
+
+
+def _run(
+    command: list[str], cwd: Path, environment: Mapping[str, str], timeout: float
+) -> tuple[int | None, str]:
+    """Exit status (None: out of time, and killed) and everything that was printed."""
+    with _running_lock:
+        process = subprocess.Popen(
+            command,
+            cwd=cwd,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            errors="replace",
+        )
+        _running.add(process)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        process.kill()
+        process.wait()
+        with _running_lock:
+            _running.discard(process)
+
+
+def _environment(arch: str, dump: Path) -> dict[str, str]:
+    """The caller's environment, with only our settings of the DSL.
+
+    CUTE_DSL_LIBS stays: the DSL's own start-up hook finds its run-time library through it.
+    """
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("CUTE_DSL_") or name == "CUTE_DSL_LIBS"
+    }
+    return kept | {
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_DUMP_DIR": str(dump),
+        "CUTE_DSL_KEEP": "ptx,cubin",
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def _only(folder: Path, suffix: str, stem: str) -> Path:
+    found = sorted(folder.glob(f"*.{suffix}"))
+    if len(found) != 1:
+        raise CheckFailed(
+            f"{stem}: expected one kernel, compile() made {len(found)} {suffix}"
+        )
+    return found[0]
+
+
+def _tool_output(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, encoding="utf-8", errors="replace"
+    )
+    if done.returncode != 0:
+        tool = Path(command[0]).name
+        raise EnvironmentProblem(
+            f"{tool} failed: {_last_lines(done.stderr, 1).strip()}"
+        )
+    return done.stdout
+
+
+def _last_lines(output: str, lines: int = 12) -> str:
+    text = _ANSI.sub("", output).strip().splitlines()
+    return "\n".join(f"  {line}" for line in text[-lines:])
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: 4.8.1.dev0 -> (4, 8, 1)."""
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+import shutil
+from pathlib import Path
+
+import pytest
+from fmha_gen import build, cache, lint, manifest, records, tree
+from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
+
+from . import fake
+
+PROMISED = {"MANIFEST.lock", "a.py", "b.py", "records/a.json", "records/b.json"}
+
+
+@pytest.fixture
+def specs(tmp_path) -> Path:
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    (folder / "a.yaml").write_text("64\n")
+    (folder / "b.yaml").write_text("128\n")
+    return folder
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "generated"
+
+
+@pytest.fixture
+def parts() -> fake.Parts:
+    return fake.Parts()
+
+
+def run(parts, paths, out, **options) -> build.BuildResult:
+    return build.build(paths, out, engine=parts.engine(), **options)
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def kinds(result) -> dict[str, str]:
+    return {change.path: change.kind for change in result.changes}
+
+
+def test_from_nothing(parts, specs, out):
+    result = run(parts, [specs], out)
+    assert result.ok
+    assert fake.contents(out).keys() == PROMISED
+    assert sorted(parts.compiled) == ["a", "b"]
+    lock = manifest.parse((out / "MANIFEST.lock").read_text())
+    for stem in "ab":
+        text = (out / f"{stem}.py").read_text()
+        assert lint.lint(text) == []
+        entry = lock.entries[f"{stem}.py"]
+        record = fake.record(out, stem)
+        assert records.staleness(record, kernel=stem, body_sha256=entry.body) is None
+        assert record["rung"] == "compiled"
+        assert record["compiled"]["registers"] == 168
+        assert record["compiled"]["shared_bytes"] == 1024
+
+
+def test_nothing_changed_means_no_work_and_no_write(parts, specs, out):
+    run(parts, [specs], out)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    again = fake.Parts()
+    result = run(again, [specs], out)
+    assert result.ok
+    assert (again.compiled, again.rendered, result.compiles, result.changes) == (
+        [],
+        [],
+        0,
+        (),
+    )
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+    assert {k.state for k in result.kernels} == {"unchanged"}
+
+
+def test_one_spec_changed_means_one_compile_and_one_diff(parts, specs, out):
+    run(parts, [specs], out)
+    (specs / "b.yaml").write_text("256\n")
+    again = fake.Parts()
+    result = run(again, [specs], out)
+    assert again.compiled == ["b"]
+    assert kinds(result).keys() == {"MANIFEST.lock", "b.py", "records/b.json"}
+
+
+def test_another_toolchain_compiles_again(parts, specs, out):
+    run(parts, [specs], out)
+    again = fake.Parts(key="tools-2")
+    run(again, [specs], out)
+    assert sorted(again.compiled) == ["a", "b"]
+
+
+def test_check_changes_nothing_trusts_no_cache_and_reports_all(parts, specs, out):
+    run(parts, [specs], out)
+    assert run(fake.Parts(), [specs], out, check=True).ok
+    (out / "a.py").unlink()
+    edit(out / "b.py", "TILE = 128", "TILE = 129")
+    (specs / "c.yaml").write_text("16\n")
+    before = fake.contents(out)
+    again = fake.Parts()
+    result = run(again, [specs], out, check=True)
+    assert not result.ok
+    assert sorted(again.compiled) == sorted(again.rendered) == ["a", "b", "c"]
+    assert fake.contents(out) == before
+    assert kinds(result) == {
+        "MANIFEST.lock": "changed",
+        "a.py": "missing",
+        "b.py": "edited",
+        "c.py": "missing",
+        "records/c.json": "missing",
+    }
+    assert "-TILE = 129" in next(c.diff for c in result.changes if c.path == "b.py")
+
+
+def test_check_creates_no_folder(parts, specs, out):
+    assert not run(parts, [specs], out, check=True).ok
+    assert not out.exists()
+
+
+def test_an_orphan_goes_with_its_record(parts, specs, out):
+    run(parts, [specs], out)
+    (specs / "a.yaml").unlink()
+    assert kinds(run(parts, [specs], out, check=True))["a.py"] == "orphaned"
+    assert run(parts, [specs], out).ok
+    assert fake.contents(out).keys() == {"MANIFEST.lock", "b.py", "records/b.json"}
+
+
+def test_a_rename_leaves_nothing_behind(parts, specs, out):
+    run(parts, [specs], out)
+    (specs / "a.yaml").rename(specs / "z.yaml")
+    run(parts, [specs], out)
+    assert sorted(p.name for p in out.glob("*.py")) == ["b.py", "z.py"]
+
+
+def test_a_partial_build_touches_no_other_kernel(parts, specs, out):
+    run(parts, [specs], out)
+    before = fake.contents(out)
+    (specs / "a.yaml").unlink()
+    (specs / "b.yaml").write_text("256\n")
+    result = run(parts, [specs / "b.yaml"], out)
+    after = fake.contents(out)
+    assert kinds(result).keys() == {"MANIFEST.lock", "b.py", "records/b.json"}
+    assert after["a.py"] == before["a.py"]
+    assert manifest.parse(after["MANIFEST.lock"]).entries.keys() == {"a.py", "b.py"}
+
+
+def test_files_that_no_build_left_are_not_touched(parts, specs, out):
+    out.mkdir()
+    (out / "__init__.py").write_text("# mine\n")
+    run(parts, [specs], out)
+    assert run(parts, [specs], out).ok
+    assert (out / "__init__.py").read_text() == "# mine\n"
+
+
+def test_an_edited_kernel_is_refused_by_name_with_the_diff_until_force(
+    parts, specs, out
+):
+    run(parts, [specs], out)
+    edit(out / "a.py", "return TILE", "return TILE + 1")
+    (specs / "b.yaml").write_text("256\n")
+    before = fake.contents(out)
+    result = run(parts, [specs], out)
+    assert not result.ok
+    (failure,) = result.failures
+    assert f"{out / 'a.py'}: edited by hand" in failure
+    assert "-    return TILE + 1" in failure
+    assert fake.contents(out) == before
+    assert run(parts, [specs], out, force=True).ok
+    assert "TILE + 1" not in (out / "a.py").read_text()
+    assert "256" in (out / "b.py").read_text()
+
+
+def test_an_edited_orphan_is_refused_until_force(parts, specs, out):
+    run(parts, [specs], out)
+    edit(out / "a.py", "return TILE", "return TILE + 1")
+    (specs / "a.yaml").unlink()
+    result = run(parts, [specs], out)
+    assert "--force deletes it" in result.failures[0]
+    assert (out / "a.py").exists()
+    assert run(parts, [specs], out, force=True).ok
+    assert not (out / "a.py").exists()
+
+
+def test_failures_are_all_told_and_nothing_is_written(parts, specs, out):
+    (specs / "c.yaml").write_text("1 + 1\n")  # lint: not a literal
+    parts.reports = {
+        "a": CheckFailed("a: does not compile\n  why"),
+        "b": fake.report(stack_bytes=8),
+    }
+    result = run(parts, [specs], out)
+    assert [f.split(":")[0] for f in result.failures] == ["a", "b", "c"]
+    assert result.failures[0] == "a: does not compile\n  why"
+    assert "8 B of stack" in result.failures[1]
+    assert "TILE is not a literal" in result.failures[2]
+    assert sorted(parts.compiled) == ["a", "b"]
+    assert not out.exists()
+
+
+def test_a_failing_kernel_leaves_the_old_tree(parts, specs, out):
+    run(parts, [specs], out)
+    before = fake.contents(out)
+    (specs / "a.yaml").write_text("65\n")
+    (specs / "b.yaml").write_text("129\n")
+    assert not run(fake.Parts({"a": fake.report(local_bytes=4)}), [specs], out).ok
+    assert fake.contents(out) == before
+
+
+def test_a_cached_report_passes_the_gate_again(parts, specs, out):
+    parts.reports = {"a": fake.report(stack_bytes=8)}
+    assert not run(parts, [specs], out).ok
+    again = fake.Parts()
+    assert not run(again, [specs], out).ok
+    assert again.compiled == []
+
+
+def test_bad_specs_are_reported_together(parts, specs, out):
+    (specs / "a.yaml").write_text("bad\n")
+    (specs / "b.yaml").write_text("bad\n")
+    with pytest.raises(SpecError) as info:
+        run(parts, [specs], out)
+    assert [d.location.path for d in info.value.diagnostics] == ["a.yaml", "b.yaml"]
+    assert not out.exists()
+
+
+def test_an_environment_problem_is_not_a_failed_kernel(parts, specs, out):
+    def missing(*_arguments):
+        raise EnvironmentProblem("no DSL")
+
+    parts.compile_kernel = missing
+    with pytest.raises(EnvironmentProblem, match="no DSL"):
+        run(parts, [specs], out)
+    assert not out.exists()
+
+
+def test_without_compile_a_record_claims_no_more_than_it_can(parts, specs, out):
+    result = run(parts, [specs], out, compile=False)
+    assert parts.compiled == []
+    assert (
+        {k.rung for k in result.kernels}
+        == {fake.record(out, "a")["rung"]}
+        == {"rendered"}
+    )
+
+
+def test_evidence_survives_exactly_as_long_as_the_body(parts, specs, out):
+    run(parts, [specs], out)
+    for stem in "ab":
+        record = fake.record(out, stem)
+        record = records.merge_rung(
+            record,
+            kernel=stem,
+            body_sha256=record["body_sha256"],
+            rung="validated",
+            result={},
+        )
+        (out / "records" / f"{stem}.json").write_text(records.dump(record))
+    (specs / "b.yaml").write_text("256\n")
+    result = run(parts, [specs], out)
+    assert [k.rung for k in result.kernels] == ["validated", "compiled"]
+    assert "validated" not in fake.record(out, "b")
+    assert run(parts, [specs], out, compile=False).kernels[0].rung == "validated"
+
+
+def test_a_compile_by_another_dsl_does_not_rewrite_the_record(parts, specs, out):
+    run(parts, [specs], out)
+    newer = fake.Parts(
+        dict.fromkeys("ab", fake.report(dsl="4.8.2", registers=160)), "tools-2"
+    )
+    assert run(newer, [specs], out).changes == ()
+    same = fake.Parts(dict.fromkeys("ab", fake.report(registers=160)), "tools-3")
+    assert kinds(run(same, [specs], out)).keys() == {"records/a.json", "records/b.json"}
+
+
+def test_same_bytes_for_any_order_folder_and_job_count(
+    parts, specs, out, tmp_path, monkeypatch
+):
+    run(parts, [specs], out)
+    first = fake.contents(out)
+    elsewhere = tmp_path / "else"
+    shutil.copytree(specs, elsewhere / "s")
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "cache2"))
+    run(fake.Parts(), ["s/b.yaml", "s/a.yaml"], Path("g"), jobs=7)
+    assert fake.contents(elsewhere / "g") == first
+
+
+def test_an_interrupted_build_is_finished_by_the_next(parts, specs, out):
+    run(parts, [specs], out)
+    (specs / "a.yaml").write_text("32\n")
+
+    def die(name: str) -> None:
+        if name.startswith("replace"):
+            raise KeyboardInterrupt
+
+    real = tree.apply
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            tree, "apply", lambda root, changes: real(root, changes, step=die)
+        )
+        run(parts, [specs], out)
+    checked = run(parts, [specs], out, check=True)
+    assert "was interrupted" in checked.failures[0]
+    assert tree.interrupted(out)
+    assert run(parts, [specs], out).changes == ()
+    assert "TILE = 32" in (out / "a.py").read_text()
+
+
+def test_damaged_lock_and_record_are_named(parts, specs, out):
+    run(parts, [specs], out)
+    (out / "records/a.json").write_text("{")
+    with pytest.raises(CheckFailed, match=r"a\.json: not a record"):
+        run(parts, [specs], out)
+    (out / "MANIFEST.lock").write_text("<<<<<<< ours\n")
+    with pytest.raises(CheckFailed, match=r"MANIFEST\.lock: not a lock"):
+        run(parts, [specs], out)
+
+
+def test_progress_counts_what_is_compiled(parts, specs, out):
+    seen = []
+    run(parts, [specs], out, progress=lambda *event: seen.append(event))
+    assert [event[:2] for event in seen] == [(1, 2), (2, 2)]

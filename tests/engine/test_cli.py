@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fmha_gen import build, cli, doctor, toolchain
+from fmha_gen.errors import EnvironmentProblem
+from typer.testing import CliRunner
+
+from . import fake
+
+CHILD = """
+import sys, time
+sys.path[:0] = {path!r}
+from engine import fake
+from fmha_gen import build, cli, toolchain
+def hang(text, stem, arch):
+    print("compiling", flush=True)
+    return toolchain.compile_kernel("import time; time.sleep(60)", stem, arch)
+parts = fake.Parts()
+parts.compile_kernel = hang
+build.default_engine = parts.engine
+cli.main()
+"""
+
+
+@pytest.fixture
+def specs(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(build, "default_engine", fake.Parts().engine)
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    (folder / "a.yaml").write_text("64\n")
+    return folder
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def test_build_prints_a_plain_table(specs):
+    result = run("build", "specs")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[0].split() == [
+        "kernel",
+        "rung",
+        "registers",
+        "shared",
+        "memory",
+        "state",
+    ]
+    assert result.stdout.splitlines()[1].split() == [
+        *("a", "compiled", "24", "/", "240", "1024", "B", "missing")
+    ]
+    assert result.stdout.isascii()
+    assert "\x1b" not in result.stdout
+    assert "unchanged" in run("build", "specs").stdout
+
+
+def test_statuses(specs):
+    assert run("build", "specs", "--check").exit_code == 1
+    assert run("build", "specs").exit_code == 0
+    assert run("build", "specs", "--check").exit_code == 0
+    (specs / "b.yaml").write_text("bad\n")
+    bad = run("build", "specs")
+    assert bad.exit_code == 2
+    assert bad.stderr == "b.yaml:1:1: error[FG401] does not fit\n"
+    assert run("build", "specs", "--nonsense").exit_code == 2
+
+
+def test_a_failure_is_text_on_stderr(specs, monkeypatch):
+    parts = fake.Parts({"a": fake.report(stack_bytes=8)})
+    monkeypatch.setattr(build, "default_engine", parts.engine)
+    result = run("build", "specs")
+    assert result.exit_code == 1
+    assert result.stderr == "a: uses 8 B of stack and 0 B of local memory\n"
+    assert "failed" in result.stdout
+
+
+def test_missing_environment_is_one_line_and_3(specs, monkeypatch):
+    def missing():
+        raise EnvironmentProblem("nvidia-cutlass-dsl is not installed")
+
+    parts = fake.Parts()
+    parts.compile_kernel = lambda *_: missing()
+    monkeypatch.setattr(build, "default_engine", parts.engine)
+    result = run("build", "specs")
+    assert (result.exit_code, result.stderr) == (
+        3,
+        "nvidia-cutlass-dsl is not installed\n",
+    )
+
+
+def test_check_prints_the_diff(specs):
+    run("build", "specs")
+    (specs / "a.yaml").write_text("65\n")
+    result = run("build", "specs", "--check")
+    assert "changed: a.py\n--- a/a.py\n+++ b/a.py\n" in result.stdout
+    assert "\n-TILE = 64  # [rows]\n+TILE = 65  # [rows]\n" in result.stdout
+
+
+def test_json(specs):
+    data = json.loads(run("build", "specs", "--json").stdout)
+    assert data["ok"]
+    assert data["compiles"] == 1
+    (kernel,) = data["kernels"]
+    assert (kernel["kernel"], kernel["rung"]) == ("a", "compiled")
+    assert kernel["compiled"]["registers"] == 168
+
+
+def test_interrupt_is_130_with_the_old_tree_and_no_process_left(specs, tmp_path):
+    run("build", "specs", "--no-compile")
+    before = fake.contents(tmp_path / "generated")
+    (specs / "a.yaml").write_text("65\n")
+    code = CHILD.format(path=[str(Path(__file__).parent.parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "build", "specs"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "compiling\n"
+    time.sleep(0.5)
+    compilers = children(process.pid)
+    assert compilers
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - started < 10
+    assert (process.returncode, errors) == (130, "interrupted\n")
+    assert fake.contents(tmp_path / "generated") == before
+    assert not any(Path(f"/proc/{pid}").exists() for pid in compilers)
+
+
+def children(pid: int) -> list[str]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [
+        child for task in tasks for child in (task / "children").read_text().split()
+    ]
+
+
+def test_doctor(monkeypatch):
+    result = run("doctor")
+    assert result.exit_code == 0
+    assert "CuTe DSL" in result.stdout
+    assert json.loads(run("doctor", "--json").stdout)["can_build"] is True
+    monkeypatch.setattr(toolchain, "dsl_distributions", dict)
+    result = run("doctor")
+    assert result.exit_code == 3
+    assert "missing  nvidia-cutlass-dsl is not installed" in result.stdout
+
+
+def test_doctor_says_what_the_gpu_is_or_why_there_is_none():
+    (gpu,) = (f for f in doctor.examine() if f.name == "GPU")
+    assert (
+        "sm_" in gpu.detail if gpu.ok else "validate and bench need one" in gpu.detail
+    )
+    assert not gpu.needed

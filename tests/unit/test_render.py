@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+import hashlib
+
+import jinja2
+import pytest
+from fmha_gen import render
+from fmha_gen.errors import CheckFailed
+
+TEXT = f'"""A kernel.\n\n{render.DIGEST_PLACEHOLDER}\n"""\n\nX = 1\n'
+
+
+def env(**templates: str) -> jinja2.Environment:
+    return render.environment(
+        jinja2.DictLoader({f"{name}.j2": text for name, text in templates.items()})
+    )
+
+
+def test_statements_leave_no_trace():
+    text = "a\n    {% if on %}\nb\n    {% endif %}\nc\n"
+    assert render.render_template("t.j2", {"on": True}, env=env(t=text)) == "a\nb\nc\n"
+    assert render.render_template("t.j2", {"on": False}, env=env(t=text)) == "a\nc\n"
+
+
+@pytest.mark.parametrize("text", ["{{ gone }}", "{{ range(3) }}", "{{ have.gone }}"])
+def test_undefined_names_and_globals_are_errors(text):
+    with pytest.raises(CheckFailed, match=r"^template t\.j2"):
+        render.render_template("t.j2", {"have": {}}, env=env(t=text))
+
+
+def test_syntax_error_names_template_and_line():
+    with pytest.raises(CheckFailed, match=r"template b\.j2:2: "):
+        render.render_template(
+            "a.j2", {}, env=env(a="{% include 'b.j2' %}", b="x\n{% if %}\n")
+        )
+
+
+def test_closure_follows_include_import_and_extends():
+    templates = env(
+        a="{% extends 'b.j2' %}",
+        b="{% include 'c.j2' %}{% from 'd.j2' import m %}",
+        c="{% import 'd.j2' as d %}",
+        d="{% macro m() %}{% endmacro %}",
+        other="",
+    )
+    assert render.template_closure("a.j2", env=templates) == (
+        "a.j2",
+        "b.j2",
+        "c.j2",
+        "d.j2",
+    )
+    assert render.template_closure("c.j2", env=templates) == ("c.j2", "d.j2")
+
+
+def test_closure_refuses_computed_and_missing_names():
+    with pytest.raises(CheckFailed, match="computed name"):
+        render.template_closure("a.j2", env=env(a="{% include x %}"))
+    with pytest.raises(CheckFailed, match=r"gone\.j2: not found"):
+        render.template_closure("a.j2", env=env(a="{% include 'gone.j2' %}"))
+
+
+def test_closure_digest_moves_with_members_only():
+    before = render.closure_digest(
+        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="1")
+    )
+    other = render.closure_digest(
+        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="2")
+    )
+    member = render.closure_digest(
+        "a.j2", env=env(a="{% include 'b.j2' %}", b="2", c="1")
+    )
+    assert before == other != member
+
+
+def test_finish_states_what_body_digest_finds():
+    text = render.finish(TEXT, "ab" * 32)
+    stated = render.stated_digests(text)
+    assert stated == render.Digests("ab" * 6, render.body_digest(text))
+    without = TEXT.replace(f"{render.DIGEST_PLACEHOLDER}\n", "")
+    assert stated.body == hashlib.sha256(without.encode()).hexdigest()
+    assert render.body_digest(text.replace("X = 1", "X = 2")) != stated.body
+
+
+def test_the_specs_digest_is_not_part_of_the_body():
+    one, two = render.finish(TEXT, "a" * 64), render.finish(TEXT, "b" * 64)
+    assert one != two
+    assert render.body_digest(one) == render.body_digest(two)
+
+
+@pytest.mark.parametrize("text", ["X = 1\n", TEXT + TEXT])
+def test_finish_needs_exactly_one_placeholder(text):
+    with pytest.raises(CheckFailed, match="exactly one line"):
+        render.finish(text, "a" * 64)
+
+
+def test_black_formats_and_is_idempotent():
+    text = render.format_source("x = f(a,\n  b)\n")
+    assert text == "x = f(a, b)\n"
+    assert render.format_source(text) == text
+
+
+def test_what_is_not_python_is_reported():
+    with pytest.raises(CheckFailed, match="not Python"):
+        render.format_source("x = = 1\n")

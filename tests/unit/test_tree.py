@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fmha_gen import render, tree
+from fmha_gen.errors import CheckFailed
+
+
+def kernel(value: int) -> str:
+    return render.finish(
+        f'"""A kernel.\n\n{render.DIGEST_PLACEHOLDER}\n"""\n\nX = {value}\n', "a" * 64
+    )
+
+
+OLD = {
+    "a.py": kernel(1),
+    "gone.py": kernel(2),
+    "records/a.json": "old\n",
+    "MANIFEST.lock": "1\n",
+}
+NEW = {
+    "a.py": kernel(3),
+    "b.py": kernel(4),
+    "records/b.json": "new\n",
+    "MANIFEST.lock": "2\n",
+}
+ORPHANS = ["gone.py", "records/a.json"]
+OWNED = {
+    path: render.body_digest(text) for path, text in OLD.items() if path.endswith(".py")
+}
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {
+        path.relative_to(root).as_posix(): path.read_text()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
+
+
+def update(root: Path, step=None) -> None:
+    with tree.exclusive(root):
+        tree.recover(root)
+        tree.apply(root, tree.compare(root, NEW, OWNED, ORPHANS), step=step)
+
+
+def kinds(root: Path, desired=NEW, owned=OWNED, orphans=ORPHANS) -> dict[str, str]:
+    return {
+        change.path: change.kind
+        for change in tree.compare(root, desired, owned, orphans)
+    }
+
+
+def test_compare_names_every_kind(tmp_path):
+    write(tmp_path, OLD)
+    assert kinds(tmp_path) == {
+        "MANIFEST.lock": "changed",
+        "a.py": "changed",
+        "b.py": "missing",
+        "gone.py": "orphaned",
+        "records/a.json": "orphaned",
+        "records/b.json": "missing",
+    }
+
+
+def test_nothing_to_do_is_no_change(tmp_path):
+    write(tmp_path, NEW)
+    assert kinds(tmp_path, orphans=[]) == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        kernel(1).replace("X = 1", "X = 9"),  # body is not what its header states
+        kernel(9),  # restamped: not what the lock has
+        "X = 1\n",  # no header at all
+        "",
+    ],
+)
+def test_edited_kernels_and_edited_orphans(tmp_path, text):
+    write(tmp_path, {**OLD, "a.py": text, "gone.py": text})
+    found = kinds(tmp_path)
+    assert found["a.py"] == found["gone.py"] == "edited"
+
+
+def test_an_edit_that_says_what_is_wanted_is_no_edit(tmp_path):
+    write(tmp_path, {**OLD, "a.py": NEW["a.py"]})
+    assert "a.py" not in kinds(tmp_path)
+
+
+def test_without_a_lock_the_header_decides(tmp_path):
+    write(tmp_path, OLD)
+    assert kinds(tmp_path, owned={})["a.py"] == "changed"
+
+
+def test_the_diff_is_what_the_build_would_do(tmp_path):
+    write(tmp_path, {"a.py": kernel(1)})
+    (change,) = tree.compare(tmp_path, {"a.py": kernel(3)}, {})
+    assert "-X = 1\n+X = 3\n" in change.diff
+
+
+def test_apply_leaves_the_new_tree_and_nothing_else(tmp_path):
+    write(tmp_path, OLD)
+    update(tmp_path)
+    assert contents(tmp_path) == NEW
+
+
+def test_paths_stay_below_the_root(tmp_path):
+    with pytest.raises(ValueError, match="not below"):
+        tree.apply(tmp_path, [tree.Change("../x", "missing", "", "")])
+    assert not (tmp_path.parent / "x").exists()
+
+
+def test_two_builds_at_once_are_refused(tmp_path):
+    with (
+        tree.exclusive(tmp_path),
+        pytest.raises(CheckFailed, match="another build"),
+        tree.exclusive(tmp_path),
+    ):
+        pass
+    with tree.exclusive(tmp_path):
+        pass
+
+
+class Died(BaseException):
+    pass
+
+
+def steps(tmp_path_factory) -> list[str]:
+    root = tmp_path_factory.mktemp("steps")
+    write(root, OLD)
+    names: list[str] = []
+    update(root, names.append)
+    return names
+
+
+def test_dying_before_any_step_leaves_the_old_or_the_new_tree(tmp_path_factory):
+    names = steps(tmp_path_factory)
+    assert {"make stage", "write journal", "commit", "sync", "end journal"} <= set(
+        names
+    )
+    outcomes = []
+    for last in range(len(names)):
+        root = tmp_path_factory.mktemp("tree")
+        write(root, OLD)
+        left = iter(range(last, -1, -1))
+
+        def die(_name: str, left=left) -> None:
+            if next(left) == 0:
+                raise Died
+
+        with pytest.raises(Died):
+            update(root, die)
+        assert tree.interrupted(root) == (
+            names.index("commit") < last <= names.index("end journal")
+        )
+        with tree.exclusive(root):
+            tree.recover(root)
+        found = contents(root)
+        assert found in (OLD, NEW), f"torn at {names[last]}"
+        outcomes.append(found == NEW)
+        update(root)
+        assert contents(root) == NEW
+    commit = names.index("commit")
+    assert outcomes == [False] * (commit + 1) + [True] * (len(names) - commit - 1)
+
+
+def test_dying_while_recovering_is_recovered_as_well(tmp_path, monkeypatch):
+    write(tmp_path, OLD)
+
+    def die_at(wanted: str):
+        def step(name: str) -> None:
+            if name == wanted:
+                raise Died
+
+        return step
+
+    with pytest.raises(Died):
+        update(tmp_path, die_at("replace a.py"))
+    monkeypatch.setattr(tree, "_no_step", die_at("delete gone.py"))
+    with pytest.raises(Died):
+        tree.recover(tmp_path)
+    monkeypatch.undo()
+    tree.recover(tmp_path)
+    assert contents(tmp_path) == NEW
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+sys.path[:0] = {path!r}
+import test_tree
+root, last = Path(sys.argv[1]), int(sys.argv[2])
+count = 0
+def step(name):
+    global count
+    if count == last:
+        print(name, flush=True)
+        time.sleep(60)
+    count += 1
+test_tree.update(root, step)
+print("done", flush=True)
+time.sleep(60)
+"""
+
+
+def child(root: Path, last: int) -> tuple["subprocess.Popen[str]", str]:
+    code = CHILD.format(path=[str(Path(__file__).parent), *sys.path])
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(root), str(last)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def test_sigkill(tmp_path_factory):
+    names = steps(tmp_path_factory)
+    chosen = [
+        "stage b.py",
+        "commit",
+        "delete gone.py",
+        "replace records/b.json",
+        "discard stage",
+    ]
+    for name in chosen:
+        root = tmp_path_factory.mktemp("killed")
+        write(root, OLD)
+        process, reached = child(root, names.index(name))
+        assert reached == name
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        with tree.exclusive(root):  # the lock died with its holder
+            tree.recover(root)
+        committed = names.index(name) > names.index("commit")
+        assert contents(root) == (NEW if committed else OLD)
+
+
+def test_interrupt_after_the_commit_waits_for_the_renames(tmp_path_factory):
+    names = steps(tmp_path_factory)
+    root = tmp_path_factory.mktemp("interrupted")
+    write(root, OLD)
+    process, reached = child(root, names.index("delete gone.py"))
+    assert reached == "delete gone.py"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.poll() is None, "SIGINT was not held back"
+    process.kill()
+    process.wait()
+    assert process.stdout is not None
+    process.stdout.close()
