@@ -90,22 +90,14 @@ class Case:
 
 def cases_for(spec: Mapping[str, Any]) -> tuple[Case, ...]:
     """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
-    seen: set[tuple[object, ...]] = set()
-    cases = []
+    cases: dict[tuple[object, ...], Case] = {}
     for case in _candidates(spec):
-        inputs = (
-            case.batch,
-            case.kv_heads,
-            case.q,
-            case.kv,
-            case.data,
-            case.layout,
-            case.scale_factor,
-        )
-        if inputs not in seen:
-            seen.add(inputs)
-            cases.append(case)
-    return tuple(cases)
+        shape = (case.batch, case.kv_heads, case.q, case.kv)
+        call = (*shape, case.data, case.layout, case.scale_factor)
+        same = cases.setdefault(call, case)
+        if case.repeats > same.repeats:  # of two same calls the stricter one stays
+            cases[call] = case
+    return tuple(cases.values())
 
 
 def smallest_ragged(cases: tuple[Case, ...]) -> Case:

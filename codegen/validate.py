@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rung 4: run kernels on this machine's GPU against float64, and record what held.
 
-Each kernel runs in a process of its own (see trial.py) with a time limit, because a wrong kernel may
-hang or take its process along. This process needs neither torch nor the DSL.
+Each kernel runs in a process of its own (see trial.py) with a time limit, because a wrong kernel
+may hang or take its process along. This process needs neither torch nor the DSL.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ def run(
     """Validate kernels, print a table (or JSON) and write the records of those that passed.
 
     paths: kernels, specs (meaning ``out/<stem>.py``) or folders of either. timeout: seconds per
-    kernel. case: replay only this one, and record nothing. Raises CheckFailed when anything did not hold,
-    EnvironmentProblem when this machine cannot run the kernels.
+    kernel. case: replay only this one, and record nothing. Raises CheckFailed when anything did not
+    hold, EnvironmentProblem when this machine cannot run the kernels.
     """
     kernels = kernel_files(paths, out)
     driver = require_gpu(sanitizer=sanitizer)
