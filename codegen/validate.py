@@ -374,10 +374,10 @@ class Children:
                 with self._lock:
                     self._live.discard(child)
             printed.seek(0)
-            lines = printed.read().decode(errors="replace").split("\n")
-        return Ending(
-            status, " | ".join(filter(str.strip, lines[-STDERR_LINES:])), timeout
-        )
+            text = printed.read().decode(errors="replace")
+        # Without the lines that underline a part of the line above.
+        lines = [line.strip() for line in text.splitlines() if line.strip(" ^~")]
+        return Ending(status, " | ".join(lines[-STDERR_LINES:]), timeout)
 
     def kill(self) -> None:
         """End those that run, and start no more."""
