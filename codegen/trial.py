@@ -1,0 +1,675 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kernel on the GPU: every case, every misuse, in a process that may hang or crash.
+
+``python -m fmha_gen.trial KERNEL.py EVENTS [--case NAME | --memcheck]`` appends one JSON object per
+line to EVENTS: ``machine``, ``start`` before a case, ``case`` or ``misuse`` after one, ``end``;
+or only ``environment`` when this machine cannot run the kernel, ``unknown_case`` for a wrong NAME.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from .cases import DYNAMIC, LARGE_INPUT, REPEATS, Case, cases_for, smallest_ragged
+from .compare import judge_lse, judge_output, outside_touched, same_bits
+from .reference import attention, sixteen_bit
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+CAPABILITIES = {"sm90": (9, 0), "sm100": (10, 0)}
+
+MISUSE = "misuse"  # the name under which they are replayed
+
+GUARD_BYTE = (
+    0xA5  # as 16-bit and 32-bit floats: small normal numbers, neither zero nor NaN
+)
+GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
+DENSE_GUARD = 4096  # elements before and after a contiguous output
+CACHE_SPARE_ROWS = 37
+HUGE_KEY = 64.0
+DELAY_CYCLES = (
+    20_000_000  # about 10 ms: long enough for a launch on a wrong stream to overtake
+)
+
+
+class Device(Protocol):
+    """What the checks need of a GPU; tests put a CPU in its place."""
+
+    name: str  # of a torch.device
+
+    def synchronize(self) -> None:
+        """Wait for everything launched; raise what went wrong in it."""
+
+    def captured(self, launch: Callable[[], object]) -> Callable[[], object]:
+        """Capture the launches into a graph and return its replay."""
+
+    def on_late_stream(self, work: Callable[[], object]) -> None:
+        """Run on another stream, behind a delay, and wait."""
+
+    def elsewhere(self, x: torch.Tensor) -> torch.Tensor:
+        """The tensor on a device that no kernel reaches."""
+
+
+class CudaDevice:
+    """The current CUDA device."""
+
+    name = "cuda"
+
+    def synchronize(self) -> None:
+        """See Device."""
+        torch.cuda.synchronize()
+
+    def captured(self, launch: Callable[[], object]) -> Callable[[], object]:
+        """See Device."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            launch()
+        replay: Callable[[], object] = graph.replay
+        return replay
+
+    def on_late_stream(self, work: Callable[[], object]) -> None:
+        """See Device."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(DELAY_CYCLES)
+            work()
+        stream.synchronize()
+
+    def elsewhere(self, x: torch.Tensor) -> torch.Tensor:
+        """See Device."""
+        return x.cpu()
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Views of q, k and v, and the tensors that they are views of."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    storages: tuple[torch.Tensor, ...]
+
+
+class Guarded:
+    """An output inside a larger tensor of guard bytes."""
+
+    def __init__(
+        self,
+        name: str,
+        storage: torch.Tensor,
+        place: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        """``place`` maps the storage to the view that is handed to the kernel."""
+        self.name = name
+        self._words = bits(storage)
+        storage.view(torch.uint8).fill_(GUARD_BYTE)
+        self._pattern = int(self._words.reshape(-1)[0])
+        self._inside = torch.zeros_like(storage, dtype=torch.bool)
+        place(self._inside).fill_(True)
+        self.view = place(storage)
+
+    def poison(self) -> None:
+        """Fill with NaN, so that an element nobody writes is seen."""
+        self.view.fill_(math.nan)
+
+    def snapshot(self) -> torch.Tensor:
+        """The bits that are there now."""
+        return bits(self.view).clone()
+
+    def outside(self) -> str:
+        """Finding when a guard was written."""
+        return outside_touched(self.name, self._words, self._inside, self._pattern)
+
+
+@dataclass
+class CaseResult:
+    """What one case showed; it passed when there are no findings."""
+
+    case: str
+    error: float = math.nan
+    reference_error: float = math.nan
+    reference: str = ""
+    ratio: float = math.nan
+    lse_absolute: float | None = None
+    lse_of_tolerance: float | None = None
+    repeats: int = 0
+    findings: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """A call that must end in a ValueError whose text has one of the ``blamed`` argument names."""
+
+    name: str
+    call: dict[str, Any]
+    blamed: tuple[str, ...]
+    errors: tuple[type[Exception], ...] = (ValueError,)
+
+
+def load_kernel(path: Path) -> ModuleType:
+    """Import a generated file under its stem."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    if found is None or found.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[path.stem] = module
+    found.loader.exec_module(module)
+    return module
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers, so that NaN equals itself and -0 is not 0."""
+    return x.view({1: torch.int8, 2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+# --- inputs and outputs --------------------------------------------------------------
+
+
+def make_inputs(spec: Mapping[str, Any], case: Case, device: str) -> Inputs:
+    """q, k and v of a case; memory around them is NaN."""
+    dtype, heads = DTYPES[spec["dtype"]], case.kv_heads * spec["q_per_kv"]
+    d_qk, d_v = spec["head_dim"]["qk"], spec["head_dim"]["v"]
+    shapes = {
+        "q": (case.batch, case.q, heads, d_qk),
+        "k": (case.batch, case.kv, case.kv_heads, d_qk),
+        "v": (case.batch, case.kv, case.kv_heads, d_v),
+    }
+
+    def blank(*shape: int) -> torch.Tensor:
+        return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+    storages: list[torch.Tensor] = []
+    views: dict[str, torch.Tensor] = {}
+    if case.layout == "fused":
+        groups = [("q", "k", "v")] if case.q == case.kv else [("q",), ("k", "v")]
+        for names in groups:
+            widths = [shapes[name][2] * shapes[name][3] for name in names]
+            storages.append(blank(*shapes[names[0]][:2], sum(widths)))
+            for name, part in zip(
+                names, storages[-1].split(widths, dim=-1), strict=True
+            ):
+                views[name] = part.unflatten(-1, shapes[name][2:])
+    else:
+        for name, (batch, rows, count, dim) in shapes.items():
+            if case.layout == "bhsd":
+                storages.append(blank(batch, count, rows, dim))
+                views[name] = storages[-1].transpose(1, 2)
+            else:
+                spare = CACHE_SPARE_ROWS if case.layout == "cache" else 0
+                storages.append(blank(batch, rows + spare, count, dim))
+                views[name] = storages[-1][:, :rows]
+
+    generator = torch.Generator(device).manual_seed(case.seed)
+    for name, shape in shapes.items():
+        views[name].copy_(_values(case, name, shape, generator))
+    return Inputs(views["q"], views["k"], views["v"], tuple(storages))
+
+
+def _values(
+    case: Case, name: str, shape: tuple[int, ...], generator: torch.Generator
+) -> torch.Tensor:
+    device = generator.device
+    if case.data == "all_1e4":
+        return torch.full(shape, LARGE_INPUT, device=device)
+    if case.data == "uniform_1e4":
+        return torch.empty(shape, device=device).uniform_(
+            -LARGE_INPUT, LARGE_INPUT, generator=generator
+        )
+    values = torch.randn(shape, generator=generator, device=device)
+    if case.data == "huge_key" and name == "k":
+        values[
+            :, case.kv * 3 // 4
+        ] *= HUGE_KEY  # late, so that what was summed before must be rescaled
+    return values
+
+
+def make_out(spec: Mapping[str, Any], case: Case, device: str) -> Guarded:
+    """Out of a case, [batch, q, heads, v], laid out like its inputs."""
+    dtype = DTYPES[spec["dtype"]]
+    heads, dim = case.kv_heads * spec["q_per_kv"], spec["head_dim"]["v"]
+    if not case.gaps:
+        return _dense("out", (case.batch, case.q, heads, dim), dtype, device)
+    if case.layout == "bhsd":
+        size = (case.batch + 2, heads + 2, case.q + 2, dim + 2 * GUARD)
+    else:
+        size = (case.batch + 2, case.q + 2, heads + 2, dim + 2 * GUARD)
+
+    def place(storage: torch.Tensor) -> torch.Tensor:
+        view = storage[1:-1, 1:-1, 1:-1, GUARD:-GUARD]
+        return view.transpose(1, 2) if case.layout == "bhsd" else view
+
+    return Guarded("out", torch.empty(size, dtype=dtype, device=device), place)
+
+
+def make_lse(
+    spec: Mapping[str, Any], case: Case, device: str, *, gaps: bool
+) -> Guarded:
+    """Lse of a case, fp32 [batch, heads, q]."""
+    heads = case.kv_heads * spec["q_per_kv"]
+    if not gaps:
+        return _dense("lse", (case.batch, heads, case.q), torch.float32, device)
+    size = (case.batch + 2, heads + 2, case.q + 2 * GUARD)
+    storage = torch.empty(size, dtype=torch.float32, device=device)
+    return Guarded("lse", storage, lambda x: x[1:-1, 1:-1, GUARD:-GUARD])
+
+
+def _dense(
+    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
+) -> Guarded:
+    storage = torch.empty(
+        math.prod(shape) + 2 * DENSE_GUARD, dtype=dtype, device=device
+    )
+    return Guarded(name, storage, lambda x: x[DENSE_GUARD:-DENSE_GUARD].view(shape))
+
+
+# --- one case ------------------------------------------------------------------------
+
+
+def check_case(
+    kernel: Any,
+    case: Case,
+    device: Device,
+    *,
+    strided_lse: bool,
+    first_launch_only: bool = False,
+) -> CaseResult:
+    """Run a case and everything that must hold for it. Raises what the kernel raises."""
+    spec = kernel.SPEC
+    result = CaseResult(case.name)
+    inputs = make_inputs(spec, case, device.name)
+    given = [bits(storage).clone() for storage in inputs.storages]
+    out = make_out(spec, case, device.name)
+    outputs = [out]
+    if spec["lse"]:
+        outputs.append(
+            make_lse(spec, case, device.name, gaps=case.gaps and strided_lse)
+        )
+    default_scale = spec["head_dim"]["qk"] ** -0.5
+    scale = default_scale * case.scale_factor
+    options: dict[str, Any] = {} if case.scale_factor == 1 else {"softmax_scale": scale}
+    into = {output.name: output.view for output in outputs}
+
+    def launch(q: torch.Tensor = inputs.q) -> object:
+        return kernel.fmha(q, inputs.k, inputs.v, **options, **into)
+
+    def poison() -> None:
+        for output in outputs:
+            output.poison()
+
+    def compare(what: str) -> bool:
+        """Whether the outputs still hold the first launch's bits; if not, says so."""
+        device.synchronize()
+        found = [
+            same_bits(output.name, what, output.snapshot(), expected)
+            for output, expected in zip(outputs, first, strict=True)
+        ]
+        result.findings += filter(None, found)
+        return not any(found)
+
+    poison()
+    launch()
+    device.synchronize()
+    first = [output.snapshot() for output in outputs]
+    _judge(result, inputs, outputs, scale=scale, causal=spec["mask"] == "causal")
+
+    result.repeats = 1
+    if first_launch_only:
+        return result
+    while result.repeats < case.repeats:
+        poison()
+        launch()
+        result.repeats += 1
+        if not compare(f"in launch {result.repeats}"):
+            break
+
+    poison()
+    replay = device.captured(launch)
+    poison()
+    replay()
+    compare("under graph replay")
+
+    if case.repeats == REPEATS:
+        late = torch.full_like(inputs.q, math.nan)
+        poison()
+        device.on_late_stream(lambda: launch(late.copy_(inputs.q)))
+        compare("on another stream, whose earlier work writes q")
+    if not case.gaps:
+        returned = kernel.fmha(inputs.q, inputs.k, inputs.v, **options)
+        device.synchronize()
+        result.findings += _judge_returned(returned, outputs, first)
+
+    result.findings += filter(None, (output.outside() for output in outputs))
+    for storage, before in zip(inputs.storages, given, strict=True):
+        result.findings += filter(
+            None, [same_bits("an input", "after the launches", bits(storage), before)]
+        )
+    return result
+
+
+def _judge(
+    result: CaseResult,
+    inputs: Inputs,
+    outputs: Sequence[Guarded],
+    *,
+    scale: float,
+    causal: bool,
+) -> None:
+    q, k, v = inputs.q, inputs.k, inputs.v
+    truth = attention(q, k, v, scale=scale, causal=causal)
+    allowed = sixteen_bit(q, k, v, scale=scale, causal=causal, truth=truth.out)
+    output = judge_output(outputs[0].view.double(), truth.out, allowed.out.double())
+    result.error, result.reference_error = output.error, output.reference_error
+    result.ratio, result.reference = output.ratio, allowed.method
+    result.findings += filter(None, [output.finding])
+    for lse in outputs[1:]:
+        verdict = judge_lse(lse.view.double(), truth.lse)
+        result.lse_absolute, result.lse_of_tolerance = (
+            verdict.absolute,
+            verdict.of_tolerance,
+        )
+        result.findings += filter(None, [verdict.finding])
+
+
+def _judge_returned(
+    returned: Any, outputs: Sequence[Guarded], expected: Sequence[torch.Tensor]
+) -> Iterator[str]:
+    """What fmha returns when it allocates: out, or (out, lse)."""
+    tensors = returned if isinstance(returned, tuple) else (returned,)
+    if len(tensors) != len(outputs):
+        yield f"fmha returned {len(tensors)} tensors instead of {len(outputs)}"
+        return
+    for tensor, output, wanted in zip(tensors, outputs, expected, strict=True):
+        x = tensor if isinstance(tensor, torch.Tensor) else torch.from_dlpack(tensor)
+        if x.shape != output.view.shape or x.dtype != output.view.dtype:
+            yield (
+                f"fmha returned {output.name} as {x.dtype} {list(x.shape)} "
+                f"instead of {output.view.dtype} {list(output.view.shape)}"
+            )
+        else:
+            yield from filter(
+                None,
+                [
+                    same_bits(
+                        output.name, "when the kernel allocates it", bits(x), wanted
+                    )
+                ],
+            )
+
+
+def warm_up(kernel: Any, device: Device) -> bool:
+    """Call once; whether lse may have gaps between rows: a kernel may refuse it by ValueError."""
+    spec = kernel.SPEC
+    case = replace(
+        misuse_case(spec), gaps=True
+    )  # several heads: with one there is no gap
+    inputs = make_inputs(spec, case, device.name)
+    outputs = [make_out(spec, case, device.name)]
+    if spec["lse"]:
+        outputs.append(make_lse(spec, case, device.name, gaps=True))
+    into = {output.name: output.view for output in outputs}
+    try:
+        kernel.fmha(inputs.q, inputs.k, inputs.v, **into)
+    except ValueError as error:  # of anything but lse: the cases will tell
+        return not _names(str(error), ("lse",))
+    device.synchronize()
+    return True
+
+
+# --- misuse --------------------------------------------------------------------------
+
+
+def misuse_case(spec: Mapping[str, Any]) -> Case:
+    """A small good call, with several batches and heads, for the misuses to spoil."""
+    q, kv = (
+        fallback if spec["seqlen"][side] == DYNAMIC else int(spec["seqlen"][side])
+        for side, fallback in (("q", 96), ("kv", 160))
+    )
+    return Case(MISUSE, batch=2, kv_heads=2, q=q, kv=kv, gaps=False)
+
+
+def misuses(
+    spec: Mapping[str, Any], good: Mapping[str, torch.Tensor], device: Device
+) -> Iterator[Misuse]:
+    """Every way to call a kernel wrongly, each with one argument of a good call spoiled."""
+
+    def spoil(name: str, *blamed: str, **wrong: Any) -> Misuse:
+        return Misuse(name, {**good, **wrong}, blamed or tuple(wrong))
+
+    dtype = good["q"].dtype
+    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
+    for name in ("q", "k", "v", "out"):
+        x = good[name]
+        yield spoil(f"{name}: the other 16-bit dtype", **{name: x.to(other)})
+        yield spoil(f"{name}: fp32", **{name: x.float()})
+        yield spoil(f"{name}: three dimensions", **{name: x[0]})
+        yield spoil(
+            f"{name}: half the head_dim",
+            **{name: x[..., : x.shape[-1] // 2].contiguous()},
+        )
+        yield spoil(f"{name}: head_dim not contiguous", **{name: x.mT.contiguous().mT})
+        yield spoil(f"{name}: misaligned by one element", **{name: _misaligned(x)})
+        if x.shape[1] > 1:  # the stride of a single row says nothing
+            yield spoil(
+                f"{name}: row stride of 8 bytes more", **{name: _padded(x, axis=1)}
+            )
+        yield spoil(
+            f"{name}: head stride of 8 bytes more", **{name: _padded(x, axis=2)}
+        )
+        yield spoil(f"{name}: another device", **{name: device.elsewhere(x)})
+        either = ("q", "k") if name in ("q", "k") else (name,)
+        yield spoil(f"{name}: another batch", *either, **{name: x[:1]})
+
+    q, k, v, out = (good[name] for name in ("q", "k", "v", "out"))
+    longer = {"q": _longer(q), "out": _longer(out)}
+    if spec["lse"]:
+        lse = good["lse"]
+        longer["lse"] = torch.cat([lse, lse[..., :1]], dim=-1)
+    if spec["seqlen"]["q"] != DYNAMIC:
+        yield spoil("q: a row more than the fixed length", "q", **longer)
+    else:
+        none = {name: x[:, :0] for name, x in (("q", q), ("out", out))}
+        if spec["lse"]:
+            none["lse"] = lse[..., :0]
+        yield spoil("q: no rows", "q", **none)
+    if spec["seqlen"]["kv"] != DYNAMIC:
+        yield spoil(
+            "k, v: a row more than the fixed length", k=_longer(k), v=_longer(v)
+        )
+    else:
+        yield spoil("k, v: no rows", k=k[:, :0], v=v[:, :0])
+    yield spoil("k: a row more than v", "k", "v", k=_longer(k))
+    yield spoil("v: fewer heads than k", "k", "v", v=v[:, :, :1])
+    yield spoil(
+        "q: heads not q_per_kv times those of k",
+        "q",
+        "k",
+        q=torch.cat([q, q[:, :, :1]], dim=2),
+    )
+    yield spoil("out: a row too many", out=longer["out"])
+    yield spoil("out: a head too many", out=torch.cat([out, out[:, :, :1]], dim=2))
+    if spec["lse"]:
+        yield spoil("lse: 16 bits", lse=lse.to(dtype))
+        yield spoil("lse: fp64", lse=lse.double())
+        if lse.shape[1] != lse.shape[2]:
+            yield spoil("lse: [batch, q, heads]", lse=lse.mT.contiguous())
+        yield spoil("lse: two dimensions", lse=lse[0])
+        yield spoil("lse: a row too many", lse=longer["lse"])
+        yield spoil("lse: another device", lse=device.elsewhere(lse))
+    else:
+        unwanted = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+        # A kernel without lse may lack the parameter, and then Python itself refuses it.
+        yield Misuse(
+            "lse: not a kernel with lse",
+            {**good, "lse": unwanted},
+            ("lse",),
+            (ValueError, TypeError),
+        )
+
+
+def check_misuse(kernel: Any, misuse: Misuse, device: Device) -> str:
+    """Finding unless the call is refused as it must be, and writes nothing."""
+    written = {
+        name: (x, bits(x).clone())
+        for name in ("out", "lse")
+        if (x := misuse.call.get(name)) is not None
+        and x.device.type == device.name
+        and x.element_size() <= 4
+    }
+    try:
+        kernel.fmha(**misuse.call)
+    except misuse.errors as error:
+        if not _names(str(error), misuse.blamed):
+            return f"the message names none of {', '.join(misuse.blamed)}: {error}"
+    except Exception as error:
+        return f"raised {type(error).__name__} instead of ValueError: {error}"
+    else:
+        return "accepted"
+    device.synchronize()
+    for name, (x, before) in written.items():
+        if finding := same_bits(name, "after a refused call", bits(x), before):
+            return finding
+    return ""
+
+
+def _names(message: str, arguments: Sequence[str]) -> bool:
+    return any(re.search(rf"\b{name}\b", message) for name in arguments)
+
+
+def _longer(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x[:, :1]], dim=1)
+
+
+def _misaligned(x: torch.Tensor) -> torch.Tensor:
+    flat = torch.zeros(x.numel() + 1, dtype=x.dtype, device=x.device)
+    return flat[1:].view(x.shape).copy_(x)
+
+
+def _padded(x: torch.Tensor, *, axis: int) -> torch.Tensor:
+    """The same values with 4 more elements (8 bytes) per step along an axis."""
+    size = [*x.shape[: axis + 1], math.prod(x.shape[axis + 1 :]) + 4]
+    storage = torch.zeros(size, dtype=x.dtype, device=x.device)
+    return storage[..., :-4].unflatten(-1, x.shape[axis + 1 :]).copy_(x)
+
+
+# --- the whole kernel ----------------------------------------------------------------
+
+
+def events(
+    kernel: Any, device: Device, *, only: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """All checks of a kernel, as they happen; ``only``: one case, or the misuses."""
+    spec = kernel.SPEC
+    cases = cases_for(spec)
+    names = [*(case.name for case in cases), MISUSE]
+    if only is not None and only not in names:
+        yield {"event": "unknown_case", "names": names}
+        return
+    yield {"event": "start", "case": "compile"}
+    kernel.compile()
+    yield {"event": "start", "case": "warm-up"}
+    strided_lse = warm_up(kernel, device)
+    for case in cases:
+        if only in (None, case.name):
+            yield {"event": "start", "case": case.name}
+            try:
+                result = check_case(kernel, case, device, strided_lse=strided_lse)
+            except ValueError as error:  # the next case may still run
+                result = CaseResult(case.name, findings=[f"refused: {error}"])
+            yield {"event": "case", **asdict(result)}
+    if only in (None, MISUSE):
+        yield {"event": "start", "case": MISUSE}
+        case = misuse_case(spec)
+        inputs = make_inputs(spec, case, device.name)
+        good = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
+        good["out"] = make_out(spec, case, device.name).view
+        if spec["lse"]:
+            good["lse"] = make_lse(spec, case, device.name, gaps=False).view
+        kernel.fmha(**good)
+        device.synchronize()
+        for misuse in misuses(spec, good, device):
+            finding = check_misuse(kernel, misuse, device)
+            yield {"event": "misuse", "name": misuse.name, "finding": finding}
+    guards = (
+        "none"
+        if not spec["lse"]
+        else "between rows" if strided_lse else "before and after"
+    )
+    yield {"event": "end", "lse_guards": guards}
+
+
+def memcheck_events(kernel: Any, device: Device) -> Iterator[dict[str, Any]]:
+    """One launch of one small case, for a tool that watches the process."""
+    case = smallest_ragged(cases_for(kernel.SPEC))
+    yield {"event": "start", "case": case.name}
+    kernel.compile()
+    result = check_case(kernel, case, device, strided_lse=False, first_launch_only=True)
+    yield {"event": "case", **asdict(result)}
+
+
+def environment_problem(arch: str) -> str:
+    """Why this process cannot run kernels of an arch, or nothing."""
+    if not torch.cuda.is_available():
+        return "PyTorch sees no CUDA GPU"
+    capability = torch.cuda.get_device_capability()
+    if capability != CAPABILITIES[arch]:
+        major, minor = capability
+        return f"{torch.cuda.get_device_name()} is sm{major}{minor}, the kernel needs {arch}"
+    return ""
+
+
+def write_events(path: Path, found: Iterator[dict[str, Any]]) -> None:
+    """One line each, written through at once: a crash must not take the last one along."""
+    with path.open("a", encoding="utf-8") as file:
+        for event in found:
+            file.write(json.dumps(event) + "\n")
+            file.flush()
+
+
+def run_on_gpu(
+    path: Path, *, only: str | None, memcheck: bool
+) -> Iterator[dict[str, Any]]:
+    """All events of a kernel file on the current GPU."""
+    try:
+        import cutlass
+
+        kernel = load_kernel(path)
+    except ImportError as error:
+        yield {"event": "environment", "message": f"cannot import {path.name}: {error}"}
+        return
+    if problem := environment_problem(kernel.SPEC["arch"]):
+        yield {"event": "environment", "message": problem}
+        return
+    gpu = torch.cuda.get_device_name()
+    yield {"event": "machine", "gpu": gpu, "dsl": cutlass.__version__}
+    if memcheck:
+        yield from memcheck_events(kernel, CudaDevice())
+    else:
+        yield from events(kernel, CudaDevice(), only=only)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the process."""
+    parser = argparse.ArgumentParser(prog="fmha_gen.trial")
+    parser.add_argument("kernel", type=Path)
+    parser.add_argument("events", type=Path)
+    parser.add_argument("--case")
+    parser.add_argument("--memcheck", action="store_true")
+    given = parser.parse_args(argv)
+    found = run_on_gpu(given.kernel, only=given.case, memcheck=given.memcheck)
+    write_events(given.events, found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel module written in PyTorch for the CPU: right by default, or wrong in one named way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from fmha_gen.reference import attention, visible
+from fmha_gen.trial import DTYPES
+
+
+def spec(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "fake",
+        "arch": "sm90",
+        "op": "fmha_fwd",
+        "dtype": "bf16",
+        "head_dim": {"qk": 64, "v": 64},
+        "seqlen": {"q": "dynamic", "kv": "dynamic"},
+        "q_per_kv": 1,
+        "mask": "none",
+        "lse": True,
+        "cluster": [1, 1],
+        "multicast": "none",
+        **changes,
+    }
+
+
+class FakeKernel:
+    """What a generated module offers. ``fault``: the one thing that it does wrong."""
+
+    def __init__(self, SPEC: dict[str, Any], fault: str = "") -> None:
+        self.SPEC = SPEC
+        self.fault = fault
+        self.launches = 0
+
+    def compile(self) -> None:
+        if self.fault == "does not compile":
+            raise RuntimeError("ptxas says no")
+
+    def fmha(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        softmax_scale=None,
+        out=None,
+        lse=None,
+        stream=None,
+    ) -> Any:
+        if self.fault == "checks after the launch" and out is not None:
+            out.fill_(1.0)
+        if self.fault != "checks nothing":
+            self._check(q, k, v, out, lse)
+        self.launches += 1
+        batch, rows, heads, _ = q.shape
+        if out is None:
+            out = torch.empty(batch, rows, heads, v.shape[-1], dtype=q.dtype)
+        if lse is None and self.SPEC["lse"]:
+            lse = torch.empty(batch, heads, rows)
+        scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+        if self.fault == "ignores softmax_scale":
+            scale = q.shape[-1] ** -0.5
+        result, natural = self._compute(q, k, v, scale)
+        if self.fault == "last row unwritten":
+            out[:, :-1] = result[:, :-1]
+        else:
+            out.copy_(result)
+        if lse is not None:
+            lse.copy_(natural)
+        self._spoil(q, out, lse)
+        return (out, lse) if self.SPEC["lse"] else out
+
+    def _compute(self, q, k, v, scale):
+        causal = self.SPEC["mask"] == "causal"
+        if self.fault == "skips the last key":
+            k, v = k[:, :-1], v[:, :-1]
+        if self.fault == "top-left mask" and q.shape[1] != k.shape[1]:
+            rows = min(q.shape[1], k.shape[1])
+            first = attention(
+                q[:, :rows],
+                k[:, :rows],
+                v[:, :rows],
+                scale=scale,
+                causal=True,
+                dtype=torch.float32,
+            )
+            rest = attention(q, k, v, scale=scale, causal=False, dtype=torch.float32)
+            rest.out[:, :rows], rest.lse[..., :rows] = first
+            return rest
+        if self.fault == "weights in 4 bits":
+            v = v + v.abs() * 0.03
+        if self.fault == "rounds the scaled maximum":
+            return self._rounded_maximum(q, k, v, scale)
+        out, lse = attention(q, k, v, scale=scale, causal=causal, dtype=torch.float32)
+        if self.fault == "lse in base 2":
+            lse = lse / math.log(2)
+        if self.fault == "lse 0 where no key":
+            lse = lse.masked_fill(lse == -math.inf, 0.0)
+        if self.fault == "out 1 where no key":
+            seen = visible(q.shape[1], k.shape[1], q.device).any(-1)
+            out[:, ~seen] = 1.0
+        return out, lse
+
+    def _rounded_maximum(self, q, k, v, scale):
+        """exp2(fma(s, scale, -round(max * scale))) with weights in the 16-bit dtype."""
+        log2_scale = scale * math.log2(math.e)
+        scores = (
+            (q.double().transpose(1, 2) @ k.double().transpose(1, 2).mT)
+            .float()
+            .double()
+        )
+        maximum = (scores.amax(-1, keepdim=True) * log2_scale).float().double()
+        weights = (scores * log2_scale - maximum).exp2().float()
+        total = weights.sum(-1, keepdim=True)
+        out = (weights.to(q.dtype).float() @ v.float().transpose(1, 2)) / total
+        lse = (maximum + total.double().log2())[..., 0] * math.log(2)
+        return out.transpose(1, 2), lse
+
+    def _spoil(self, q, out, lse):
+        later = self.launches > 1
+        if self.fault == "writes a row too many":
+            out.as_strided(
+                (1,), (1,), out.storage_offset() + out.shape[1] * out.stride(1)
+            )[0] = 0.0
+        if self.fault == "writes before head_dim":
+            out.as_strided((1,), (1,), out.storage_offset() - 1)[0] = 0.0
+        if self.fault == "writes lse past its row" and lse is not None:
+            lse.as_strided((1,), (1,), lse.storage_offset() + lse.shape[2])[0] = 0.0
+        if self.fault == "writes an input":
+            q[0, 0, 0, 0] = 1.0
+        if self.fault == "one bit differs now and then" and later:
+            torch.ops.aten.copy_(out[0, 0, 0, 0], out[0, 0, 0, 0] * 1.01)
+        if self.fault == "lse differs now and then" and later:
+            lse[0, 0, 0] += 1e-5
+
+    def _check(self, q, k, v, out, lse):
+        spec = self.SPEC
+        dtype, dim = DTYPES[spec["dtype"]], spec["head_dim"]
+
+        def refuse(name: str) -> None:
+            blamed = "the call" if self.fault == "names no argument" else name
+            kind = TypeError if self.fault == "raises TypeError" else ValueError
+            raise kind(f"{blamed} is wrong")
+
+        def check_16bit(name, x, shape):
+            if x.device.type != "cpu" or x.dtype != dtype or x.dim() != 4:
+                refuse(name)
+            if any(
+                want is not None and want != have
+                for want, have in zip(shape, x.shape, strict=True)
+            ):
+                refuse(name)
+            if 0 in x.shape or x.stride(-1) != 1 or x.data_ptr() % 16:
+                refuse(name)
+            if any(x.stride(axis) * 2 % 16 for axis in range(3) if x.shape[axis] > 1):
+                refuse(name)
+
+        def fixed(side):
+            return None if spec["seqlen"][side] == "dynamic" else spec["seqlen"][side]
+
+        check_16bit("q", q, (None, fixed("q"), None, dim["qk"]))
+        check_16bit("k", k, (q.shape[0], fixed("kv"), None, dim["qk"]))
+        check_16bit("v", v, (q.shape[0], k.shape[1], k.shape[2], dim["v"]))
+        if q.shape[2] != k.shape[2] * spec["q_per_kv"]:
+            refuse("q")
+        if out is not None:
+            check_16bit("out", out, (q.shape[0], q.shape[1], q.shape[2], dim["v"]))
+        if lse is not None:
+            expected = (q.shape[0], q.shape[2], q.shape[1])
+            if not spec["lse"] or lse.device.type != "cpu":
+                refuse("lse")
+            if lse.shape != expected or lse.dtype != torch.float32:
+                refuse("lse")
+            if self.fault == "wants a contiguous lse" and not lse.is_contiguous():
+                refuse("lse")
+
+
+class CpuDevice:
+    """Stands in for the GPU. ``graph_works``: whether a replay does anything."""
+
+    name = "cpu"
+
+    def __init__(self, *, graph_works: bool = True, streams_work: bool = True) -> None:
+        self.graph_works = graph_works
+        self.streams_work = streams_work
+
+    def synchronize(self) -> None:
+        pass
+
+    def captured(self, launch):
+        return launch if self.graph_works else (lambda: None)
+
+    def on_late_stream(self, work) -> None:
+        if self.streams_work:
+            work()
+
+    def elsewhere(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to("meta")

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each check of a trial, seen to pass on a right kernel and to fail on one with one fault.
+
+The kernels are PyTorch on the CPU: the checks are what is tested here, not a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip(
+    "torch", reason="needs PyTorch (CPU): pip install 'fmha-gen[torch]'"
+)
+
+from fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
+from fmha_gen import reference, trial  # noqa: E402
+from fmha_gen.cases import Case  # noqa: E402
+
+CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
+DENSE = Case("dense", batch=2, kv_heads=2, q=33, kv=65, gaps=False)
+MANY = Case("many", batch=1, kv_heads=1, q=9, kv=17, repeats=20)
+
+
+def findings(
+    fault: str = "",
+    case: Case = CASE,
+    device: CpuDevice | None = None,
+    strided_lse: bool = True,
+    **changes: Any,
+) -> list[str]:
+    kernel = FakeKernel(spec(**changes), fault)
+    result = trial.check_case(
+        kernel, case, device or CpuDevice(), strided_lse=strided_lse
+    )
+    return result.findings
+
+
+# --- a right kernel holds on every kind of case --------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "fused", "cache"])
+@pytest.mark.parametrize("gaps", [True, False])
+@pytest.mark.parametrize("kv", [33, 40])
+def test_right_kernel_holds_in_every_layout(layout: Any, gaps: bool, kv: int) -> None:
+    case = Case("layout", batch=2, kv_heads=2, q=33, kv=kv, layout=layout, gaps=gaps)
+    assert findings(case=case, q_per_kv=4) == []
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("data", ["normal", "huge_key", "uniform_1e4", "all_1e4"])
+@pytest.mark.parametrize(("q", "kv"), [(40, 40), (17, 65), (65, 17), (1, 33), (33, 1)])
+def test_right_kernel_holds_on_every_kind_of_data(
+    dtype: str, mask: str, data: Any, q: int, kv: int
+) -> None:
+    case = Case("data", batch=1, kv_heads=2, q=q, kv=kv, data=data)
+    assert findings(case=case, dtype=dtype, mask=mask, q_per_kv=2) == []
+
+
+@pytest.mark.parametrize("lse", [True, False])
+def test_right_kernel_holds_with_two_head_dims_and_steep_scores(lse: bool) -> None:
+    case = Case("steep", batch=1, kv_heads=2, q=33, kv=65, scale_factor=30.0)
+    assert findings(case=case, head_dim={"qk": 192, "v": 128}, lse=lse) == []
+
+
+def test_a_result_has_the_numbers() -> None:
+    result = trial.check_case(FakeKernel(spec()), MANY, CpuDevice(), strided_lse=True)
+    assert result.findings == []
+    assert result.repeats == 20
+    assert 0 < result.error < result.reference_error * 1.5 < 0.02
+    assert result.ratio == pytest.approx(result.error / result.reference_error)
+    assert result.reference == "steps"
+    assert result.lse_of_tolerance is not None and result.lse_of_tolerance < 0.1
+
+
+# --- each fault is found -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("skips the last key", "the error in 16 bits"),
+        ("weights in 4 bits", "the error in 16 bits"),
+        ("last row unwritten", "elements of out are NaN"),
+        ("writes a row too many", "elements outside out were written"),
+        ("writes before head_dim", "elements outside out were written"),
+        ("writes lse past its row", "elements outside lse were written"),
+        ("writes an input", "elements of an input differ after the launches"),
+        ("one bit differs now and then", "elements of out differ in launch 2"),
+        ("lse differs now and then", "elements of lse differ in launch 2"),
+        ("lse in base 2", "lse is off by"),
+    ],
+)
+def test_fault_is_found(fault: str, expected: str) -> None:
+    assert any(expected in finding for finding in findings(fault))
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("lse 0 where no key", "lse is not -inf exactly where a row sees no key"),
+        ("out 1 where no key", "the error in 16 bits"),
+        ("top-left mask", "the error in 16 bits"),
+    ],
+)
+def test_fault_of_causal_rows_without_keys_is_found(fault: str, expected: str) -> None:
+    case = Case("no_keys", batch=1, kv_heads=1, q=65, kv=17)
+    assert any(expected in finding for finding in findings(fault, case, mask="causal"))
+
+
+def test_ignored_scale_is_found() -> None:
+    case = Case("steep", batch=1, kv_heads=1, q=33, kv=65, scale_factor=30.0)
+    assert any(
+        "the error in 16 bits" in text
+        for text in findings("ignores softmax_scale", case)
+    )
+
+
+def test_weights_that_overflow_fp16_are_found() -> None:
+    # Scores of 1e9: the rounded scaled maximum is off by up to 32, and exp2(32) is no fp16.
+    case = Case("large", batch=1, kv_heads=2, q=65, kv=127, data="uniform_1e4")
+    assert findings("rounds the scaled maximum", case, dtype="fp16")
+    ordinary = Case("normal", batch=1, kv_heads=2, q=65, kv=127)
+    assert findings("rounds the scaled maximum", ordinary, dtype="fp16") == []
+
+
+def test_graph_that_captured_nothing_is_found() -> None:
+    found = findings(device=CpuDevice(graph_works=False))
+    assert "8448 of 8448 elements of out differ under graph replay" in found
+
+
+def test_launch_that_ignores_the_current_stream_is_found() -> None:
+    found = findings(case=MANY, device=CpuDevice(streams_work=False))
+    assert any("differ on another stream" in finding for finding in found)
+
+
+def test_what_the_kernel_allocates_is_judged() -> None:
+    class Wrong(FakeKernel):
+        def fmha(
+            self, q: Any, k: Any, v: Any, *, out: Any = None, **options: Any
+        ) -> Any:
+            returned = super().fmha(q, k, v, out=out, **options)
+            return returned if out is not None else returned[0].float()
+
+    class Other(FakeKernel):
+        def fmha(
+            self, q: Any, k: Any, v: Any, *, out: Any = None, **options: Any
+        ) -> Any:
+            returned = super().fmha(q, k, v, out=out, **options)
+            return returned if out is not None else (returned[0].float(), returned[1])
+
+    (finding,) = trial.check_case(
+        Wrong(spec()), DENSE, CpuDevice(), strided_lse=True
+    ).findings
+    assert finding == "fmha returned 1 tensors instead of 2"
+    (finding,) = trial.check_case(
+        Other(spec()), DENSE, CpuDevice(), strided_lse=True
+    ).findings
+    assert finding.startswith("fmha returned out as torch.float32")
+
+
+# --- misuse --------------------------------------------------------------------------
+
+
+def misuse_findings(fault: str = "", **changes: Any) -> dict[str, str]:
+    kernel = FakeKernel(spec(**changes), fault)
+    found = trial.events(kernel, CpuDevice(), only=trial.MISUSE)
+    return {
+        event["name"]: event["finding"] for event in found if event["event"] == "misuse"
+    }
+
+
+@pytest.mark.parametrize("seqlen", ["dynamic", 1, 48])
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("q_per_kv", [1, 4])
+def test_right_kernel_refuses_every_misuse(
+    seqlen: Any, lse: bool, q_per_kv: int
+) -> None:
+    found = misuse_findings(
+        seqlen={"q": seqlen, "kv": seqlen}, lse=lse, q_per_kv=q_per_kv
+    )
+    assert len(found) >= 44
+    assert {name: text for name, text in found.items() if text} == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("names no argument", "the message names none of"),
+        ("raises TypeError", "raised TypeError instead of ValueError"),
+        ("checks after the launch", "elements of out differ after a refused call"),
+    ],
+)
+def test_bad_refusal_is_found(fault: str, expected: str) -> None:
+    assert any(expected in text for text in misuse_findings(fault).values())
+
+
+def test_kernel_that_checks_nothing_is_found() -> None:
+    found = misuse_findings("checks nothing")
+    assert found["q: misaligned by one element"] == "accepted"
+    assert found["k: row stride of 8 bytes more"] == "accepted"
+    assert found["v: fp32"] == "accepted"
+
+
+def test_lse_may_be_a_parameter_that_does_not_exist() -> None:
+    class Without(FakeKernel):
+        def fmha(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
+            return super().fmha(q, k, v, out=out)
+
+    kernel = Without(spec(lse=False))
+    found = [
+        e
+        for e in trial.events(kernel, CpuDevice(), only="misuse")
+        if e["event"] == "misuse"
+    ]
+    assert [event["finding"] for event in found if event["finding"]] == []
+    assert any(event["name"].startswith("lse: not a kernel") for event in found)
+
+
+def test_the_spoiled_calls_are_what_they_say() -> None:
+    x = torch.arange(2 * 3 * 2 * 8, dtype=torch.bfloat16).view(2, 3, 2, 8)
+    rows, heads = trial._padded(x, axis=1), trial._padded(x, axis=2)
+    assert torch.equal(rows, x) and rows.stride() == (60, 20, 8, 1)
+    assert torch.equal(heads, x) and heads.stride() == (72, 24, 12, 1)
+    assert (
+        torch.equal(trial._misaligned(x), x)
+        and trial._misaligned(x).data_ptr() % 16 == 2
+    )
+
+
+# --- the whole kernel ----------------------------------------------------------------
+
+
+def small_cases(_spec: Any) -> tuple[Case, ...]:
+    return (CASE, DENSE, MANY)
+
+
+def test_events_of_a_right_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cases_for", small_cases)
+    found = list(trial.events(FakeKernel(spec()), CpuDevice()))
+    assert [event["case"] for event in found if event["event"] == "case"] == [
+        "small",
+        "dense",
+        "many",
+    ]
+    assert found[-1] == {"event": "end", "lse_guards": "between rows"}
+    assert not any(event.get("findings") or event.get("finding") for event in found)
+
+
+def test_one_case_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cases_for", small_cases)
+    found = list(trial.events(FakeKernel(spec()), CpuDevice(), only="dense"))
+    assert [event["case"] for event in found if event["event"] == "case"] == ["dense"]
+    assert not any(event["event"] == "misuse" for event in found)
+    (unknown,) = trial.events(FakeKernel(spec()), CpuDevice(), only="nonsense")
+    assert unknown == {
+        "event": "unknown_case",
+        "names": ["small", "dense", "many", "misuse"],
+    }
+
+
+def test_a_kernel_may_want_a_contiguous_lse(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cases_for", small_cases)
+    found = list(
+        trial.events(FakeKernel(spec(), "wants a contiguous lse"), CpuDevice())
+    )
+    assert found[-1] == {"event": "end", "lse_guards": "before and after"}
+    assert not any(event.get("findings") for event in found)
+
+
+def test_a_good_call_that_is_refused_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Picky(FakeKernel):
+        def fmha(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
+            if q.shape[0] == 2:
+                raise ValueError("q: batch must be 1")
+            return super().fmha(q, k, v, **options)
+
+    monkeypatch.setattr(trial, "cases_for", small_cases)
+    found = list(trial.events(Picky(spec()), CpuDevice(), only="small"))
+    (case,) = [event for event in found if event["event"] == "case"]
+    assert case["findings"] == ["refused: q: batch must be 1"]
+
+
+def test_memcheck_runs_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "cases_for", small_cases)
+    kernel = FakeKernel(spec())
+    found = list(trial.memcheck_events(kernel, CpuDevice()))
+    assert [event["event"] for event in found] == ["start", "case"]
+    assert found[-1]["case"] == "many"  # the cheapest
+    assert kernel.launches == 1
+
+
+# --- the references ------------------------------------------------------------------
+
+
+def inputs(
+    q: int, kv: int, heads: int, kv_heads: int, dim: int = 16, large: float = 1.0
+) -> Any:
+    make = torch.Generator().manual_seed(7)
+    shapes = [(2, q, heads, dim), (2, kv, kv_heads, dim), (2, kv, kv_heads, dim)]
+    return [(torch.randn(shape, generator=make) * large).half() for shape in shapes]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block", [1, 100, 2**26])
+@pytest.mark.parametrize(("q", "kv"), [(5, 9), (9, 5), (7, 7)])
+def test_reference_is_attention_by_definition(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, block: int, q: int, kv: int
+) -> None:
+    monkeypatch.setattr(
+        reference, "BLOCK_SCORES", block
+    )  # any cut into blocks is the same
+    query, key, value = inputs(q, kv, heads=6, kv_heads=3)
+    out, lse = reference.attention(query, key, value, scale=0.3, causal=causal)
+    for batch in range(2):
+        for head in range(6):
+            for row in range(q):
+                seen = row + kv - q + 1 if causal else kv
+                x = query[batch, row, head].double()
+                scores = [
+                    0.3 * float(x @ y.double())
+                    for y in key[batch, :, head // 2][: max(seen, 0)]
+                ]
+                total = math.fsum(map(math.exp, scores))
+                expected = sum(
+                    (
+                        math.exp(s) / total * y.double()
+                        for s, y in zip(
+                            scores, value[batch, :, head // 2], strict=False
+                        )
+                    ),
+                    torch.zeros(16, dtype=torch.float64),
+                )
+                assert torch.allclose(
+                    out[batch, row, head], expected, rtol=1e-12, atol=1e-14
+                )
+                log = math.log(total) if scores else -math.inf
+                assert float(lse[batch, head, row]) == pytest.approx(
+                    log, rel=1e-12, abs=1e-12
+                )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_16_bits_may_do(causal: bool) -> None:
+    for large, method in ((1.0, "steps"), (1e4, "sdpa")):
+        q, k, v = inputs(40, 33, heads=4, kv_heads=2, large=large)
+        truth = reference.attention(q, k, v, scale=0.25, causal=causal).out
+        out, how = reference.sixteen_bit(
+            q, k, v, scale=0.25, causal=causal, truth=truth
+        )
+        assert how == method
+        assert out.dtype == torch.float16
+        assert torch.linalg.norm(out.double() - truth) < 2e-3 * torch.linalg.norm(truth)
+
+
+def test_where_every_16_bit_path_overflows_the_bound_is_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q, k, v = inputs(8, 8, heads=1, kv_heads=1, large=1e4)
+    truth = reference.attention(q, k, v, scale=0.25, causal=False).out
+    monkeypatch.setattr(reference, "_fused", lambda q, k, v, **options: q * math.nan)
+    out, how = reference.sixteen_bit(q, k, v, scale=0.25, causal=False, truth=truth)
+    assert how == "rounding"
+    assert torch.equal(out, truth.half())
