@@ -76,7 +76,6 @@ class KernelPlan:
     registers_needed: int
     context: Mapping[str, Any]
 
-    template: str = "sm90/module.py.j2"
     arch: str = "sm90"
     compile_arch: str = sm90.COMPILE_ARCH
 
@@ -427,6 +426,7 @@ def _context(
         "fixed_kv": fixed_kv,
         "kv_tail": kv_tail,
         "masks": causal or kv_tail,
+        "uses_rows": causal or spec.lse,
         "masked_loop": masked_loop,
         "hidden_rows": masked_loop,
         "empty_rows": empty_rows,

@@ -20,6 +20,7 @@ import jinja2
 import jinja2.meta
 
 from .errors import CheckFailed
+from .plan import KernelPlan
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
@@ -61,6 +62,18 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
     )
     env.globals.clear()
     return env
+
+
+def render_kernel(plan: KernelPlan) -> str:
+    """Return the whole text of a plan's kernel: rendered, formatted, with its digests."""
+    values = {**plan.context, "digest_line": DIGEST_PLACEHOLDER}
+    text = format_source(render_template(kernel_template(plan), values))
+    return finish(text, plan.spec_file.digest)
+
+
+def kernel_template(plan: KernelPlan) -> str:
+    """Return the name of the template that a plan's kernel is rendered from."""
+    return f"{plan.arch}/module.py.j2"
 
 
 def render_template(
