@@ -407,6 +407,7 @@ def _context(
         "spec_path": f"specs/{spec_file.stem}.yaml",
         "dtype": spec.dtype,
         "dtype_class": _DTYPES[spec.dtype],
+        "packed_type": "bf16x2" if spec.dtype == "bf16" else "f16x2",
         "head_dim_qk": spec.head_dim.qk,
         "head_dim_v": spec.head_dim.v,
         "q_per_kv": spec.heads.q_per_kv,
