@@ -134,7 +134,9 @@ def _choose(spec_file: SpecFile) -> tuple[_Sizes, dict[str, str]]:
     )
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     reasons["TILE_KV"] = "the largest that registers and shared memory take"
-    reasons["Q_STAGES"] = "2 where it fits: the next tile's first QK then overlaps this tile's end"
+    reasons["Q_STAGES"] = (
+        "2 where it fits: the next tile's first QK then overlaps this tile's end"
+    )
     reasons["KV_STAGES"] = f"the most that fit, up to {MAX_PLANNED_KV_STAGES}"
     fitting = [n for n in kv_tiles if _registers(spec, n) <= budget]
     if not fitting:
@@ -153,10 +155,7 @@ def _choose(spec_file: SpecFile) -> tuple[_Sizes, dict[str, str]]:
 def _registers(spec: Spec, tile_kv: int) -> int:
     """Registers per consumer thread: S and O in fp32, P in 16 bits, and the rest."""
     return (
-        tile_kv // 2
-        + tile_kv // 4
-        + spec.head_dim.v // 2
-        + sm90.REGISTERS_BESIDE_TILES
+        tile_kv // 2 + tile_kv // 4 + spec.head_dim.v // 2 + sm90.REGISTERS_BESIDE_TILES
     )
 
 
@@ -202,18 +201,14 @@ def _too_many_registers(spec_file: SpecFile, tile_kv: int, budget: int) -> SpecE
     )
     field = ("tile", "kv") if spec.tile.kv else ("tile", "q")
     hint = "a smaller tile.kv" if spec.tile.kv else "tile: {q: 128}"
-    return SpecError(
-        [Diagnostic(spec_file.locate(*field), "FG402", message, hint)]
-    )
+    return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
 
 
 def _too_much_smem(spec_file: SpecFile, sizes: _Sizes) -> SpecError:
     spec = spec_file.spec
     regions = _smem(spec, sizes)
     parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
-    message = (
-        f"shared memory needs {_total(regions)} B, sm90 allows {sm90.SMEM_BYTES}: {parts}"
-    )
+    message = f"shared memory needs {_total(regions)} B, sm90 allows {sm90.SMEM_BYTES}: {parts}"
     field: tuple[str, ...] = ("head_dim",)
     for name in ("kv", "q"):
         if getattr(spec.stages, name):
@@ -223,14 +218,10 @@ def _too_much_smem(spec_file: SpecFile, sizes: _Sizes) -> SpecError:
         if spec.tile.kv or spec.tile.q:
             field = ("tile", "kv" if spec.tile.kv else "q")
     hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
-    return SpecError(
-        [Diagnostic(spec_file.locate(*field), "FG401", message, hint)]
-    )
+    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
 
 
-def _chosen(
-    spec: Spec, sizes: _Sizes, reasons: Mapping[str, str]
-) -> Iterator[Number]:
+def _chosen(spec: Spec, sizes: _Sizes, reasons: Mapping[str, str]) -> Iterator[Number]:
     yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
     yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
     if spec.seqlen.q != "dynamic":
@@ -239,7 +230,11 @@ def _chosen(
         yield Number("SEQLEN_KV", spec.seqlen.kv, "rows", "given")
     yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given")
     if _cluster_size(spec) > 1:
-        unit = "query tiles of one head" if spec.cluster[0] > 1 else "query heads of one KV head"
+        unit = (
+            "query tiles of one head"
+            if spec.cluster[0] > 1
+            else "query heads of one KV head"
+        )
         yield Number("CLUSTER_SIZE", _cluster_size(spec), f"CTAs, {unit}", "given")
     for name, value, unit, given in (
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
@@ -323,9 +318,13 @@ def _barriers(spec: Spec, sizes: _Sizes) -> Iterator[Barrier]:
             "consumer warps",
         )
         if name == "q":
-            arrivals = f"{warpgroups}: one warp per warpgroup, when O has left the stage"
+            arrivals = (
+                f"{warpgroups}: one warp per warpgroup, when O has left the stage"
+            )
         else:
-            arrivals = f"{warps * size}: {warps} warps" + (f" of each of {size} CTAs" if size > 1 else "")
+            arrivals = f"{warps * size}: {warps} warps" + (
+                f" of each of {size} CTAs" if size > 1 else ""
+            )
         yield Barrier(f"{name}_empty", stages, arrivals, "producer warp")
     yield Barrier(
         "order", warpgroups, "256 threads: two neighbouring warpgroups", "one warpgroup"
@@ -397,9 +396,7 @@ def _context(
         return ", ".join([*([global_row] if causal else []), block, *problem])
 
     lse_predicate = not fixed_q or q % (sizes.tile_q * cluster_q) != 0  # type: ignore[operator]
-    empty_rows = causal and not (
-        isinstance(q, int) and isinstance(kv, int) and kv >= q
-    )
+    empty_rows = causal and not (isinstance(q, int) and isinstance(kv, int) and kv >= q)
     rows = "TILE_Q" if cluster_q == 1 else "TILE_Q * CLUSTER_SIZE"
     return {
         "stem": spec_file.stem,
