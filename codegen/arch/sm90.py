@@ -32,5 +32,5 @@ REGISTERS: Final[Mapping[int, RegisterSplit]] = {  # by number of consumer warpg
 }
 """Per thread: 128 * (producer + warpgroups * consumer) stays within 65536."""
 
-# Beside S, P and O: addresses, pipeline states, row statistics. Measured: what compiles without a spill.
+# Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_TILES: Final = 30

@@ -1,0 +1,283 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sm90 templates read: flags that wrap whole statements, and expressions as text.
+
+Templates do no arithmetic and take no decision: each is taken here once, under a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from .spec import Spec, SpecFile
+
+_SMEM_ATOMS: Final = {0: "K_SW128", 32: "K_SW64"}  # by head_dim modulo 64
+_DTYPES: Final = {
+    "bf16": ("cutlass.BFloat16", "bf16x2"),
+    "fp16": ("cutlass.Float16", "f16x2"),
+}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tile and ring sizes, in rows and stages."""
+
+    tile_q: int
+    tile_kv: int
+    q_stages: int
+    kv_stages: int
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a kernel must be able to do, as far as its spec does not rule it out."""
+
+    spec: Spec
+    sizes: Sizes
+
+    @property
+    def causal(self) -> bool:
+        """The mask is causal."""
+        return self.spec.mask == "causal"
+
+    @property
+    def seqlen_q(self) -> int | None:
+        """Fixed number of query rows, or None."""
+        q = self.spec.seqlen.q
+        return q if isinstance(q, int) else None
+
+    @property
+    def seqlen_kv(self) -> int | None:
+        """Fixed number of keys, or None."""
+        kv = self.spec.seqlen.kv
+        return kv if isinstance(kv, int) else None
+
+    @property
+    def cluster_size(self) -> int:
+        """CTAs of a cluster."""
+        return self.spec.cluster[0] * self.spec.cluster[1]
+
+    @property
+    def multicast_k(self) -> bool:
+        """The cluster shares its loads of K."""
+        return self.spec.multicast in ("k", "kv")
+
+    @property
+    def multicast_v(self) -> bool:
+        """The cluster shares its loads of V."""
+        return self.spec.multicast in ("v", "kv")
+
+    @property
+    def kv_tail(self) -> bool:
+        """The last KV block may be partial."""
+        return self.seqlen_kv is None or self.seqlen_kv % self.sizes.tile_kv != 0
+
+    @property
+    def q_tail(self) -> bool:
+        """The last query tile of a cluster may reach beyond the last query."""
+        rows = self.sizes.tile_q * self.spec.cluster[0]
+        return self.seqlen_q is None or self.seqlen_q % rows != 0
+
+    @property
+    def masks(self) -> bool:
+        """The first KV block of a tile, which is its last in memory, needs a mask."""
+        return self.causal or self.kv_tail
+
+    @property
+    def masked_loop(self) -> bool:
+        """Further KV blocks may need a mask: the diagonal may leave the first one."""
+        q, kv = self.seqlen_q, self.seqlen_kv
+        tile_q, tile_kv = self.sizes.tile_q, self.sizes.tile_kv
+        inside_first = (
+            q is not None
+            and kv is not None
+            and kv >= q
+            and self.spec.cluster[0] == 1
+            and tile_kv % tile_q == 0
+            and kv % tile_kv == 0
+            and (kv - q) % tile_q == 0
+        )
+        return self.causal and not inside_first
+
+    @property
+    def hidden_rows(self) -> bool:
+        """A row may see no key of the KV blocks so far, so that its maximum is -inf."""
+        return self.masked_loop
+
+    @property
+    def empty_rows(self) -> bool:
+        """A row may see no key at all."""
+        q, kv = self.seqlen_q, self.seqlen_kv
+        return self.causal and (q is None or kv is None or kv < q)
+
+    @property
+    def dynamic_blocks(self) -> bool:
+        """The number of KV blocks is known at run time only, or depends on the query tile."""
+        return self.causal or self.seqlen_kv is None
+
+    @property
+    def cross_tile(self) -> bool:
+        """A second Q stage lets the next tile's first QK run beside this tile's end."""
+        return self.sizes.q_stages == 2
+
+
+def template_context(
+    spec_file: SpecFile,
+    sizes: Sizes,
+    chosen: Sequence[Any],
+    derived: Sequence[Any],
+    smem_bytes: int,
+) -> dict[str, Any]:
+    """Return every name that the templates under sm90/ and common/ read, but the digests."""
+    spec = spec_file.spec
+    traits = Traits(spec, sizes)
+    dtype_class, packed_type = _DTYPES[spec.dtype]
+    last_warp = 4 * (sizes.tile_q // 64) + 3
+    return {
+        "title": _title(spec),
+        "spec_path": f"specs/{spec_file.stem}.yaml",
+        "dtype": spec.dtype,
+        "dtype_class": dtype_class,
+        "packed_type": packed_type,
+        "head_dim_qk": spec.head_dim.qk,
+        "head_dim_v": spec.head_dim.v,
+        "q_per_kv": spec.heads.q_per_kv,
+        "smem_bytes": smem_bytes,
+        "smem_atom": _SMEM_ATOMS[max(spec.head_dim.qk % 64, spec.head_dim.v % 64)],
+        "compute_warps": f"4 to {last_warp}",
+        "spec_items": _spec_items(spec_file),
+        "chosen": chosen,
+        "derived": derived,
+        "lse": spec.lse,
+        "cluster_q": spec.cluster[0],
+        "cluster_heads": spec.cluster[1],
+        **_flags(traits),
+        **_lengths(traits),
+        **_arguments(traits),
+        **_units(traits),
+    }
+
+
+def _flags(traits: Traits) -> dict[str, bool | int]:
+    return {
+        "causal": traits.causal,
+        "fixed_q": traits.seqlen_q is not None,
+        "fixed_kv": traits.seqlen_kv is not None,
+        "kv_tail": traits.kv_tail,
+        "masks": traits.masks,
+        "masked_loop": traits.masked_loop,
+        "hidden_rows": traits.hidden_rows,
+        "empty_rows": traits.empty_rows,
+        "lse_predicate": traits.q_tail,
+        "uses_rows": traits.causal or traits.spec.lse,
+        "dynamic_blocks": traits.dynamic_blocks,
+        "cross_tile": traits.cross_tile,
+        "cluster_size": traits.cluster_size,
+        "multicast_k": traits.multicast_k,
+        "multicast_v": traits.multicast_v,
+    }
+
+
+def _lengths(traits: Traits) -> dict[str, str]:
+    """How sequence lengths and what follows from them are spelt, on the device and before it."""
+    fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
+    rows = "TILE_Q * CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "TILE_Q"
+    return {
+        "seqlen_q_text": str(traits.seqlen_q) if fixed_q else "seqlen_q",
+        "seqlen_kv_text": str(traits.seqlen_kv) if fixed_kv else "seqlen_kv",
+        "seqlen_q": "SEQLEN_Q" if fixed_q else "problem.seqlen_q",
+        "seqlen_kv": "SEQLEN_KV" if fixed_kv else "problem.seqlen_kv",
+        "q_tiles": "Q_TILES" if fixed_q else "problem.q_tiles",
+        "host_seqlen_q": "SEQLEN_Q" if fixed_q else "seqlen_q",
+        "host_seqlen_kv": "SEQLEN_KV" if fixed_kv else "seqlen_kv",
+        "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
+        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {rows})",
+        "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
+    }
+
+
+def _arguments(traits: Traits) -> dict[str, str]:
+    """Argument lists that depend on what is known when the kernel is generated."""
+    fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
+    run_time = [
+        *([] if fixed_q else ["seqlen_q"]),
+        *([] if fixed_kv else ["seqlen_kv"]),
+    ]
+    needs_problem = not fixed_kv or (traits.causal and not fixed_q)
+    problem = ["problem"] if needs_problem else []
+    typed_problem = ["problem: Problem"] if needs_problem else []
+    row = ["q_tile * TILE_Q + row"] if traits.causal else []
+    blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
+
+    def listed(*parts: list[str]) -> str:
+        return ", ".join(item for part in parts for item in part)
+
+    return {
+        "problem_fields": listed(
+            run_time, [] if fixed_q else ["q_tiles"], ["heads", "num_tiles"]
+        ),
+        "size_args": listed(["batch", "heads_kv"], run_time),
+        "one_per_size": listed(["1"] * (2 + len(run_time))),
+        "count_args": listed(["q_tile"] if traits.causal else [], problem),
+        "count_params": listed(
+            ["q_tile: Int32"] if traits.causal else [], typed_problem
+        ),
+        "mask_params": listed(
+            ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
+        ),
+        "first_mask_args": listed(row, [f"{blocks} - 1"], problem),
+        "loop_mask_args": listed(row, [f"{blocks} - 2 - i"], problem),
+        "lse_row": "q_tile * TILE_Q + row",
+    }
+
+
+def _units(traits: Traits) -> dict[str, str]:
+    """What is counted, where a cluster changes it."""
+    clusters = traits.cluster_size > 1
+    return {
+        "q_tiles_unit": (
+            "clusters along a head" if traits.spec.cluster[0] > 1 else "per head"
+        ),
+        "heads_unit": (
+            "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
+        ),
+        "tiles_unit": "of all clusters" if clusters else "of all CTAs",
+        "tile_owner": "cluster" if clusters else "CTA",
+    }
+
+
+def _title(spec: Spec) -> str:
+    qk, v = spec.head_dim.qk, spec.head_dim.v
+    head_dim = str(qk) if qk == v else f"{qk} and {v}"
+    parts = [
+        f"head_dim {head_dim}",
+        spec.dtype,
+        "causal" if spec.mask == "causal" else "full mask",
+    ]
+    if spec.heads.q_per_kv > 1:
+        parts.append(f"GQA {spec.heads.q_per_kv}")
+    if spec.cluster != (1, 1):
+        parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
+        shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
+        parts.append(f"{shared} multicast")
+    return f"FMHA forward for sm90: {', '.join(parts)}"
+
+
+def _spec_items(spec_file: SpecFile) -> tuple[tuple[str, str], ...]:
+    """The SPEC dict of the generated file, as source text."""
+    spec = spec_file.spec
+    values: dict[str, object] = {
+        "name": spec_file.stem,
+        "arch": spec.arch,
+        "op": spec.op,
+        "dtype": spec.dtype,
+        "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
+        "seqlen": {"q": spec.seqlen.q, "kv": spec.seqlen.kv},
+        "q_per_kv": spec.heads.q_per_kv,
+        "mask": spec.mask,
+        "lse": spec.lse,
+        "cluster": list(spec.cluster),
+        "multicast": spec.multicast,
+    }
+    return tuple((repr(key), repr(value)) for key, value in values.items())
