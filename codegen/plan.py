@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a spec to every number and choice of its kernel, each with where it came from.
 
-Pure: the same spec gives the same plan. What a template shows is decided here; templates only place it.
+Pure: the same spec gives the same plan. Templates place what is decided here and in context.py.
 """
 
 from __future__ import annotations
