@@ -49,7 +49,7 @@ class CaptureError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. params: the kernel's parameters as PTX lays them out, one after another."""
+    """One kernel launch. params: the parameters one after another, each aligned as PTX says."""
 
     kernel: str
     grid: Dim3
