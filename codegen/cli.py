@@ -128,6 +128,50 @@ def explain(
 
 
 @app.command()
+def emulate(
+    paths: Paths,
+    out: Out = Path("generated"),
+    schedules: Annotated[
+        int,
+        typer.Option("--schedules", min=0, help="Random schedules, beside the others."),
+    ] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Parallel kernels.")
+    ] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 900,
+    case: Annotated[
+        str | None, typer.Option(help="Replay this case and record nothing.")
+    ] = None,
+    completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this: eager, late, loads_early_mmas_late or random.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the random schedule.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome trace of one CTA's warps, in steps."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run kernels on a model of PTX: function and synchronisation; no timing, no silicon."""
+    with _reported():
+        from . import emulate as model
+
+        model.run(
+            paths,
+            out=out,
+            choice=model.Choice(schedules, case, completion, seed, timeline),
+            jobs=jobs,
+            timeout=timeout,
+            as_json=as_json,
+        )
+
+
+@app.command()
 def validate(
     paths: Paths,
     out: Out = Path("generated"),

@@ -9,6 +9,7 @@ and calls the CUDA runtime through a library that `CUTE_DSL_LIBS` names. A proce
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import subprocess
@@ -163,6 +164,21 @@ def write_runtime(folder: Path) -> Path:
     library = folder / "libcuda_capture.so"
     library.write_bytes(elf.shared_library(RUNTIME_FUNCTIONS))
     return library
+
+
+def self_test() -> None:
+    """Load a library of ours and call through it; raises OSError where that does not work."""
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+        path = Path(folder) / "libself_test.so"
+        path.write_bytes(elf.shared_library(["answer"]))
+        library = ctypes.CDLL(str(path))
+        callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 42)
+        table = (ctypes.c_void_p * 1).in_dll(library, elf.TABLE)
+        table[0] = ctypes.cast(callback, ctypes.c_void_p).value
+        if library.answer() != 42:
+            raise OSError(
+                "the library that stands in for the CUDA runtime calls nothing"
+            )
 
 
 class _Process:
