@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arithmetic against exact rationals: every float is a fraction, and rounding has one definition."""
+"""Arithmetic against exact rationals: a float is a fraction, and rounding has one definition."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rounded(exact: Fraction, precision: int, lowest: int) -> Fraction:
 
 
 def decoded(code: int, exponent_bits: int, mantissa_bits: int) -> Fraction | None:
-    """A narrow float with infinities and NaNs at the largest exponent, by the book; None for those."""
+    """A narrow float by the book; None at the largest exponent, for infinities and NaNs."""
     bias = (1 << exponent_bits - 1) - 1
     sign = -1 if code >> (exponent_bits + mantissa_bits) else 1
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
@@ -238,7 +238,7 @@ def test_fma_of_anything(a, b, c):
     sign=st.sampled_from([-1, 1]),
 )
 def test_fma_near_ties_and_subnormals(a, b, shift, exponent, sign):
-    """Addends far apart make sums whose rounding to float64 hides on which side of a tie they are."""
+    """Of addends far apart a float64 sum hides on which side of a tie it is."""
     x, y = math.ldexp(a, exponent // 2), math.ldexp(b, exponent - exponent // 2)
     z = sign * math.ldexp(1 + (a ^ b) % 2**23 / 2**23, exponent + 48 + shift)
     bits = [int(np.float32(v).view(np.uint32)) for v in (x, y, z)]
