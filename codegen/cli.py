@@ -120,9 +120,11 @@ def explain(
         from . import plan, records
         from .spec import load_specs
 
+        texts = []
         for spec_file in load_specs([spec]):
             record = records.load(out / records.path_of(spec_file.stem))
-            print(report.render(plan.resolve(spec_file), record))
+            texts.append(report.render(plan.resolve(spec_file), record))
+        print("\n\n".join(texts))
 
 
 @app.command()

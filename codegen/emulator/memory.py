@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Global and shared memory: bytes at addresses, accessed by all lanes of a warpgroup at once.
+
+Addresses are int64 arrays with one byte address per lane, values unsigned arrays as wide as the
+access. A lane that a mask leaves out is neither read nor checked. An access outside every buffer,
+or at an address that is not a multiple of its size, raises MemoryFault and changes nothing.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+I64 = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Values = NDArray[Any]
+
+RESERVED = 1024  # [bytes] the system's, at the start of each CTA's shared memory
+SHARED_LIMIT = (
+    232448  # [bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100
+)
+POISON = 0xFF  # bytes that nobody wrote: a NaN in every float format
+
+WARPS = 4  # of a warpgroup
+WARP_LANES = 32
+MATRIX_ROWS = 8  # of a matrix that stmatrix stores
+ROW_BYTES = 16  # of such a row: eight 16-bit elements
+
+_TYPE: dict[int, type[np.unsignedinteger[Any]]] = {
+    1: np.uint8,
+    2: np.uint16,
+    4: np.uint32,
+    8: np.uint64,
+}
+
+
+class MemoryFault(Exception):
+    """An access that the device would refuse, or that would hit what is not the kernel's."""
+
+    def __init__(self, space: str, address: int, nbytes: int, reason: str) -> None:
+        super().__init__(f"{nbytes} bytes of {space} memory at {address:#x}: {reason}")
+        self.space = space
+        self.address = address
+        self.nbytes = nbytes
+        self.reason = reason
+
+
+def _active(addresses: I64, mask: Mask | None) -> I64:
+    return addresses if mask is None else addresses[mask]
+
+
+def _check_alignment(space: str, addresses: I64, nbytes: int) -> None:
+    misaligned = addresses & (nbytes - 1)
+    if misaligned.any():
+        address = int(addresses[np.argmax(misaligned != 0)])
+        raise MemoryFault(
+            space, address, nbytes, "not a multiple of the size of the access"
+        )
+
+
+class SharedMemory:
+    """Shared memory of one CTA: `size` bytes from address 0, the first KiB reserved.
+
+    `bytes` (uint8) is the content, `written` (bool) says which bytes somebody wrote. Reading what
+    nobody wrote is no fault: it gives NaN, and `unwritten` tells.
+    """
+
+    def __init__(self, size: int) -> None:
+        rounded = -(-size // 16) * 16
+        self.size = size
+        self.bytes = np.full(rounded, POISON, np.uint8)
+        self.written = np.zeros(rounded, np.bool_)
+        self.words = {width: self.bytes.view(kind) for width, kind in _TYPE.items()}
+
+    def load(self, addresses: I64, width: int, mask: Mask | None = None) -> Values:
+        """Per lane `width` (1, 2, 4, 8) bytes; 0 where the mask is false."""
+        return self.load_vector(addresses, width, 1, mask)[0]
+
+    def load_vector(
+        self, addresses: I64, width: int, count: int, mask: Mask | None = None
+    ) -> list[Values]:
+        """`count` consecutive values of each lane: ld.shared.v2 and .v4."""
+        self._check(_active(addresses, mask), width * count)
+        words = self.words[width]
+        if mask is None:
+            return [words[addresses // width + i] for i in range(count)]
+        index = np.where(mask, addresses // width, 0)
+        zero = words.dtype.type(0)
+        return [np.where(mask, words[index + i], zero) for i in range(count)]
+
+    def store(
+        self, addresses: I64, width: int, values: Values, mask: Mask | None = None
+    ) -> None:
+        """The lane with the highest number wins where lanes collide."""
+        self.store_vector(addresses, width, [values], mask)
+
+    def store_vector(
+        self,
+        addresses: I64,
+        width: int,
+        values: Sequence[Values],
+        mask: Mask | None = None,
+    ) -> None:
+        """Consecutive values of each lane: st.shared.v2 and .v4."""
+        active = _active(addresses, mask)
+        self._check(active, width * len(values))
+        words, index = self.words[width], active // width
+        for i, value in enumerate(values):
+            words[index + i] = _active(value, mask)
+        self.written[(active[:, None] + np.arange(width * len(values))).reshape(-1)] = (
+            True
+        )
+
+    def unwritten(self, region: range) -> int | None:
+        """Address of the first byte of a region that nobody wrote, None when all are written."""
+        part = self.written[region.start : region.stop]
+        return None if part.all() else region.start + int(np.argmin(part))
+
+    def unwritten_lane(
+        self, addresses: I64, nbytes: int, mask: Mask | None = None
+    ) -> int | None:
+        """The same for `nbytes` at each address (of any shape)."""
+        active = _active(addresses, mask).reshape(-1)
+        touched = active[:, None] + np.arange(nbytes)
+        holes = ~self.written[touched]
+        return int(touched[holes][0]) if holes.any() else None
+
+    def check_region(self, address: int, nbytes: int, alignment: int) -> None:
+        """Raise MemoryFault unless a region lies in what is the kernel's, aligned."""
+        if address % alignment:
+            raise MemoryFault(
+                "shared", address, nbytes, f"not aligned to {alignment} bytes"
+            )
+        if address < RESERVED or address + nbytes > self.size:
+            raise MemoryFault("shared", address, nbytes, self._bounds())
+
+    def _check(self, active: I64, nbytes: int) -> None:
+        if not active.size:
+            return
+        low, high = int(active.min()), int(active.max())
+        if low < RESERVED or high + nbytes > self.size:
+            culprit = low if low < RESERVED else high
+            raise MemoryFault("shared", culprit, nbytes, self._bounds())
+        _check_alignment("shared", active, nbytes)
+
+    def _bounds(self) -> str:
+        return f"outside the kernel's bytes {RESERVED:#x} to {self.size:#x}"
+
+
+def store_matrices(
+    shared: SharedMemory,
+    addresses: I64,
+    registers: Sequence[Values],
+    mask: Mask | None = None,
+    *,
+    transpose: bool = False,
+) -> I64:
+    """stmatrix.m8n8.x1, .x2 and .x4 of 16-bit elements, by each warp of which the mask has a lane.
+
+    Of a warp, lane 8 m + r gives the address of row r of matrix m. Register m of lane 4 r + c holds
+    the elements 2 c and 2 c + 1 of row r, or of column r when transposing. Returns the addresses of
+    the rows written, 16 bytes each.
+    """
+    warps = (
+        np.arange(WARPS)
+        if mask is None
+        else np.flatnonzero(mask.reshape(WARPS, -1).any(1))
+    )
+    count = len(registers)
+    lanes = addresses.reshape(WARPS, WARP_LANES)[warps, : MATRIX_ROWS * count]
+    rows = lanes.reshape(-1)  # (warp, matrix, row)
+    held = (
+        np.stack(registers)
+        .reshape(count, WARPS, WARP_LANES)[:, warps]
+        .transpose(1, 0, 2)
+    )
+    elements = (
+        np.ascontiguousarray(held).view(np.uint16).reshape(-1, MATRIX_ROWS, MATRIX_ROWS)
+    )
+    if transpose:
+        elements = elements.transpose(0, 2, 1)
+    shared._check(rows, ROW_BYTES)
+    index = rows[:, None] // 2 + np.arange(MATRIX_ROWS)
+    shared.words[2][index] = elements.reshape(-1, MATRIX_ROWS)
+    shared.written[(rows[:, None] + np.arange(ROW_BYTES)).reshape(-1)] = True
+    return rows
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A named piece of global memory; `bytes` is a view of the array that was given."""
+
+    name: str
+    address: int
+    bytes: NDArray[np.uint8]
+    writable: bool = True
+    words: dict[int, Values] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        # A view per width of access; a tail shorter than the width is in none of them.
+        views = {
+            w: self.bytes[: len(self.bytes) // w * w].view(t) for w, t in _TYPE.items()
+        }
+        object.__setattr__(self, "words", views)
+
+    @property
+    def end(self) -> int:
+        """The address after the last byte."""
+        return self.address + len(self.bytes)
+
+
+class GlobalMemory:
+    """Named buffers at addresses; there is nothing between them."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Buffer] = []
+        self._starts: list[int] = []
+
+    def add(
+        self, name: str, address: int, array: NDArray[Any], *, writable: bool = True
+    ) -> Buffer:
+        """Put a contiguous array at an address that is a multiple of 16; stores write into it."""
+        if not array.flags.c_contiguous:
+            raise ValueError(f"buffer {name} is not contiguous")
+        if address % 16:
+            raise ValueError(f"buffer {name} is not aligned to 16 bytes: {address:#x}")
+        flat = array.reshape(-1).view(np.uint8)
+        place = bisect.bisect(self._starts, address)
+        buffer = Buffer(name, address, flat, writable)
+        for other in self.buffers[max(place - 1, 0) : place + 1]:
+            if address < other.end and other.address < buffer.end:
+                raise ValueError(f"buffer {name} overlaps buffer {other.name}")
+        self.buffers.insert(place, buffer)
+        self._starts.insert(place, address)
+        return buffer
+
+    def find(self, address: int, nbytes: int) -> tuple[Buffer, int]:
+        """The buffer that holds all of an access, and the offset in it; or MemoryFault."""
+        place = bisect.bisect(self._starts, address) - 1
+        if place >= 0:
+            buffer = self.buffers[place]
+            offset = address - buffer.address
+            if offset + nbytes <= len(buffer.bytes):
+                return buffer, offset
+        raise MemoryFault("global", address, nbytes, self._nearest(place, address))
+
+    def load(self, addresses: I64, width: int, mask: Mask | None = None) -> Values:
+        """Per lane `width` (1, 2, 4, 8) bytes; 0 where the mask is false."""
+        return self.load_vector(addresses, width, 1, mask)[0]
+
+    def load_vector(
+        self, addresses: I64, width: int, count: int, mask: Mask | None = None
+    ) -> list[Values]:
+        """`count` consecutive values of each lane: ld.global.v2 and .v4."""
+        results = [np.zeros(addresses.shape, _TYPE[width]) for _ in range(count)]
+        for buffer, lanes, index in self._split(addresses, width * count, mask):
+            for i, result in enumerate(results):
+                result[lanes] = buffer.words[width][index // width + i]
+        return results
+
+    def store(
+        self, addresses: I64, width: int, values: Values, mask: Mask | None = None
+    ) -> None:
+        """The lane with the highest number wins where lanes collide."""
+        self.store_vector(addresses, width, [values], mask)
+
+    def store_vector(
+        self,
+        addresses: I64,
+        width: int,
+        values: Sequence[Values],
+        mask: Mask | None = None,
+    ) -> None:
+        """Consecutive values of each lane: st.global.v2 and .v4."""
+        nbytes = width * len(values)
+        parts = self._split(addresses, nbytes, mask)
+        for buffer, lanes, _ in parts:
+            if not buffer.writable:
+                address = int(addresses[lanes[0]])
+                raise MemoryFault(
+                    "global", address, nbytes, f"{buffer.name} is read-only"
+                )
+        for buffer, lanes, index in parts:
+            for i, value in enumerate(values):
+                buffer.words[width][index // width + i] = value[lanes]
+
+    def _split(
+        self, addresses: I64, nbytes: int, mask: Mask | None
+    ) -> list[tuple[Buffer, NDArray[np.intp], I64]]:
+        """Which lanes access which buffer, and at which byte of it."""
+        lanes = np.arange(len(addresses)) if mask is None else np.flatnonzero(mask)
+        _check_alignment("global", addresses[lanes], nbytes)
+        parts = []
+        while lanes.size:
+            buffer, _ = self.find(int(addresses[lanes[0]]), nbytes)
+            offset = addresses[lanes] - buffer.address
+            inside = (offset >= 0) & (offset + nbytes <= len(buffer.bytes))
+            parts.append((buffer, lanes[inside], offset[inside]))
+            lanes = lanes[~inside]
+        return parts
+
+    def _nearest(self, place: int, address: int) -> str:
+        if not self.buffers:
+            return "there are no buffers"
+        before = self.buffers[max(place, 0)]
+        if address < before.address:
+            return f"{before.address - address} bytes before {before.name}"
+        return f"{address - before.end} bytes after the end of {before.name}"

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arithmetic as PTX defines it, on whole arrays of lanes.
+
+Float functions take and return float32 arrays, integer functions uint32 arrays (a register is bits;
+the suffix says how they are read), conversions to a narrow format return its bits. Nothing here
+warns or raises: an overflow is an infinity, an invalid operation a NaN, as on the device.
+
+The approximations (`ex2`, `lg2`, `rcp`) return the correctly rounded value. PTX only bounds their
+error and the device is within that bound on either side, so two results of the same instruction may
+differ by `EX2_ERROR`, `LG2_ERROR` or `RCP_ERROR`: compare with tolerances, never bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+U8 = NDArray[np.uint8]
+U16 = NDArray[np.uint16]
+U32 = NDArray[np.uint32]
+F32 = NDArray[np.float32]
+F64 = NDArray[np.float64]
+
+CANONICAL_NAN = np.uint32(0x7FFFFFFF)  # what float32 instructions return
+NAN_16 = np.uint16(0x7FFF)  # and conversions to bf16 and f16
+NAN_8 = np.uint16(0x7F)  # and conversions to e4m3 and e5m2
+
+EX2_ERROR = 2.0**-22  # [relative] ex2.approx.ftz.f32
+LG2_ERROR = 2.0**-22  # [absolute in 0.5 to 2, relative elsewhere] lg2.approx.ftz.f32
+RCP_ERROR = 2.0**-23  # [relative: 1 ulp] rcp.approx.ftz.f32
+
+_SMALLEST_NORMAL = np.float32(2.0**-126)
+_SIGN = np.uint32(0x80000000)
+
+# Bits of a float64: the 29 that a float32 does not keep, and what they are at a midpoint.
+_DROPPED = np.uint64((1 << 29) - 1)
+_MIDPOINT = np.uint64(1 << 28)
+
+
+def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Silence numpy: overflow, division by zero and NaN are results, not accidents."""
+
+    @functools.wraps(function)
+    def silenced(*arguments: Any) -> Any:
+        with np.errstate(all="ignore"):
+            return function(*arguments)
+
+    return silenced
+
+
+# -- conversions
+
+
+def bf16_rn(x: F32) -> U16:
+    """cvt.rn.bf16.f32: to nearest, ties to even; subnormals are kept, a NaN is 0x7fff."""
+    bits = x.view(np.uint32)
+    # Adding just less than half an ulp, or half of one when the result would be odd, carries into
+    # the upper half exactly when rounding up does; from the largest finite it carries to infinity.
+    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+    result: U16 = np.where(x != x, NAN_16, rounded.astype(np.uint16))
+    return result
+
+
+def bf16x2_rn(high: F32, low: F32) -> U32:
+    """cvt.rn.bf16x2.f32 d, high, low."""
+    return _pack(bf16_rn(np.concatenate((high, low))), 16)
+
+
+def f16x2_rn(high: F32, low: F32) -> U32:
+    """cvt.rn.f16x2.f32 d, high, low."""
+    return _pack(f16_rn(np.concatenate((high, low))), 16)
+
+
+def e4m3x2_rn_satfinite(high: F32, low: F32) -> U16:
+    """cvt.rn.satfinite.e4m3x2.f32 d, high, low."""
+    return _pack(e4m3_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+
+
+def e5m2x2_rn_satfinite(high: F32, low: F32) -> U16:
+    """cvt.rn.satfinite.e5m2x2.f32 d, high, low."""
+    return _pack(e5m2_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+
+
+def _pack(halves: U16, bits: int) -> U32:
+    high, low = halves.reshape(2, -1).astype(np.uint32)
+    packed: U32 = high << np.uint32(bits) | low
+    return packed
+
+
+def bf16_to_f32(bits: U16) -> F32:
+    """Exact."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def f16_rn(x: F32) -> U16:
+    """cvt.rn.f16.f32: to nearest, ties to even; above 65519.99 infinity, a NaN is 0x7fff."""
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        half = x.astype(np.float16)
+    return np.where(x != x, NAN_16, half.view(np.uint16))
+
+
+def f16_to_f32(bits: U16) -> F32:
+    """Exact."""
+    return np.ascontiguousarray(bits).view(np.float16).astype(np.float32)
+
+
+def e4m3_rn_satfinite(x: F32) -> U16:
+    """cvt.rn.satfinite.e4m3.f32 in the low byte: beyond +-448 the largest finite, a NaN is 0x7f."""
+    return _narrow(x, mantissa_bits=3, bias=7, largest=448.0)
+
+
+def e5m2_rn_satfinite(x: F32) -> U16:
+    """cvt.rn.satfinite.e5m2.f32 in the low byte: beyond +-57344 that, a NaN is 0x7f."""
+    return _narrow(x, mantissa_bits=2, bias=15, largest=57344.0)
+
+
+def e4m3_to_f32(bits: NDArray[Any]) -> F32:
+    """Exact; the two codes with all bits but the sign set are NaN."""
+    values: F32 = _E4M3[bits]
+    return values
+
+
+def e5m2_to_f32(bits: NDArray[Any]) -> F32:
+    """Exact: an e5m2 is the upper byte of an f16."""
+    values: F32 = _E5M2[bits]
+    return values
+
+
+def _narrow(x: F32, *, mantissa_bits: int, bias: int, largest: float) -> U16:
+    """Round to an 8-bit float, ties to even; every step but the rounding is exact."""
+    invalid = x != x
+    magnitude = np.minimum(
+        np.abs(np.where(invalid, np.float32(0), x)), np.float32(largest)
+    )
+    _, exponent = np.frexp(magnitude)  # magnitude = [0.5, 1) * 2 ** exponent
+    exponent = np.where(magnitude == 0, 1 - bias, np.maximum(exponent - 1, 1 - bias))
+    # In units of the last place: a subnormal has no leading one, so its biased exponent, 1, counts
+    # for nothing; a carry out of the mantissa moves on to the next exponent by itself.
+    units = np.rint(np.ldexp(magnitude, mantissa_bits - exponent)).astype(np.int64)
+    codes = ((exponent + bias - 1) << mantissa_bits) + units
+    signed = codes | np.where(np.signbit(x), 0x80, 0)
+    result: U16 = np.where(invalid, NAN_8, signed.astype(np.uint16))
+    return result
+
+
+def _e4m3_values() -> F32:
+    codes = np.arange(256)
+    exponent, mantissa = (codes >> 3) & 15, codes & 7
+    subnormal = exponent == 0
+    significand = np.where(subnormal, mantissa, mantissa + 8) / 8
+    values = np.ldexp(significand, np.where(subnormal, 1, exponent) - 7)
+    values[(codes & 0x7F) == 0x7F] = np.nan
+    values[codes >= 0x80] *= -1
+    narrow: F32 = values.astype(np.float32)
+    return narrow
+
+
+_E4M3 = _e4m3_values()
+_E5M2 = (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
+
+TO_F32: dict[str, Callable[[NDArray[Any]], F32]] = {
+    "bf16": bf16_to_f32,
+    "f16": f16_to_f32,
+    "e4m3": e4m3_to_f32,
+    "e5m2": e5m2_to_f32,
+}
+ELEMENT_SIZE = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}  # [bytes]
+
+
+def f32_to_s32(x: F32, rounding: str) -> U32:
+    """cvt.{rni,rzi,rmi,rpi}.s32.f32: out of range saturates, a NaN is 0."""
+    return _to_integer(x, rounding, -(2**31), 2**31 - 1)
+
+
+def f32_to_u32(x: F32, rounding: str) -> U32:
+    """cvt.{rni,rzi,rmi,rpi}.u32.f32: out of range saturates, a NaN is 0."""
+    return _to_integer(x, rounding, 0, 2**32 - 1)
+
+
+_ROUNDINGS: dict[str, Callable[[F64], F64]] = {
+    "rni": np.rint,
+    "rzi": np.trunc,
+    "rmi": np.floor,
+    "rpi": np.ceil,
+}
+
+
+def _to_integer(x: F32, rounding: str, low: int, high: int) -> U32:
+    whole = _ROUNDINGS[rounding](np.where(x != x, np.float32(0), x).astype(np.float64))
+    # A negative int64 becomes its two's complement in the low 32 bits.
+    return np.clip(whole, low, high).astype(np.int64).astype(np.uint32)
+
+
+# -- float arithmetic
+
+
+def ftz(x: F32) -> F32:
+    """Subnormals as zeros of their sign."""
+    return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
+
+
+@_quiet
+def fma32(a: F32, b: F32, c: F32) -> F32:
+    """fma.rn.f32: a * b + c, rounded once.
+
+    The float64 product is exact. Rounding its sum with c to float64 and again to float32 differs
+    from rounding once only where the float64 sum looks like a tie of float32 values and is not one.
+    Then the sum is rounded to odd instead, which keeps a tie and its neighbours apart.
+    """
+    product: F64 = a.astype(np.float64) * b
+    total: F64 = product + c
+    result: F32 = total.astype(np.float32)
+    bits = total.view(np.uint64)
+    tie = (bits & _DROPPED) == _MIDPOINT
+    # Below the normal range a float32 keeps fewer bits, and ties lie elsewhere. Twice the bits drop
+    # the sign, and taking one off makes zero the largest of all.
+    tiny = (bits << np.uint64(1)) - np.uint64(1) < _TWICE_SMALLEST_NORMAL
+    if (tie | tiny).any():
+        return _round_to_odd(product, c.astype(np.float64), total).astype(np.float32)
+    return result
+
+
+_TWICE_SMALLEST_NORMAL = np.float64(2.0**-126).view(np.uint64) << np.uint64(1)
+
+
+def _round_to_odd(x: F64, y: F64, total: F64) -> F64:
+    """x + y, where inexact the neighbour with an odd significand; total is x + y to nearest."""
+    part = total - x
+    error = (x - (total - part)) + (y - part)  # exact
+    odd = (total.view(np.uint64) & np.uint64(1)).astype(bool)
+    nudge = np.isfinite(total) & (error != 0) & ~odd
+    return np.where(nudge, np.nextafter(total, np.copysign(np.inf, error)), total)
+
+
+def max_f32(a: F32, b: F32) -> F32:
+    """max.f32: a NaN yields to a number, two of them give the canonical one, and -0 < +0."""
+    return _extreme(a, b, np.fmax, np.bitwise_and)
+
+
+def min_f32(a: F32, b: F32) -> F32:
+    """min.f32: a NaN yields to a number, two of them give the canonical one, and -0 < +0."""
+    return _extreme(a, b, np.fmin, np.bitwise_or)
+
+
+def _extreme(a: F32, b: F32, of_numbers: Any, of_zero_bits: Any) -> F32:
+    result: F32 = of_numbers(a, b)
+    if result.all() and not np.isnan(result).any():
+        return result
+    zero = (a == 0) & (b == 0)
+    of_zeros = of_zero_bits(a.view(np.uint32), b.view(np.uint32))
+    return _canonical(np.where(zero, of_zeros, result.view(np.uint32)).view(np.float32))
+
+
+@_quiet
+def ex2_approx_ftz(x: F32) -> F32:
+    """ex2.approx.ftz.f32: 2 ** x, within EX2_ERROR; a subnormal x is 0, a subnormal result +0."""
+    result = np.exp2(x.astype(np.float64)).astype(np.float32)
+    return _canonical(np.where(result < _SMALLEST_NORMAL, np.float32(0), result))
+
+
+@_quiet
+def lg2_approx_ftz(x: F32) -> F32:
+    """lg2.approx.ftz.f32: within LG2_ERROR; a subnormal x is a zero (-inf), below zero is NaN."""
+    return _canonical(np.log2(ftz(x).astype(np.float64)).astype(np.float32))
+
+
+@_quiet
+def rcp_approx_ftz(x: F32) -> F32:
+    """rcp.approx.ftz.f32: 1 / x within RCP_ERROR; subnormal x and results are zeros of its sign."""
+    return _canonical(ftz(np.float32(1) / ftz(x)))
+
+
+def _canonical(x: F32) -> F32:
+    return np.where(x != x, CANONICAL_NAN.view(np.float32), x)
+
+
+# -- integer arithmetic
+#
+# PTX leaves a division by zero open. The device's code for it gives all ones as quotient and the
+# dividend as remainder, and so does this.
+
+
+def div_u32(a: U32, b: U32) -> U32:
+    """div.u32."""
+    zero = b == 0
+    return np.where(zero, np.uint32(0xFFFFFFFF), a // np.where(zero, np.uint32(1), b))
+
+
+def rem_u32(a: U32, b: U32) -> U32:
+    """rem.u32."""
+    zero = b == 0
+    return np.where(zero, a, a % np.where(zero, np.uint32(1), b))
+
+
+def div_s32(a: U32, b: U32) -> U32:
+    """div.s32: towards zero; the lowest number over -1 is itself."""
+    quotient = div_u32(_magnitude(a), _magnitude(b))
+    negative = ((a ^ b) & _SIGN).astype(bool)
+    return np.where(negative & (b != 0), np.uint32(0) - quotient, quotient)
+
+
+def rem_s32(a: U32, b: U32) -> U32:
+    """rem.s32: the sign of the dividend."""
+    remainder = rem_u32(_magnitude(a), _magnitude(b))
+    return np.where((a & _SIGN).astype(bool), np.uint32(0) - remainder, remainder)
+
+
+def _magnitude(a: U32) -> U32:
+    return np.where((a & _SIGN).astype(bool), np.uint32(0) - a, a)

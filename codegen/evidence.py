@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the records of a generated folder prove, as the table that the README shows.
+
+A record counts only for the kernel's text as it lies there; what was obtained with another text
+proves nothing and is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import records
+from .render import body_digest, stated_digests
+
+TITLES = ("kernel", "rung", "GPU", "worst error ratio", "registers")
+NOTHING = "-"  # where no evidence is
+
+
+def load(generated: Path) -> list[records.Record]:
+    """Return the record of each kernel in a folder, by name, with only what holds for its text."""
+    found = []
+    for kernel in sorted(generated.glob("*.py")):
+        text = kernel.read_text(encoding="utf-8")
+        if stated_digests(text) is None:
+            continue
+        record = records.load(generated / records.path_of(kernel.stem))
+        body = body_digest(text)
+        found.append(records.current(record, kernel=kernel.stem, body_sha256=body))
+    return found
+
+
+def table(evidence: Iterable[records.Record]) -> str:
+    """Return a Markdown table, a line per kernel, with aligned columns."""
+    rows = [TITLES, *(_row(record) for record in evidence)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    head, *body = (_line(row, widths) for row in rows)
+    rule = _line(["-" * width for width in widths], widths)
+    return "\n".join([head, rule, *body]) + "\n"
+
+
+def _row(record: records.Record) -> tuple[str, ...]:
+    compiled: dict[str, Any] = record.get("compiled", {})
+    validated: dict[str, Any] = record.get("validated", {})
+    worst = validated.get("worst")
+    registers = compiled.get("setmaxnreg") or [compiled.get("registers", NOTHING)]
+    return (
+        f"`{record['kernel']}`",
+        record["rung"],
+        validated.get("gpu", NOTHING),
+        f"{worst['ratio']:.2f}" if worst else NOTHING,
+        " / ".join(map(str, registers)),
+    )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+    return f"| {' | '.join(padded)} |"

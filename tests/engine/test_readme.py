@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The README says what is so: its evidence is that of the records, its tables are complete.
+
+`FMHA_GEN_ACCEPT=1` writes the evidence table anew, and prints what changed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import os
+import re
+from pathlib import Path
+
+import pytest
+from fmha_gen import cli, evidence, records, render
+from fmha_gen.spec import Spec, load_specs
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- evidence: begin -->\n", "<!-- evidence: end -->\n"
+
+
+def parts() -> tuple[str, str, str]:
+    """The README before the evidence table, the table, and the README after it."""
+    text = README.read_text()
+    assert (text.count(BEGIN), text.count(END)) == (1, 1)
+    before, _, rest = text.partition(BEGIN)
+    table, _, after = rest.partition(END)
+    return before, table, after
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.M | re.S)
+
+
+def first_column(title: str) -> list[str]:
+    """The names in the first column of the table with that title."""
+    lines = iter(README.read_text().splitlines())
+    next(line for line in lines if re.match(rf"\| {title} +\|", line))
+    next(lines)
+    cells = []
+    for line in lines:
+        if not line.startswith("|"):
+            break
+        cells.append(line.split("|")[1].strip().strip("`"))
+    return cells
+
+
+def test_evidence_is_that_of_the_records() -> None:
+    before, shown, after = parts()
+    expected = evidence.table(evidence.load(ROOT / "generated"))
+    if shown != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
+        lines = shown.splitlines(), expected.splitlines()
+        print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
+        README.write_text(before + BEGIN + expected + END + after)
+        return
+    assert shown == expected
+
+
+def test_every_kernel_is_in_the_evidence() -> None:
+    stems = [path.stem for path in sorted((ROOT / "specs").glob("*.yaml"))]
+    shown = re.findall(r"^\| `(\w+)`", parts()[1], re.MULTILINE)
+    assert shown == stems
+
+
+def test_every_field_of_a_spec_is_explained() -> None:
+    assert first_column("field") == list(Spec.model_fields)
+
+
+def test_every_command_is_explained() -> None:
+    shown = [cell.split()[1] for cell in first_column("command")]
+    registered = {
+        command.name or command.callback.__name__
+        for command in cli.app.registered_commands
+        if command.callback
+    }
+    assert set(shown) == registered
+    assert len(shown) == len(registered)
+
+
+def test_the_spec_is_the_shipped_one() -> None:
+    (block,) = blocks("yaml")
+    comment, _, text = block.partition("\n")
+    assert (ROOT / comment.removeprefix("# ")).read_text() == text
+
+
+def test_the_example_calls_a_shipped_kernel() -> None:
+    (block,) = blocks("python")
+    tree = ast.parse(block)
+    assert len([line for line in block.splitlines() if line]) <= 10
+    (imported,) = (node for node in tree.body if isinstance(node, ast.ImportFrom))
+    (spec_file,) = load_specs([ROOT / "specs" / f"{imported.module}.yaml"])
+    assert spec_file.spec.lse
+    kernel = ast.parse((ROOT / "generated" / f"{imported.module}.py").read_text())
+    (fmha,) = (
+        node
+        for node in kernel.body
+        if isinstance(node, ast.FunctionDef) and node.name == "fmha"
+    )
+    (call,) = (
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "fmha"
+    )
+    assert len(call.args) == len(fmha.args.args)
+    named = {keyword.arg for keyword in call.keywords}
+    assert named and named <= {arg.arg for arg in fmha.args.kwonlyargs}
+
+
+KERNEL = f'"""K.\n\n{render.DIGEST_PLACEHOLDER}\n"""\n'
+
+
+@pytest.fixture
+def generated(tmp_path: Path) -> Path:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "a.py").write_text(render.finish(KERNEL, "0" * 64))
+    (tmp_path / "notes.py").write_text("")
+    return tmp_path
+
+
+def write_record(generated: Path, body: str) -> None:
+    record = None
+    for rung, result in (
+        ("compiled", {"setmaxnreg": [24, 240], "registers": 168}),
+        ("validated", {"gpu": "NVIDIA H200", "worst": {"ratio": 1.234}}),
+    ):
+        record = records.merge_rung(
+            record, kernel="a", body_sha256=body, rung=rung, result=result
+        )
+    (generated / "records" / "a.json").write_text(records.dump(record))
+
+
+def cells(generated: Path) -> list[str]:
+    *_, line = evidence.table(evidence.load(generated)).splitlines()
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_evidence_without_a_record(generated: Path) -> None:
+    assert cells(generated) == ["`a`", "rendered", "-", "-", "-"]
+
+
+def test_evidence_of_the_text_itself(generated: Path) -> None:
+    write_record(generated, render.body_digest((generated / "a.py").read_text()))
+    assert cells(generated) == ["`a`", "validated", "NVIDIA H200", "1.23", "24 / 240"]
+
+
+def test_evidence_of_another_text_does_not_count(generated: Path) -> None:
+    write_record(generated, "1" * 64)
+    assert cells(generated) == ["`a`", "rendered", "-", "-", "-"]

@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fmha-gen explain` says: one whole text as a golden file, and what holds for every plan.
+
+`FMHA_GEN_ACCEPT=1` writes a new golden text, and prints what changed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+import pytest
+from fmha_gen import explain, records
+from fmha_gen.arch import sm90
+from fmha_gen.plan import KernelPlan, resolve
+from fmha_gen.render import body_digest, render_kernel
+from fmha_gen.spec import load_specs
+
+GOLDEN = Path(__file__).parent / "data" / "explain_small.txt"
+REQUIRED = "arch: sm90\nop: fmha_fwd\ndtype: bf16\n"
+SPECS = {
+    "plain": "head_dim: 64\n",
+    "fixed": "head_dim: 128\nseqlen: 4096\nmask: causal\n",
+    "no_mask": "head_dim: 128\nseqlen: {kv: 4096}\n",
+    "ragged": "head_dim: 96\nseqlen: {q: 1000, kv: 1000}\nlse: true\n",
+    "one_q_stage": "head_dim: {qk: 192, v: 128}\nmask: causal\nlse: true\n",
+    "cluster": "head_dim: 128\ncluster: [2, 1]\nmulticast: kv\nmask: causal\n",
+    "heads": "head_dim: 128\nheads: {q_per_kv: 4}\ncluster: [1, 2]\nmulticast: k\n",
+    "alone": "head_dim: 256\ncluster: [2, 1]\n",
+    "given": "head_dim: 64\ntile: {q: 128, kv: 96}\nstages: {q: 1, kv: 4}\n",
+}
+
+
+def planned(folder: Path, name: str, text: str = "") -> KernelPlan:
+    path = folder / f"{name}.yaml"
+    path.write_text(REQUIRED + (text or SPECS[name]))
+    (spec_file,) = load_specs([path])
+    return resolve(spec_file)
+
+
+@pytest.fixture(params=SPECS)
+def plan(request: pytest.FixtureRequest, tmp_path: Path) -> KernelPlan:
+    return planned(tmp_path, request.param)
+
+
+def section(text: str, title: str) -> str:
+    (found,) = (part for part in text.split("\n\n") if part.startswith(f"{title}\n"))
+    return found
+
+
+def one_line(text: str) -> str:
+    """Undo the wrapping."""
+    return " ".join(text.split())
+
+
+def test_golden(tmp_path: Path) -> None:
+    text = explain.render(planned(tmp_path, "fixed"), None) + "\n"
+    expected = GOLDEN.read_text() if GOLDEN.exists() else ""
+    if text != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
+        lines = expected.splitlines(), text.splitlines()
+        print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
+        GOLDEN.parent.mkdir(exist_ok=True)
+        GOLDEN.write_text(text)
+        return
+    assert text == expected
+
+
+def test_plain_text_of_bounded_width(plan: KernelPlan) -> None:
+    text = explain.render(plan, None)
+    assert text.isascii()
+    assert all(line == line.rstrip() for line in text.split("\n"))
+    assert max(map(len, text.split("\n"))) <= explain.WIDTH
+    assert text == explain.render(plan, None)
+
+
+def test_every_number_with_its_origin(plan: KernelPlan) -> None:
+    numbers = one_line(section(explain.render(plan, None), "Numbers"))
+    for number in (*plan.chosen, *plan.derived):
+        start = f"{number.name} {number.value} [{number.unit}] "
+        if number.origin == "given":
+            assert re.search(
+                re.escape(start) + r"(given|default) \([a-z_.]+\)", numbers
+            )
+        else:
+            why = number.formula if number.origin == "derived" else number.reason
+            assert why
+            assert f"{start}{number.origin} ({why})" in numbers
+
+
+def test_shared_memory_adds_up(plan: KernelPlan) -> None:
+    shown = section(explain.render(plan, None), "Shared memory of a CTA")
+    rows = re.findall(r"^ +(\d+) +(\d+)  (\w+) +\|([#.]+)\|", shown, re.MULTILINE)
+    assert [name for *_, name, _ in rows] == [region.name for region in plan.smem]
+    end = 0
+    for offset, nbytes, _, bar in rows:
+        assert int(offset) == end
+        end += int(nbytes)
+        assert len(bar) == explain.BAR
+        exact = int(nbytes) * explain.BAR / sm90.SMEM_BYTES
+        assert max(0, exact - 1) < bar.count("#") < exact + 1
+    assert end == plan.smem_bytes
+    left = sm90.SMEM_BYTES - end
+    assert f"= {end} of {sm90.SMEM_BYTES}, {left} left" in shown
+
+
+def test_registers_add_up(plan: KernelPlan) -> None:
+    assert sum(explain.register_parts(plan).values()) == plan.registers_needed
+    shown = section(explain.render(plan, None), "Registers")
+    assert f"= {plan.registers_needed} of {plan.registers.consumer}, " in shown
+    product, total = re.search(r"CTA: (.*) = (\d+) of 65536$", shown).groups()
+    assert eval(product) == int(total) <= explain.SM_REGISTERS
+    assert str(plan.registers.producer) in product
+
+
+def test_every_barrier(plan: KernelPlan) -> None:
+    shown = one_line(section(explain.render(plan, None), "Pipelines and barriers"))
+    for barrier in plan.barriers:
+        row = f"{barrier.name} {barrier.stages} {barrier.arrivals} {barrier.waiter}"
+        assert row in shown
+
+
+def test_every_field_given_or_default(tmp_path: Path) -> None:
+    text = explain.render(planned(tmp_path, "heads"), None)
+    rows = [line.split() for line in section(text, "Spec").split("\n")[1:]]
+    said = {name: words for name, *words in rows}
+    assert said["head_dim.qk"] == ["128", "given"]
+    assert said["heads.q_per_kv"] == ["4", "given"]
+    assert said["cluster"] == ["[1,", "2]", "given"]
+    assert said["lse"] == ["false", "default"]
+    assert said["seqlen.q"] == ["dynamic", "default"]
+    assert said["tile.kv"][:3] == ["-", "default:", "planned,"]
+    # Half of a mapping can be given.
+    rows_of_kv = section(
+        explain.render(planned(tmp_path, "no_mask"), None), "Spec"
+    ).split("\n")
+    assert "  seqlen.q        dynamic     default" in rows_of_kv
+    assert "  seqlen.kv       4096        given" in rows_of_kv
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "unsaid"),
+    [
+        ("plain", ["masked for the end of K; one loop"], ["diagonal", "LSE", "Loop 1"]),
+        ("fixed", ["masked for the diagonal; one loop"], ["end of K;", "Loop 1"]),
+        ("no_mask", ["No mask at all"], ["is masked", "diagonal"]),
+        ("ragged", ["LSE is stored", "KV_BLOCKS of them"], ["diagonal", "at run time"]),
+        (
+            "one_q_stage",
+            ["One Q stage", "Loop 1", "Loop 2", "O is 0 and its LSE -inf"],
+            ["No mask", "Two Q stages"],
+        ),
+        ("cluster", ["2 query tiles of one head; each loads its slice of K and V"], []),
+        ("heads", ["2 query heads of one KV head; each loads its slice of K for"], []),
+        ("alone", ["each loads for itself"], ["slice"]),
+    ],
+)
+def test_masks_and_loops(
+    tmp_path: Path, name: str, said: list[str], unsaid: list[str]
+) -> None:
+    statements = "\n".join(explain.masks_and_loops(planned(tmp_path, name)))
+    assert [text for text in said if text not in statements] == []
+    assert [text for text in unsaid if text in statements] == []
+
+
+def test_evidence(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "plain")
+    body = body_digest(render_kernel(plan))
+
+    def shown(record: records.Record | None) -> str:
+        return one_line(section(explain.render(plan, record), "Evidence"))
+
+    assert shown(None) == "Evidence rung rendered (no record)"
+    record = records.merge_rung(
+        None, kernel="plain", body_sha256=body, rung="compiled", result=COMPILED
+    )
+    assert "rung compiled compiled for sm_90a by CuTe DSL 4.8.1;" in shown(record)
+    record = records.merge_rung(
+        record, kernel="plain", body_sha256=body, rung="validated", result=VALIDATED
+    )
+    text = shown(record)
+    assert "rung validated compiled for sm_90a" in text
+    assert "validated 25 cases on NVIDIA H200; " in text
+    assert "worst error 0.00312, 1.02 times the 16-bit reference's, in steep" in text
+    assert "memcheck not run" in text
+    record["validated"] = {**record["validated"], "body_sha256": "0" * 64}
+    assert shown(record).startswith("Evidence rung compiled (stale: its record holds")
+    other = {
+        "kernel": "plain",
+        "body_sha256": "0" * 64,
+        "rung": "compiled",
+        "compiled": {**COMPILED, "body_sha256": "0" * 64},
+    }
+    assert shown(other) == (
+        "Evidence rung rendered (stale: its record is for another body)"
+    )
+
+
+COMPILED = {
+    "arch": "sm_90a",
+    "dsl": "4.8.1",
+    "registers": 128,
+    "setmaxnreg": [32, 160],
+    "stack_bytes": 0,
+    "local_bytes": 0,
+    "instructions": {"LDL": 0, "STL": 0, "HGMMA": 28, "total": 2376},
+    "wgmma": {"serialised": 0},
+}
+VALIDATED = {
+    "gpu": "NVIDIA H200",
+    "driver": "580.1",
+    "dsl": "4.8.1",
+    "cases": 25,
+    "worst": {
+        "case": "steep",
+        "error": 3.12e-3,
+        "reference_error": 3.06e-3,
+        "ratio": 1.02,
+    },
+    "lse_worst": None,
+    "repeats": 20,
+    "sanitizer": None,
+}
