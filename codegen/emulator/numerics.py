@@ -65,6 +65,32 @@ def bf16_rn(x: F32) -> U16:
     return result
 
 
+def bf16x2_rn(high: F32, low: F32) -> U32:
+    """cvt.rn.bf16x2.f32 d, high, low."""
+    return _pack(bf16_rn(np.concatenate((high, low))), 16)
+
+
+def f16x2_rn(high: F32, low: F32) -> U32:
+    """cvt.rn.f16x2.f32 d, high, low."""
+    return _pack(f16_rn(np.concatenate((high, low))), 16)
+
+
+def e4m3x2_rn_satfinite(high: F32, low: F32) -> U16:
+    """cvt.rn.satfinite.e4m3x2.f32 d, high, low."""
+    return _pack(e4m3_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+
+
+def e5m2x2_rn_satfinite(high: F32, low: F32) -> U16:
+    """cvt.rn.satfinite.e5m2x2.f32 d, high, low."""
+    return _pack(e5m2_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+
+
+def _pack(halves: U16, bits: int) -> U32:
+    high, low = halves.reshape(2, -1).astype(np.uint32)
+    packed: U32 = high << np.uint32(bits) | low
+    return packed
+
+
 def bf16_to_f32(bits: U16) -> F32:
     """Exact."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -111,7 +137,7 @@ def _narrow(x: F32, *, mantissa_bits: int, bias: int, largest: float) -> U16:
         np.abs(np.where(invalid, np.float32(0), x)), np.float32(largest)
     )
     _, exponent = np.frexp(magnitude)  # magnitude = [0.5, 1) * 2 ** exponent
-    exponent = np.maximum(exponent - 1, 1 - bias)
+    exponent = np.where(magnitude == 0, 1 - bias, np.maximum(exponent - 1, 1 - bias))
     # In units of the last place: a subnormal has no leading one, so its biased exponent, 1, counts
     # for nothing; a carry out of the mantissa moves on to the next exponent by itself.
     units = np.rint(np.ldexp(magnitude, mantissa_bits - exponent)).astype(np.int64)
@@ -129,7 +155,8 @@ def _e4m3_values() -> F32:
     values = np.ldexp(significand, np.where(subnormal, 1, exponent) - 7)
     values[(codes & 0x7F) == 0x7F] = np.nan
     values[codes >= 0x80] *= -1
-    return values.astype(np.float32)
+    narrow: F32 = values.astype(np.float32)
+    return narrow
 
 
 _E4M3 = _e4m3_values()

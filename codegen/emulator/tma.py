@@ -73,6 +73,10 @@ class TensorMap:
         flags = words[1] & 0xFFFFFFFF
         if flags & 15 != _VERSION or flags & ~_KNOWN_FLAGS:
             raise TensorMapError(f"unknown flags in a tensor map: {flags:#010x}")
+        if words[3] >> 48 or words[6] >> 32 & 0xFFFFFF or words[7] >> 32:
+            raise TensorMapError(
+                "a tensor map with element strides or other unknown fields"
+            )
         rank = (flags >> 4 & 7) + 1
         if rank > 5:
             raise TensorMapError(f"a tensor map of {rank} dimensions")
