@@ -8,6 +8,7 @@ a process of its own (see rehearsal.py) with a time limit. No GPU and no driver 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -162,9 +163,9 @@ def judge(
         raise CheckFailed(f"{kernel}: no case {choice.case}; there are {names}")
     runs, ended = of_kind(found, "run"), of_kind(found, "end")
     findings, replays = _findings(runs)
-    failed_to_launch = of_kind(found, "not_launched")
-    findings += [Finding(HOST, event["message"]) for event in failed_to_launch]
-    if not failed_to_launch and (ending.problem or not ended):
+    refused = of_kind(found, "refused")
+    findings += [Finding(HOST, event["message"]) for event in refused]
+    if not refused and (ending.problem or not ended):
         started = of_kind(found, "start")
         place = HOST
         if started:
@@ -173,7 +174,7 @@ def judge(
         text = ending.problem or "stopped before its last case"
         findings.append(Finding(place, text))
 
-    compared = [event for event in runs if event["rows"]]
+    compared = [event for event in runs if not math.isnan(event["ratio"])]
     worst = max(compared, key=lambda event: float(event["ratio"]), default=None)
     with_lse = [event for event in compared if event["lse_of_tolerance"] is not None]
     lse_worst = max(

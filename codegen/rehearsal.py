@@ -3,8 +3,8 @@
 
 ``python -m fmha_gen.rehearsal KERNEL.py EVENTS [--schedules N] [--case NAME] [--completion NAME]
 [--seed N] [--timeline FILE]`` appends one JSON object per line to EVENTS: ``environment`` when this
-machine cannot, ``unknown_case`` for a wrong NAME, else ``kernel``, ``start`` before a run, ``run``
-after one, and ``end``.
+machine cannot, ``unknown_case`` for a wrong NAME, ``refused`` when the kernel cannot run; else
+``kernel``, ``start`` before a run, ``run`` after one, ``end``.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from numpy.typing import NDArray
 
 from . import captures, toolchain
 from .compare import judge_lse, judge_output, same_bits
-from .emulator import machine, ptx, timeline
+from .emulator import lower, machine, ptx, timeline
 from .emulator.launch import CaptureError, Launch
-from .emulator.scheduler import Schedule
+from .emulator.lower import UnsupportedInstruction
+from .emulator.report import Event
+from .emulator.scheduler import Completion, Order, Schedule
 from .errors import EnvironmentProblem
 from .numpy_attention import Attention, attention
 from .rehearsal_cases import Case, Tiles, cases_for
@@ -42,9 +44,13 @@ from .tensors import (
     scale_of,
 )
 
-# How asynchronous work completes. Warps take turns, but at random where completion is.
-RANDOM = "random"
-COMPLETIONS = ("eager", "late", "loads_early_mmas_late", RANDOM)
+# In the order in which the random schedules take them.
+COMPLETIONS = (
+    Completion.RANDOM,
+    Completion.LATE,
+    Completion.LOADS_EARLY_MMAS_LATE,
+    Completion.EAGER,
+)
 
 # Runs a module; tests put something else in its place.
 Run = Callable[..., machine.RunResult]
@@ -75,25 +81,32 @@ class RunEvent:
 def schedules(
     randoms: int, *, completion: str | None = None, seed: int | None = None
 ) -> list[Schedule]:
-    """The schedules of a case: each completion, and ``randoms`` random ones by their seeds."""
-    if completion is not None:
-        return [_schedule(completion, seed or 0)]
-    if seed is not None:
-        return [_schedule(RANDOM, seed)]
-    fixed = [_schedule(name, 0) for name in COMPLETIONS if name != RANDOM]
-    return fixed + [_schedule(RANDOM, number) for number in range(randoms)]
+    """The schedules of a case: every orderly one, and ``randoms`` random ones by their seeds.
+
+    The random ones take the completions in turn. A completion or a seed asks for that one only.
+    """
+    if completion is not None or seed is not None:
+        return [_schedule(Completion(completion or Completion.RANDOM), seed)]
+    orderly = (Completion.EAGER, Completion.LATE, Completion.LOADS_EARLY_MMAS_LATE)
+    return [_schedule(how, None) for how in orderly] + [
+        _schedule(COMPLETIONS[number % len(COMPLETIONS)], number)
+        for number in range(randoms)
+    ]
 
 
-def _schedule(completion: str, seed: int) -> Schedule:
-    order = "random" if completion == RANDOM else "round_robin"
-    return Schedule(seed=seed, order=order, completion=completion)
+def _schedule(completion: Completion, seed: int | None) -> Schedule:
+    """Warpgroups take turns without a seed; with one, single warps run on at random."""
+    if seed is None and completion is not Completion.RANDOM:
+        return Schedule(0, Order.ROUND_ROBIN, completion)
+    return Schedule(seed or 0, Order.RANDOM_WARPS, completion)
 
 
 def name_of(schedule: Schedule) -> str:
-    """For people and records."""
-    if schedule.completion == RANDOM:
-        return f"{RANDOM}-{schedule.seed}"
-    return str(schedule.completion)
+    """For people and records: the completion, and the seed of a random order."""
+    name = schedule.completion.value
+    if schedule.order is Order.ROUND_ROBIN:
+        return name
+    return f"{name}-{schedule.seed}"
 
 
 def read_constants(text: str) -> dict[str, Any]:
@@ -122,7 +135,7 @@ class Rehearsal:
     """A kernel that is ready to run a case."""
 
     spec: Mapping[str, Any]
-    module: ptx.Module
+    program: lower.Program
     case: Case
     problem: Problem
     launch: Launch
@@ -144,26 +157,35 @@ class Rehearsal:
         truth: Attention,
         *,
         run: Run = machine.run,
-        events: list[Any] | None = None,
+        events: list[Event] | None = None,
     ) -> RunEvent:
         """Run under one schedule and compare. events: receives the timeline's."""
         result = RunEvent(self.case.name, name_of(schedule))
         for output in self.problem.outputs:
             output.poison()
         begin = time.perf_counter()
-        ran = run(
-            self.module,
+        try:
+            ran = self._execute(schedule, run, events)
+        except UnsupportedInstruction as error:
+            result.findings.append(str(error))
+            return result
+        result.seconds = time.perf_counter() - begin
+        result.steps = ran.steps
+        result.findings += map(str, ran.findings)
+        self._compare(result, truth)
+        return result
+
+    def _execute(
+        self, schedule: Schedule, run: Run, events: list[Event] | None
+    ) -> machine.RunResult:
+        return run(
+            self.program,
             self.launch,
             self.problem.memory(),
             schedule=schedule,
             clusters=self.case.clusters,
             timeline=events,
         )
-        result.seconds = time.perf_counter() - begin
-        result.steps = ran.steps
-        result.findings += map(str, ran.findings)
-        self._compare(result, truth)
-        return result
 
     def _compare(self, result: RunEvent, truth: Attention) -> None:
         out, lse = self.problem.out.view, self.problem.lse
@@ -208,7 +230,7 @@ def rehearse(
     tell: Callable[[str, Mapping[str, Any]], None],
     *,
     run: Run = machine.run,
-    events: list[Any] | None = None,
+    events: list[Event] | None = None,
 ) -> None:
     """One case under every schedule; a kernel's bits do not depend on the schedule."""
     truth = rehearsal.truth()
@@ -235,7 +257,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     parser.add_argument("events", type=Path)
     parser.add_argument("--schedules", type=int, default=1)
     parser.add_argument("--case")
-    parser.add_argument("--completion", choices=COMPLETIONS)
+    parser.add_argument("--completion", choices=[how.value for how in Completion])
     parser.add_argument("--seed", type=int)
     parser.add_argument("--timeline", type=Path)
     options = parser.parse_args(arguments_given)
@@ -272,20 +294,19 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             tell("environment", {"message": str(error)})
             return
         except CaptureError as failure:
-            tell("not_launched", {"message": str(failure)})
+            tell("refused", {"message": str(failure)})
             return
-        tell(
-            "kernel",
-            {
-                "dsl": toolchain.require_dsl(),
-                "ptx_sha256": hashlib.sha256(text.encode()).hexdigest(),
-            },
-        )
-        module = ptx.parse(text)
-        events: list[Any] | None = [] if options.timeline is not None else None
+        ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
+        tell("kernel", {"dsl": toolchain.require_dsl(), "ptx_sha256": ptx_sha256})
+        try:
+            program = lower.lower(ptx.parse(text))
+        except (ptx.PtxError, UnsupportedInstruction) as failure:
+            tell("refused", {"message": str(failure)})
+            return
+        events: list[Event] | None = [] if options.timeline is not None else None
         for case, problem, launch in zip(cases, problems, launches, strict=True):
             rehearse(
-                Rehearsal(spec, module, case, problem, launch),
+                Rehearsal(spec, program, case, problem, launch),
                 plans,
                 tell,
                 events=events,

@@ -36,7 +36,9 @@ class MBarrier:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= LARGEST_COUNT:
-            raise Fault(Kind.BARRIER, f"mbarrier initialised with a count of {self.count}")
+            raise Fault(
+                Kind.BARRIER, f"mbarrier initialised with a count of {self.count}"
+            )
         self.pending = self.count
 
     def arrive(self, count: int, transactions: int, clock: Clock | None) -> None:
@@ -62,7 +64,9 @@ class MBarrier:
 
     def _update(self, clock: Clock | None) -> None:
         if abs(self.transactions) > LARGEST_COUNT:
-            raise Fault(Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes")
+            raise Fault(
+                Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes"
+            )
         self.clock = join(self.clock, clock)
         if self.pending == 0 and self.transactions == 0:
             self.phase ^= 1
@@ -96,7 +100,10 @@ class NamedBarrier:
                 f"barrier {self.number} of {self.expected} threads met one of {threads}",
             )
         if warp in self.arrived:
-            raise Fault(Kind.BARRIER, f"warp arrives twice at barrier {self.number} before it opens")
+            raise Fault(
+                Kind.BARRIER,
+                f"warp arrives twice at barrier {self.number} before it opens",
+            )
         self.arrived.add(warp)
         self.clock = join(self.clock, clock)
         generation = self.generation
@@ -121,7 +128,10 @@ class ClusterBarrier:
     def arrive(self, warp: int, clock: Clock | None) -> int:
         """One warp arrives; returns the generation that it belongs to."""
         if warp in self.arrived:
-            raise Fault(Kind.BARRIER, "warp arrives twice at the cluster barrier before it opens")
+            raise Fault(
+                Kind.BARRIER,
+                "warp arrives twice at the cluster barrier before it opens",
+            )
         self.arrived.add(warp)
         self.clock = join(self.clock, clock)
         generation = self.generation
