@@ -14,7 +14,9 @@ from .emulator.launch import Argument, Launch, open_host_program
 COMPILE_ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
 # What decides a capture, apart from the kernel's text and the DSL.
-SOURCES = ("emulator/elf.py", "emulator/host_process.py", "emulator/launch.py")
+SOURCES = tuple(
+    f"emulator/{name}.py" for name in ("elf", "host_process", "launch", "ptx")
+)
 
 Call = Mapping[str, Argument]
 

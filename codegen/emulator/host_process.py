@@ -23,6 +23,7 @@ from typing import Any, TextIO
 
 from . import elf
 from .launch import LIBRARIES, RUNTIME_FUNCTIONS, Argument, Launch
+from .ptx import Module, parse
 
 SUCCESS = 0  # cudaSuccess
 INVALID_VALUE = 1  # cudaErrorInvalidValue
@@ -35,10 +36,6 @@ DEVICES: dict[int, dict[int, int]] = {
     9: {MULTIPROCESSORS: 132, MAJOR: 9, MINOR: 0, SHARED_PER_BLOCK_OPTIN: 232448},
     10: {MULTIPROCESSORS: 148, MAJOR: 10, MINOR: 0, SHARED_PER_BLOCK_OPTIN: 232448},
 }
-
-_ENTRY = re.compile(r"\.entry\s+(\w+)\s*\(([^)]*)\)")
-_BYTES = re.compile(r"\.param\s+\.align\s+(\d+)\s+\.b8\s+\w+\[(\d+)\]")
-_SCALAR = re.compile(r"\.param\s+\.[a-z]+(\d+)\b[^\[]*")
 
 
 class _Attribute(ctypes.Structure):
@@ -75,7 +72,7 @@ class Runtime:
         """Fill in the library; major: of the compute capability it claims."""
         self.launches: list[Launch] = []
         self.problems: list[str] = []
-        self.layout: list[tuple[int, int]] = []  # (size, align) of each parameter
+        self.module: Module | None = None  # once it is compiled
         self._names: list[ctypes.Array[ctypes.c_char]] = []
         self._device = DEVICES[major]
         self._library = ctypes.CDLL(library)
@@ -169,10 +166,11 @@ class Runtime:
                 cluster = tuple(attribute.value[:3])
             elif any(attribute.value[:1]):  # the DSL passes others that are off
                 raise ValueError(f"the host set launch attribute {attribute.id}")
-        params = bytearray()
-        for index, (size, align) in enumerate(self.layout):
-            params += bytes(-len(params) % align)
-            params += ctypes.string_at(parameters[index], size)
+        assert self.module is not None  # nothing is launched before it is compiled
+        params = bytearray(self.module.param_bytes)
+        for index, param in enumerate(self.module.params):
+            held = ctypes.string_at(parameters[index], param.size)
+            params[param.offset : param.offset + param.size] = held
         self.launches.append(
             Launch(
                 kernel=ctypes.string_at(kernel).decode(),
@@ -184,23 +182,6 @@ class Runtime:
             )
         )
         return SUCCESS
-
-
-def parameter_layout(ptx: str) -> list[tuple[int, int]]:
-    """(size, align) in bytes of each parameter of the one entry."""
-    entries = _ENTRY.findall(ptx)
-    if len(entries) != 1:
-        raise ValueError(f"expected one kernel, the PTX holds {len(entries)}")
-    layout = []
-    for text in filter(None, map(str.strip, entries[0][1].split(","))):
-        if found := _BYTES.fullmatch(text):
-            layout.append((int(found[2]), int(found[1])))
-        elif found := _SCALAR.fullmatch(text):
-            size = int(found[1]) // 8
-            layout.append((size, size))
-        else:
-            raise ValueError(f"not understood as a kernel parameter: {text}")
-    return layout
 
 
 def to_dsl(argument: Argument) -> Any:
@@ -250,7 +231,7 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     compiled = load(path).compile()
     compiled.num_devices = 1  # it would ask the driver
     ptx = compiled.artifacts.PTX
-    runtime.layout = parameter_layout(ptx)
+    runtime.module = parse(ptx)
     names = list(compiled.execution_args.signature.parameters)
     answer({"ptx": ptx, "parameters": names})
     for request in requests:
