@@ -551,6 +551,8 @@ def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
         _integer_multiply(emitter, instruction)
         return
     emitter.only(instruction, ("rn", "ftz", instruction.modifiers[-1]))
+    if dtype[0] == "i":
+        dtype = _unsigned(dtype)  # sums wrap the same way, and need fewer views
     sign = {"add": "+", "sub": "-", "mul": "*"}[instruction.opcode]
     first, second = (emitter.value(source, dtype) for source in sources)
     expression = f"{first} {sign} {second}"
@@ -563,6 +565,8 @@ def _product(emitter: Emitter, instruction: Instruction) -> tuple[str, str]:
     """The part of a*b that `.lo`, `.hi` or `.wide` names, and its dtype."""
     dtype = _dtype(instruction)
     emitter.only(instruction, ("lo", "hi", "wide", instruction.modifiers[-1]))
+    if instruction.has("lo"):
+        dtype = _unsigned(dtype)  # the low half is the same
     first, second = (emitter.value(source, dtype) for source in instruction.operands[1:3])
     if instruction.has("lo"):
         return f"{first} * {second}", dtype

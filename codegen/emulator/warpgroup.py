@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import numerics, tma, wgmma
 from .barriers import MBarrier, NamedBarrier
-from .checks import Agent, Operation, granules_of
+from .checks import Agent, Clock, Operation, granules_of
 from .lower import LANES, WARP, WARPS, Block, Mma
 from .memory import SharedMemory, store_matrices
 from .report import Fault, Kind
@@ -131,6 +131,8 @@ class Warpgroup:
         self._products: list[Product] = []
         self._product_groups: list[list[Product]] = []
         self._accumulators: dict[tuple[int, ...], Accumulator] = {}
+        self._retired: Clock | None = None
+        """What a wait for the products that are over acquires."""
         self._fenced: list[Any] | None = None
         if not self.live.all():
             for warp in self.warps:
@@ -529,7 +531,7 @@ class Warpgroup:
                 self._hold(
                     lambda barrier=barrier: (  # type: ignore[misc]
                         f"barrier {barrier.number} "
-                        f"({32 * len(barrier.arrived)} of {barrier.expected} threads are there)"
+                        f"({barrier.arrived} of {barrier.expected} threads are there)"
                     )
                 )
         return self._only(passed, mask)
@@ -552,7 +554,7 @@ class Warpgroup:
         count = self.cta.threads if threads is None else int(threads[WARP * warp])
         self.cluster.progress += 1
         clock = state.agent.release() if state.agent else None
-        return barrier.arrive(state.number, count, clock)
+        return barrier.arrive(count, clock)
 
     def _only(self, warps: list[int], mask: Mask) -> Mask | None:
         if not warps:
@@ -931,14 +933,11 @@ class Warpgroup:
         if not all(product.done for group in over for product in group):
             self._hold(lambda: "its matrix products")
             return None
-        warps = _warps_of(mask)
-        for number in warps:
+        self._retire(over)
+        for number in _warps_of(mask):
             agent = self.warps[number].agent
             if agent:
-                for group in over:
-                    if group and group[-1].operation:
-                        agent.acquire(group[-1].operation.clock)
-        self._retire(over)
+                agent.acquire(self._retired)
         return mask
 
     def _retire(self, groups: list[list[Product]]) -> None:
@@ -954,6 +953,10 @@ class Warpgroup:
                 values = wgmma.accumulator_registers(np.ascontiguousarray(accumulator.matrix))
                 for slot, value in zip(accumulator.slots, values, strict=True):
                     self.registers[slot] = value.view(np.float32)
+        for group in groups:
+            if group and group[-1].operation:
+                self._retired = group[-1].operation.clock  # products complete in order
+        self._product_groups = kept
 
     def outstanding(self, warp: Warp) -> list[tuple[int, str]]:
         """What a warp leaves behind when it exits: (PTX line, what)."""
