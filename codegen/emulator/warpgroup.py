@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from . import numerics, tma, wgmma
 from .barriers import MBarrier, NamedBarrier
 from .checks import Agent, Clock, Operation, granules_of
-from .lower import LANES, WARP, WARPS, Block, Mma
+from .lower import ALIGNED_GROUP, LANES, WARP, WARPS, Block, Mma
 from .memory import SharedMemory, store_matrices
 from .report import Fault, Kind
 from .scheduler import Turns
@@ -177,7 +177,7 @@ class Warpgroup:
         if block.aligned:
             missing = self.live & ~mask
             if missing.any():
-                if block.aligned > 1:
+                if block.aligned == ALIGNED_GROUP:
                     self._reasons[block.index] = lambda: "the other warps of its warpgroup"
                     return None
                 apart = missing.reshape(WARPS, WARP).any(axis=1)
@@ -185,17 +185,21 @@ class Warpgroup:
                 if not running.any():
                     self._reasons[block.index] = lambda: "the other lanes of its warp"
                     return None
-        if block.aligned < 2:
-            lone = turns.lone_warp(_warps_of(running)) if len(self.strands) < LANES else None
+        if block.aligned < ALIGNED_GROUP:
+            lone = turns.lone_warp(_warps_of(running))
             if lone is not None:
-                running = running & _WARP_MASKS[lone]
-        if block.gated:
-            self._block = block.index
-            passed: Mask | None = self.program.gate(block)(self, self.registers, running)
-            if passed is None or not passed.any():
-                return None
-            running = passed
-        return running
+                alone = self._pass(block, running & _WARP_MASKS[lone])
+                if alone is not None:
+                    return alone
+        return self._pass(block, running)
+
+    def _pass(self, block: Block, mask: Mask) -> Mask | None:
+        """The lanes that the block's gate lets pass."""
+        if not block.gated:
+            return mask
+        self._block = block.index
+        passed: Mask | None = self.program.gate(block)(self, self.registers, mask)
+        return passed if passed is not None and passed.any() else None
 
     def _run(self, block: Block, mask: Mask, running: Mask) -> None:
         whole = running is self.live or bool((running == self.live).all())
@@ -233,9 +237,9 @@ class Warpgroup:
     def _exit(self, mask: Mask) -> None:
         self.live = self.live & ~mask
         self.cluster.progress += 1
-        for index, warp in enumerate(self.warps):
+        for index in _warps_of(mask):
             if not self.live[WARP * index : WARP * (index + 1)].any():
-                self.cluster.exit(self, warp)
+                self.cluster.exit(self, self.warps[index])
 
     @property
     def line(self) -> int:
