@@ -36,9 +36,7 @@ class MBarrier:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= LARGEST_COUNT:
-            raise Fault(
-                Kind.BARRIER, f"mbarrier initialised with a count of {self.count}"
-            )
+            raise Fault(Kind.BARRIER, f"mbarrier initialised with a count of {self.count}")
         self.pending = self.count
 
     def arrive(self, count: int, transactions: int, clock: Clock | None) -> None:
@@ -48,7 +46,7 @@ class MBarrier:
         if self.pending < 0:
             raise Fault(
                 Kind.BARRIER,
-                f"mbarrier over-arrived: {count - self.pending - count} more than its count of "
+                f"mbarrier over-arrived: {-self.pending} arrivals more than its count of "
                 f"{self.count} in one phase",
             )
         self._update(clock)
@@ -64,9 +62,7 @@ class MBarrier:
 
     def _update(self, clock: Clock | None) -> None:
         if abs(self.transactions) > LARGEST_COUNT:
-            raise Fault(
-                Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes"
-            )
+            raise Fault(Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes")
         self.clock = join(self.clock, clock)
         if self.pending == 0 and self.transactions == 0:
             self.phase ^= 1
@@ -76,20 +72,20 @@ class MBarrier:
 
 @dataclass
 class NamedBarrier:
-    """A barrier of `bar` and `barrier`: warps arrive whole."""
+    """A barrier of `bar` and `barrier`: warps arrive whole, a warp may arrive more than once."""
 
     number: int
     expected: int = 0
     """[threads]"""
     generation: int = 0
     """How often it completed."""
-    arrived: set[int] = field(default_factory=set)
-    """Warps of this generation."""
+    arrived: int = 0
+    """[threads] of this generation."""
     clock: Clock | None = None
     released: Clock | None = None
 
-    def arrive(self, warp: int, threads: int, clock: Clock | None) -> int:
-        """One warp arrives; returns the generation that it belongs to."""
+    def arrive(self, threads: int, clock: Clock | None) -> int:
+        """One warp arrives at a barrier of `threads`; returns the generation it belongs to."""
         if threads <= 0 or threads % 32:
             raise Fault(Kind.BARRIER, f"barrier {self.number} of {threads} threads")
         if not self.arrived:
@@ -99,17 +95,12 @@ class NamedBarrier:
                 Kind.BARRIER,
                 f"barrier {self.number} of {self.expected} threads met one of {threads}",
             )
-        if warp in self.arrived:
-            raise Fault(
-                Kind.BARRIER,
-                f"warp arrives twice at barrier {self.number} before it opens",
-            )
-        self.arrived.add(warp)
+        self.arrived += 32
         self.clock = join(self.clock, clock)
         generation = self.generation
-        if 32 * len(self.arrived) == self.expected:
+        if self.arrived == self.expected:
             self.generation += 1
-            self.arrived.clear()
+            self.arrived = 0
             self.released, self.clock = self.clock, None
         return generation
 
@@ -128,10 +119,7 @@ class ClusterBarrier:
     def arrive(self, warp: int, clock: Clock | None) -> int:
         """One warp arrives; returns the generation that it belongs to."""
         if warp in self.arrived:
-            raise Fault(
-                Kind.BARRIER,
-                "warp arrives twice at the cluster barrier before it opens",
-            )
+            raise Fault(Kind.BARRIER, "warp arrives twice at the cluster barrier before it opens")
         self.arrived.add(warp)
         self.clock = join(self.clock, clock)
         generation = self.generation

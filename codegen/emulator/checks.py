@@ -115,9 +115,7 @@ class Agent:
 
     def knows_initialisation(self, warp: int, epoch: int) -> bool:
         """Whether an mbarrier that a warp initialised at its epoch can be used."""
-        return bool(
-            max(self.clock[HAPPENED, warp], self.clock[PUBLISHED, warp]) >= epoch
-        )
+        return bool(max(self.clock[HAPPENED, warp], self.clock[PUBLISHED, warp]) >= epoch)
 
 
 class Streams:
@@ -170,25 +168,15 @@ class Shadow:
         """Checks and notes a read."""
         writer = self._writer[granules]
         if (writer == NOBODY).any():
-            self._report(
-                Kind.READ_BEFORE_WRITE, f"{what} reads shared memory that nobody wrote"
-            )
+            self._report(Kind.READ_BEFORE_WRITE, f"{what} reads shared memory that nobody wrote")
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         self._read[component, granules] = epoch
 
     def write(
-        self,
-        granules: Granules,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
+        self, granules: Granules, component: int, epoch: int, clock: Clock, line: int, what: str
     ) -> None:
         """Checks and notes a write."""
-        self._check_writes(
-            granules, self._writer[granules], component, clock, f"{what} writes"
-        )
+        self._check_writes(granules, self._writer[granules], component, clock, f"{what} writes")
         readers = (self._read[:, granules] > clock[HAPPENED, :, None]).any(axis=1)
         if readers.any():
             reader = int(np.argmax(readers))
@@ -210,13 +198,10 @@ class Shadow:
         if unordered.any():
             who, line = self._culprit(granules, writer, unordered)
             self._report(
-                Kind.RACE,
-                f"{what} shared memory that {who} writes (line {line}) in no order",
+                Kind.RACE, f"{what} shared memory that {who} writes (line {line}) in no order"
             )
         elif not self._components.is_generic(component):
-            unfenced = self._components.is_generic(writer) & (
-                clock[FENCED, writer] < written
-            )
+            unfenced = self._components.is_generic(writer) & (clock[FENCED, writer] < written)
             if unfenced.any():
                 who, line = self._culprit(granules, writer, unfenced)
                 self._report(

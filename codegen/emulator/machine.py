@@ -7,14 +7,13 @@ import random
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import Agent, Components, Shadow, Streams
-from .launch import Launch
 from .lower import LANES, PARAM_WINDOW, WARP, WARPS, Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
@@ -23,6 +22,9 @@ from .scheduler import Pending, Schedule, Turns
 from .tma import MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import OFFSET_MASK, RANK_SHIFT, Warp, Warpgroup
 from .wgmma import DescriptorError
+
+if TYPE_CHECKING:
+    from .launch import Launch
 
 REGISTER_FILE = 65536  # [registers of an SM]
 LARGEST_ALLOCATION = 255  # [registers of a thread], before setmaxnreg

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from . import numerics, tma, wgmma
 from .barriers import MBarrier, NamedBarrier
-from .checks import Agent, Operation, granules_of
-from .lower import LANES, WARP, WARPS, Block, Mma
+from .checks import Agent, Clock, Operation, granules_of
+from .lower import ALIGNED_GROUP, LANES, WARP, WARPS, Block, Mma
 from .memory import SharedMemory, store_matrices
 from .report import Fault, Kind
 from .scheduler import Turns
@@ -131,6 +131,8 @@ class Warpgroup:
         self._products: list[Product] = []
         self._product_groups: list[list[Product]] = []
         self._accumulators: dict[tuple[int, ...], Accumulator] = {}
+        self._retired: Clock | None = None
+        """What a wait for the products that are over acquires."""
         self._fenced: list[Any] | None = None
         if not self.live.all():
             for warp in self.warps:
@@ -175,33 +177,29 @@ class Warpgroup:
         if block.aligned:
             missing = self.live & ~mask
             if missing.any():
-                if block.aligned > 1:
-                    self._reasons[block.index] = (
-                        lambda: "the other warps of its warpgroup"
-                    )
+                if block.aligned == ALIGNED_GROUP:
+                    self._reasons[block.index] = lambda: "the other warps of its warpgroup"
                     return None
                 apart = missing.reshape(WARPS, WARP).any(axis=1)
                 running = mask & ~_spread(apart)
                 if not running.any():
                     self._reasons[block.index] = lambda: "the other lanes of its warp"
                     return None
-        if block.aligned < 2:
-            lone = (
-                turns.lone_warp(_warps_of(running))
-                if len(self.strands) < LANES
-                else None
-            )
+        if block.aligned < ALIGNED_GROUP:
+            lone = turns.lone_warp(_warps_of(running))
             if lone is not None:
-                running = running & _WARP_MASKS[lone]
-        if block.gated:
-            self._block = block.index
-            passed: Mask | None = self.program.gate(block)(
-                self, self.registers, running
-            )
-            if passed is None or not passed.any():
-                return None
-            running = passed
-        return running
+                alone = self._pass(block, running & _WARP_MASKS[lone])
+                if alone is not None:
+                    return alone
+        return self._pass(block, running)
+
+    def _pass(self, block: Block, mask: Mask) -> Mask | None:
+        """The lanes that the block's gate lets pass."""
+        if not block.gated:
+            return mask
+        self._block = block.index
+        passed: Mask | None = self.program.gate(block)(self, self.registers, mask)
+        return passed if passed is not None and passed.any() else None
 
     def _run(self, block: Block, mask: Mask, running: Mask) -> None:
         whole = running is self.live or bool((running == self.live).all())
@@ -239,9 +237,9 @@ class Warpgroup:
     def _exit(self, mask: Mask) -> None:
         self.live = self.live & ~mask
         self.cluster.progress += 1
-        for index, warp in enumerate(self.warps):
+        for index in _warps_of(mask):
             if not self.live[WARP * index : WARP * (index + 1)].any():
-                self.cluster.exit(self, warp)
+                self.cluster.exit(self, self.warps[index])
 
     @property
     def line(self) -> int:
@@ -253,14 +251,8 @@ class Warpgroup:
         lines = []
         for place in sorted(self.strands):
             instruction = self.program.instructions[self.program.blocks[place].begin]
-            warps = [
-                self.warps[index].number for index in _warps_of(self.strands[place])
-            ]
-            names = (
-                f"warp {warps[0]}"
-                if len(warps) == 1
-                else f"warps {warps[0]} to {warps[-1]}"
-            )
+            warps = [self.warps[index].number for index in _warps_of(self.strands[place])]
+            names = f"warp {warps[0]}" if len(warps) == 1 else f"warps {warps[0]} to {warps[-1]}"
             source = f" ({instruction.source})" if instruction.source else ""
             reason = self._reasons.get(place)
             lines.append(
@@ -291,12 +283,8 @@ class Warpgroup:
         """mapa: the address of the same variable in the CTA of a rank."""
         if (rank[mask] >= len(self.cluster.ctas)).any():
             self._here(index, _warps_of(mask)[0])
-            raise Fault(
-                Kind.OUT_OF_BOUNDS, "mapa to a rank that the cluster does not have"
-            )
-        result: Lanes = (address & np.uint32(OFFSET_MASK)) | (
-            rank << np.uint32(RANK_SHIFT)
-        )
+            raise Fault(Kind.OUT_OF_BOUNDS, "mapa to a rank that the cluster does not have")
+        result: Lanes = (address & np.uint32(OFFSET_MASK)) | (rank << np.uint32(RANK_SHIFT))
         return result
 
     def elect(self, index: int, mask: Mask) -> tuple[Lanes, Mask]:
@@ -319,9 +307,7 @@ class Warpgroup:
 
     def vote_ballot(self, index: int, predicate: Mask, mask: Mask) -> Lanes:
         """One bit per lane of the warp."""
-        bits = np.packbits(
-            (predicate & mask).reshape(WARPS, WARP), axis=1, bitorder="little"
-        )
+        bits = np.packbits((predicate & mask).reshape(WARPS, WARP), axis=1, bitorder="little")
         return np.repeat(bits.view(np.uint32).reshape(-1), WARP)
 
     # --- memory -------------------------------------------------------------------------------
@@ -352,13 +338,7 @@ class Warpgroup:
         return values
 
     def store_shared(
-        self,
-        index: int,
-        base: Lanes,
-        offset: int,
-        width: int,
-        values: Sequence[Lanes],
-        mask: Mask,
+        self, index: int, base: Lanes, offset: int, width: int, values: Sequence[Lanes], mask: Mask
     ) -> None:
         """st.shared: values of `width` bytes per lane."""
         if not mask.any():
@@ -369,13 +349,7 @@ class Warpgroup:
         self._note_writes(index, addresses, width * len(values), mask, "st.shared")
 
     def store_matrix(
-        self,
-        index: int,
-        base: Lanes,
-        offset: int,
-        values: Sequence[Lanes],
-        trans: bool,
-        mask: Mask,
+        self, index: int, base: Lanes, offset: int, values: Sequence[Lanes], trans: bool, mask: Mask
     ) -> None:
         """stmatrix by whole warps."""
         if not mask.any():
@@ -407,13 +381,7 @@ class Warpgroup:
         return self.machine.memory.load_vector(addresses, width, count, mask)
 
     def store_global(
-        self,
-        index: int,
-        base: Lanes,
-        offset: int,
-        width: int,
-        values: Sequence[Lanes],
-        mask: Mask,
+        self, index: int, base: Lanes, offset: int, width: int, values: Sequence[Lanes], mask: Mask
     ) -> None:
         """st.global: values of `width` bytes per lane."""
         if not mask.any():
@@ -443,9 +411,7 @@ class Warpgroup:
             cta.mbarriers[place] = MBarrier(int(count[lane]), warp.serial, epoch)
             self.cluster.progress += 1
 
-    def mbarrier_invalidate(
-        self, index: int, base: Lanes, offset: int, mask: Mask
-    ) -> None:
+    def mbarrier_invalidate(self, index: int, base: Lanes, offset: int, mask: Mask) -> None:
         """mbarrier.inval by each lane."""
         for lane in np.flatnonzero(mask).tolist():
             self._here(index, lane // WARP)
@@ -456,23 +422,14 @@ class Warpgroup:
     def _mbarrier(self, address: int, warp: Warp) -> MBarrier:
         barrier = self.cluster.mbarrier(address)
         agent = warp.agent
-        if agent and not agent.knows_initialisation(
-            barrier.initialiser, barrier.initialised
-        ):
+        if agent and not agent.knows_initialisation(barrier.initialiser, barrier.initialised):
             self.machine.report(
-                Kind.BARRIER,
-                "an mbarrier whose initialisation need not be visible to this warp yet",
+                Kind.BARRIER, "an mbarrier whose initialisation need not be visible to this warp yet"
             )
         return barrier
 
     def mbarrier_arrive(
-        self,
-        index: int,
-        base: Lanes,
-        offset: int,
-        count: Any,
-        transactions: Any,
-        mask: Mask,
+        self, index: int, base: Lanes, offset: int, count: Any, transactions: Any, mask: Mask
     ) -> None:
         """mbarrier.arrive, .arrive.expect_tx and .expect_tx by each lane.
 
@@ -490,23 +447,13 @@ class Warpgroup:
             self._here(index, warp)
             barrier = self._mbarrier(int(base[lane]) + offset, self.warps[warp])
             arrivals = count if isinstance(count, int) else int(count[lane])
-            expected = (
-                transactions
-                if isinstance(transactions, int)
-                else int(transactions[lane])
-            )
+            expected = transactions if isinstance(transactions, int) else int(transactions[lane])
             # An expect_tx alone releases nothing: it only moves the count.
             barrier.arrive(arrivals, expected, clocks[warp] if arrivals else None)
         self.cluster.progress += 1
 
     def mbarrier_wait(
-        self,
-        index: int,
-        base: Lanes,
-        offset: int,
-        parity: Lanes,
-        polls: bool,
-        mask: Mask,
+        self, index: int, base: Lanes, offset: int, parity: Lanes, polls: bool, mask: Mask
     ) -> Mask | None:
         """Gate of try_wait and test_wait with a parity; the result is `phase_complete`.
 
@@ -516,15 +463,10 @@ class Warpgroup:
         first = int(mask.argmax())
         same = (base == base[first]) & (parity == parity[first])
         if not (mask & ~same).any():
-            return self._wait_together(
-                index, int(base[first]) + offset, int(parity[first]), polls, mask
-            )
+            return self._wait_together(index, int(base[first]) + offset, int(parity[first]), polls, mask)
         result = np.zeros(LANES, np.bool_)
         passed = np.zeros(LANES, np.bool_)
-        pairs = {
-            (int(base[lane]), int(parity[lane]))
-            for lane in np.flatnonzero(mask).tolist()
-        }
+        pairs = {(int(base[lane]), int(parity[lane])) for lane in np.flatnonzero(mask).tolist()}
         for address, phase in sorted(pairs):
             lanes = mask & (base == address) & (parity == phase)
             part = self._wait_together(index, address + offset, phase, polls, lanes)
@@ -593,7 +535,7 @@ class Warpgroup:
                 self._hold(
                     lambda barrier=barrier: (  # type: ignore[misc]
                         f"barrier {barrier.number} "
-                        f"({32 * len(barrier.arrived)} of {barrier.expected} threads are there)"
+                        f"({barrier.arrived} of {barrier.expected} threads are there)"
                     )
                 )
         return self._only(passed, mask)
@@ -616,7 +558,7 @@ class Warpgroup:
         count = self.cta.threads if threads is None else int(threads[WARP * warp])
         self.cluster.progress += 1
         clock = state.agent.release() if state.agent else None
-        return barrier.arrive(state.number, count, clock)
+        return barrier.arrive(count, clock)
 
     def _only(self, warps: list[int], mask: Mask) -> Mask | None:
         if not warps:
@@ -629,14 +571,10 @@ class Warpgroup:
             warp = self.warps[number]
             self._here(index, number)
             if warp.cluster_ticket is not None:
-                raise Fault(
-                    Kind.BARRIER, "warp arrives at the cluster barrier without waiting"
-                )
+                raise Fault(Kind.BARRIER, "warp arrives at the cluster barrier without waiting")
             clock = None
             if warp.agent:
-                clock = (
-                    warp.agent.release_published() if relaxed else warp.agent.release()
-                )
+                clock = warp.agent.release_published() if relaxed else warp.agent.release()
             warp.cluster_ticket = self.cluster.barrier.arrive(warp.serial, clock)
             self.cluster.progress += 1
 
@@ -648,9 +586,7 @@ class Warpgroup:
             warp = self.warps[number]
             self._here(index, number)
             if warp.cluster_ticket is None:
-                raise Fault(
-                    Kind.BARRIER, "warp waits at the cluster barrier without arriving"
-                )
+                raise Fault(Kind.BARRIER, "warp waits at the cluster barrier without arriving")
             if barrier.generation > warp.cluster_ticket:
                 warp.cluster_ticket = None
                 if warp.agent:
@@ -727,41 +663,28 @@ class Warpgroup:
             warp = self.warps[lane // WARP]
             self._here(index, lane // WARP)
             cta, place = self.cluster.locate(int(base[lane]) + offset)
-            owner, barrier_place = self.cluster.locate(
-                int(barrier_base[lane]) + barrier_offset
-            )
+            owner, barrier_place = self.cluster.locate(int(barrier_base[lane]) + barrier_offset)
             tensor_map = self.machine.tensor_map(int(described[lane]))
             where = [int(axis[lane]) for axis in coordinates]
             if targets is None:
                 receivers = [(cta, owner)]
             else:
                 ranks = self._ranks(int(targets[lane]))
-                receivers = [
-                    (self.cluster.ctas[rank], self.cluster.ctas[rank]) for rank in ranks
-                ]
+                receivers = [(self.cluster.ctas[rank], self.cluster.ctas[rank]) for rank in ranks]
             for _, signalled in receivers:
                 self._mbarrier(signalled.rank << RANK_SHIFT | barrier_place, warp)
             operation = self._issue_copy(warp)
             self.machine.count("tensor loads", 1)
             self.cluster.pending.load(
                 self._load_work(
-                    index,
-                    lane // WARP,
-                    tensor_map,
-                    where,
-                    place,
-                    barrier_place,
-                    receivers,
-                    operation,
+                    index, lane // WARP, tensor_map, where, place, barrier_place, receivers, operation
                 )
             )
 
     def _ranks(self, bits: int) -> list[int]:
         count = len(self.cluster.ctas)
         if not bits or bits >> count:
-            raise Fault(
-                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
-            )
+            raise Fault(Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
     def _issue_copy(self, warp: Warp) -> Operation | None:
@@ -790,10 +713,7 @@ class Warpgroup:
             self.machine.count("tensor load bytes", nbytes)
             for cta, signalled in receivers:
                 if cta.exited:
-                    raise Fault(
-                        Kind.OUTSTANDING,
-                        f"a TMA load into cta {cta.rank}, which exited",
-                    )
+                    raise Fault(Kind.OUTSTANDING, f"a TMA load into cta {cta.rank}, which exited")
                 if operation is not None and cta.shadow is not None:
                     cta.shadow.write(
                         slice(touched.start // 4, -(-touched.stop // 4)),
@@ -803,9 +723,7 @@ class Warpgroup:
                         operation.line,
                         "TMA load",
                     )
-                barrier = self.cluster.mbarrier(
-                    signalled.rank << RANK_SHIFT | barrier_place
-                )
+                barrier = self.cluster.mbarrier(signalled.rank << RANK_SHIFT | barrier_place)
                 barrier.complete(nbytes, operation.clock if operation else None)
             self.cluster.progress += 1
 
@@ -932,19 +850,14 @@ class Warpgroup:
         fenced, registers = self._fenced, self.registers
         accumulator = self._accumulators.get(mma.accumulators)
         touched = mma.a_registers if accumulator else mma.a_registers + mma.accumulators
-        if fenced is None or any(
-            registers[slot] is not fenced[slot] for slot in touched
-        ):
+        if fenced is None or any(registers[slot] is not fenced[slot] for slot in touched):
             self.machine.report(
-                Kind.WGMMA,
-                "registers of the product were written after the last wgmma.fence",
+                Kind.WGMMA, "registers of the product were written after the last wgmma.fence"
             )
         if accumulator is None:
             busy = {slot for other in self._accumulators for slot in other}
             if not busy.isdisjoint(mma.accumulators):
-                raise Fault(
-                    Kind.WGMMA, "accumulators overlap those of a product in flight"
-                )
+                raise Fault(Kind.WGMMA, "accumulators overlap those of a product in flight")
             accumulator = Accumulator(mma.accumulators)
             accumulator.matrix = [registers[slot] for slot in mma.accumulators]
             for slot in mma.accumulators:
@@ -960,24 +873,16 @@ class Warpgroup:
 
         def complete() -> None:
             self._here(index, 0)
-            if any(
-                self.registers[s] is not h
-                for s, h in zip(mma.a_registers, held, strict=True)
-            ):
+            if any(self.registers[s] is not h for s, h in zip(mma.a_registers, held, strict=True)):
                 self.machine.report(
-                    Kind.WGMMA,
-                    "A's registers were written while the product was in flight",
+                    Kind.WGMMA, "A's registers were written while the product was in flight"
                 )
             memory = self.cta.shared
             if mma.a_registers:
                 left = wgmma.fragment_a(a, mma.dtype_a)
             else:
-                left = self._operand(
-                    memory, a, wgmma.ROWS, mma.dtype_a, mma.transpose_a, mma, product
-                )
-            right = self._operand(
-                memory, b, mma.n, mma.dtype_b, mma.transpose_b, mma, product
-            )
+                left = self._operand(memory, a, wgmma.ROWS, mma.dtype_a, mma.transpose_a, mma, product)
+            right = self._operand(memory, b, mma.n, mma.dtype_b, mma.transpose_b, mma, product)
             result = wgmma.product(
                 left,
                 right,
@@ -1013,12 +918,8 @@ class Warpgroup:
             size = numerics.ELEMENT_SIZE[dtype]
             words = wgmma.shared_words(descriptor, rows, mma.k, size, transposed)
             if 4 * int(words[-1]) >= memory.size:
-                raise Fault(
-                    Kind.OUT_OF_BOUNDS, "a matrix that reaches beyond shared memory"
-                )
-            shadow.read(
-                words, operation.component, operation.epoch, operation.clock, "wgmma"
-            )
+                raise Fault(Kind.OUT_OF_BOUNDS, "a matrix that reaches beyond shared memory")
+            shadow.read(words, operation.component, operation.epoch, operation.clock, "wgmma")
         return wgmma.gather(memory, descriptor, rows, mma.k, dtype, transposed)
 
     def wgmma_commit(self, index: int, mask: Mask) -> None:
@@ -1036,36 +937,30 @@ class Warpgroup:
         if not all(product.done for group in over for product in group):
             self._hold(lambda: "its matrix products")
             return None
-        warps = _warps_of(mask)
-        for number in warps:
+        self._retire(over)
+        for number in _warps_of(mask):
             agent = self.warps[number].agent
             if agent:
-                for group in over:
-                    if group and group[-1].operation:
-                        agent.acquire(group[-1].operation.clock)
-        self._retire(over)
+                agent.acquire(self._retired)
         return mask
 
     def _retire(self, groups: list[list[Product]]) -> None:
         """Gives accumulators of complete products back to the registers."""
         kept = self._product_groups[len(groups) :]
-        running = {
-            id(p.accumulator) for group in [*kept, self._products] for p in group
-        }
+        running = {id(p.accumulator) for group in [*kept, self._products] for p in group}
         for group in groups:
             for product in group:
                 accumulator = product.accumulator
-                if (
-                    id(accumulator) in running
-                    or accumulator.slots not in self._accumulators
-                ):
+                if id(accumulator) in running or accumulator.slots not in self._accumulators:
                     continue
                 del self._accumulators[accumulator.slots]
-                values = wgmma.accumulator_registers(
-                    np.ascontiguousarray(accumulator.matrix)
-                )
+                values = wgmma.accumulator_registers(np.ascontiguousarray(accumulator.matrix))
                 for slot, value in zip(accumulator.slots, values, strict=True):
                     self.registers[slot] = value.view(np.float32)
+        for group in groups:
+            if group and group[-1].operation:
+                self._retired = group[-1].operation.clock  # products complete in order
+        self._product_groups = kept
 
     def outstanding(self, warp: Warp) -> list[tuple[int, str]]:
         """What a warp leaves behind when it exits: (PTX line, what)."""
