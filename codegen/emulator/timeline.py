@@ -16,7 +16,7 @@ NOTE = "the axis counts steps of an emulator's scheduler, not time; lengths say 
 
 # What makes a warp's role: the first of these that one of its instructions starts with.
 ROLES: Mapping[str, str] = {
-    "wgmma.mma_async": "multiplies",
+    "wgmma": "multiplies",
     "cp.async.bulk.tensor": "loads",
 }
 
