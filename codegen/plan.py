@@ -24,8 +24,8 @@ MAX_PLANNED_KV_STAGES: Final = 3  # d64: 3 and 4 stages ran alike on an H200
 class Number:
     """One constant of the generated file.
 
-    `origin` is "given" (the spec says so), "planned" (chosen here; `reason` says by which rule) or
-    "derived" (`formula`, Python over the constants above it).
+    `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
+    which rule) or "derived" (`formula`, Python over the constants above it).
     """
 
     name: str
@@ -71,7 +71,7 @@ class KernelPlan:
     smem: tuple[Region, ...]
     barriers: tuple[Barrier, ...]
     registers: sm90.RegisterSplit
-    registers_needed: int
+    register_parts: Mapping[str, int]  # of a consumer thread, an estimate
     context: Mapping[str, Any]
 
     arch: str = "sm90"
@@ -86,6 +86,11 @@ class KernelPlan:
     def smem_bytes(self) -> int:
         """Dynamic shared memory of one CTA."""
         return sum(region.nbytes for region in self.smem)
+
+    @property
+    def registers_needed(self) -> int:
+        """What a consumer thread needs, by estimate."""
+        return sum(self.register_parts.values())
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -104,7 +109,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         smem=smem,
         barriers=tuple(_barriers(traits)),
         registers=sm90.REGISTERS[warpgroups],
-        registers_needed=_registers(spec, sizes.tile_kv),
+        register_parts=_register_parts(spec, sizes.tile_kv),
         context=template_context(spec_file, sizes, chosen, derived, _total(smem)),
     )
 
@@ -129,7 +134,7 @@ def _choose(spec_file: SpecFile) -> tuple[Sizes, dict[str, str]]:
         "2 where it fits: the next tile's first QK then overlaps this tile's end"
     )
     reasons["KV_STAGES"] = f"the most that fit, up to {MAX_PLANNED_KV_STAGES}"
-    fitting = [n for n in kv_tiles if _registers(spec, n) <= budget]
+    fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
         raise _too_many_registers(spec_file, kv_tiles[-1], budget)
     for tile_kv in fitting:
@@ -143,11 +148,14 @@ def _choose(spec_file: SpecFile) -> tuple[Sizes, dict[str, str]]:
     )
 
 
-def _registers(spec: Spec, tile_kv: int) -> int:
-    """Registers per consumer thread: S and O in fp32, P in 16 bits, and the rest."""
-    return (
-        tile_kv // 2 + tile_kv // 4 + spec.head_dim.v // 2 + sm90.REGISTERS_BESIDE_TILES
-    )
+def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
+    """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
+    return {
+        "S": tile_kv // 2,
+        "P": tile_kv // 4,
+        "O": spec.head_dim.v // 2,
+        "others": sm90.REGISTERS_BESIDE_TILES,
+    }
 
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
@@ -185,11 +193,10 @@ def _total(regions: tuple[Region, ...]) -> int:
 
 def _too_many_registers(spec_file: SpecFile, tile_kv: int, budget: int) -> SpecError:
     spec = spec_file.spec
-    v = spec.head_dim.v
+    parts = _register_parts(spec, tile_kv)
     message = (
-        f"a consumer thread needs about {_registers(spec, tile_kv)} registers, "
-        f"tile.q leaves {budget}: "
-        f"S {tile_kv // 2} + P {tile_kv // 4} + O {v // 2} + others {sm90.REGISTERS_BESIDE_TILES}"
+        f"a consumer thread needs about {sum(parts.values())} registers, "
+        f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
     )
     field = ("tile", "kv") if spec.tile.kv else ("tile", "q")
     hint = "a smaller tile.kv" if spec.tile.kv else "tile: {q: 128}"
@@ -221,7 +228,8 @@ def _chosen(traits: Traits, reasons: Mapping[str, str]) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given")
+    group = "given" if "heads" in spec.model_fields_set else "default"
+    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
     if traits.cluster_size > 1:
         along_q = spec.cluster[0] > 1
         what = "query tiles of one head" if along_q else "query heads of one KV head"
