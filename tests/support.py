@@ -65,3 +65,11 @@ def shipped_plan(stem: str) -> KernelPlan:
 def kernel_text(text: str, stem: str = "candidate") -> str:
     """Return the kernel that a spec of this text gives. Rendering takes some 0.3 s."""
     return render.render_kernel(plan.resolve(load_text(text, stem)))
+
+
+def changed_lines(difference: str) -> tuple[list[str], list[str]]:
+    """Return (removed, added) lines of a unified diff."""
+    lines = [line for line in difference.splitlines() if line[:3] not in ("---", "+++")]
+    removed = [line[1:] for line in lines if line.startswith("-")]
+    added = [line[1:] for line in lines if line.startswith("+")]
+    return removed, added
