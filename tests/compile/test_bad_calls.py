@@ -173,22 +173,37 @@ def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
     q = Tensor(array(1, 8, 2, HEAD_DIM))
     for rows in (999, 1001):
         kv = Tensor(array(1, rows, 2, HEAD_DIM))
-        with pytest.raises(ValueError, match=r"^k: must have shape \(1, 1000, 2, 128\)"):
+        with pytest.raises(
+            ValueError, match=r"^k: must have shape \(1, 1000, 2, 128\)"
+        ):
             module.fmha(q, kv, kv, out=Tensor(array(1, 8, 2, HEAD_DIM)))
     with pytest.raises(TypeError, match="lse"):
         module.fmha(q, kv, kv, lse=q)
     assert launches == []
 
 
-def test_a_right_call_is_launched_once_with_its_strides(kernel: tuple[Any, list]) -> None:
+def test_a_right_call_is_launched_once_with_its_strides(
+    kernel: tuple[Any, list],
+) -> None:
     module, launches = kernel
     given = arguments()
     heads_first = array(BATCH, HEADS_KV * GROUP, ROWS_Q, HEAD_DIM)
-    given["q"] = Tensor(heads_first.transpose(0, 2, 1, 3))  # [b, h, s, d] storage, no copy
+    given["q"] = Tensor(
+        heads_first.transpose(0, 2, 1, 3)
+    )  # [b, h, s, d] storage, no copy
     assert call(module, given) is given["out"]
-    ((*pointers_and_strides, batch, heads_kv, rows_q, rows_kv, _scale, _ctas, _stream),) = (
-        launches
-    )
+    (
+        (
+            *pointers_and_strides,
+            batch,
+            heads_kv,
+            rows_q,
+            rows_kv,
+            _scale,
+            _ctas,
+            _stream,
+        ),
+    ) = launches
     assert [n.value for n in (batch, heads_kv, rows_q, rows_kv)] == [
         *(BATCH, HEADS_KV, ROWS_Q, ROWS_KV)
     ]

@@ -20,7 +20,9 @@ def record_of(stem: str) -> tuple[records.Record | None, str | None]:
 def test_generated_is_what_the_specs_say() -> None:
     result = build.build([SPECS], GENERATED, check=True, compile=False)
     assert result.failures == ()
-    changes = [f"{change.kind}: {change.path}\n{change.diff}" for change in result.changes]
+    changes = [
+        f"{change.kind}: {change.path}\n{change.diff}" for change in result.changes
+    ]
     assert not changes, "\n".join([*changes, "run: fmha-gen build specs/"])
     assert [kernel.stem for kernel in result.kernels] == SHIPPED
 
@@ -58,7 +60,9 @@ def test_record_is_current_and_at_least_compiled(stem: str) -> None:
     assert stale is None, f"{stem} {stale}"
     assert record is not None
     assert "compiled" in record
-    assert list(records.RUNGS).index(record["rung"]) >= list(records.RUNGS).index("compiled")
+    assert list(records.RUNGS).index(record["rung"]) >= list(records.RUNGS).index(
+        "compiled"
+    )
 
 
 def test_every_hopper_kernel_is_validated() -> None:
@@ -73,4 +77,6 @@ def test_every_hopper_kernel_is_validated() -> None:
         elif "validated" not in record:
             short[stem] = f"is only {record['rung']}"
     lines = [f"{stem} {why}" for stem, why in short.items()]
-    assert not lines, "\n".join([*lines, "run on an H100 or H200: fmha-gen validate generated/"])
+    assert not lines, "\n".join(
+        [*lines, "run on an H100 or H200: fmha-gen validate generated/"]
+    )

@@ -53,7 +53,9 @@ def keeps_rules(fields: Fields) -> bool:
     return shares_heads and not (alone and fields["multicast"] != "none")
 
 
-def spec_fields(tile: st.SearchStrategy[Fields], stage: st.SearchStrategy[Fields]) -> Any:
+def spec_fields(
+    tile: st.SearchStrategy[Fields], stage: st.SearchStrategy[Fields]
+) -> Any:
     """Draw the fields of a valid spec, all but the planned ones written out."""
     return st.fixed_dictionaries(
         {
@@ -86,7 +88,8 @@ def planned(fields: Fields) -> KernelPlan | None:
 
 
 valid = spec_fields(
-    st.fixed_dictionaries({}, optional=tiles), st.fixed_dictionaries({}, optional=stages)
+    st.fixed_dictionaries({}, optional=tiles),
+    st.fixed_dictionaries({}, optional=stages),
 )
 plannable = valid.filter(planned)
 all_given = spec_fields(st.fixed_dictionaries(tiles), st.fixed_dictionaries(stages))
@@ -250,7 +253,9 @@ def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -
 
 @few
 @given(plannable, st.data())
-def test_another_feature_changes_a_bounded_part(fields: Fields, data: st.DataObject) -> None:
+def test_another_feature_changes_a_bounded_part(
+    fields: Fields, data: st.DataObject
+) -> None:
     field, values = data.draw(
         st.sampled_from(
             [
