@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a kernel refuses, and what it passes on, without a GPU: host memory says it is a device's."""
+"""What a kernel refuses and what it launches, without a GPU: host memory poses as a device's."""
 
 from __future__ import annotations
 
