@@ -32,6 +32,9 @@ CLUSTER = "heads: {q_per_kv: 2}\ncluster: [2, 1]\nmulticast: kv\n"
 
 EDITS = {
     "stages_kv": Edit(D64 + "stages: {kv: 2}\n", "kv: 2", "kv: 3", NUMBER),
+    "stages_kv_alone": Edit(
+        D128 + "tile: {kv: 64}\nstages: {kv: 2}\n", "s: {kv: 2}", "s: {kv: 3}", NUMBER
+    ),
     "tile_kv": Edit(D64 + "tile: {kv: 128}\n", "kv: 128", "kv: 64", NUMBER),
     "q_per_kv": Edit(D128 + "heads: {q_per_kv: 2}\n", "kv: 2", "kv: 8", NUMBER),
     "seqlen_kv": Edit(
