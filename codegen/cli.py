@@ -302,6 +302,7 @@ def _print_build(result: BuildResult) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("kernel", "rung", "registers", "shared memory", "state"):
         table.add_column(title, justify="right" if title in _NUMBERS else "left")
+    states = {} if result.checked else {"missing": "added"}
     for kernel in result.kernels:
         report = kernel.report
         table.add_row(
@@ -313,7 +314,7 @@ def _print_build(result: BuildResult) -> None:
                 else " / ".join(map(str, report.setmaxnreg or [report.registers]))
             ),
             f"{kernel.shared_bytes} B",
-            "failed" if kernel.failures else kernel.state,
+            "failed" if kernel.failures else states.get(kernel.state, kernel.state),
         )
     _console().print(table)
 

@@ -54,7 +54,7 @@ def test_build_prints_a_plain_table(specs):
         "state",
     ]
     assert result.stdout.splitlines()[1].split() == [
-        *("a", "compiled", "24", "/", "240", "1024", "B", "missing")
+        *("a", "compiled", "24", "/", "240", "1024", "B", "added")
     ]
     assert result.stdout.isascii()
     assert "\x1b" not in result.stdout
