@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""mbarriers, named barriers and the cluster barrier: who arrived, which phase it is, what is released.
+"""mbarriers, named barriers and the cluster barrier: who arrived and what that releases.
 
 Each barrier carries the clock (see `checks`) of everybody who arrived; who passes it acquires that.
 Misuse raises Fault: there is no right way to go on.
@@ -25,6 +25,8 @@ class MBarrier:
     """Clock component of the warp that initialised it."""
     initialised: int
     """Its epoch then."""
+    component: int
+    """Clock component of the loads that complete here."""
     pending: int = 0
     transactions: int = 0
     """[bytes expected and not yet complete; negative while completions run ahead]"""
@@ -36,7 +38,9 @@ class MBarrier:
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= LARGEST_COUNT:
-            raise Fault(Kind.BARRIER, f"mbarrier initialised with a count of {self.count}")
+            raise Fault(
+                Kind.BARRIER, f"mbarrier initialised with a count of {self.count}"
+            )
         self.pending = self.count
 
     def arrive(self, count: int, transactions: int, clock: Clock | None) -> None:
@@ -62,7 +66,9 @@ class MBarrier:
 
     def _update(self, clock: Clock | None) -> None:
         if abs(self.transactions) > LARGEST_COUNT:
-            raise Fault(Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes")
+            raise Fault(
+                Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes"
+            )
         self.clock = join(self.clock, clock)
         if self.pending == 0 and self.transactions == 0:
             self.phase ^= 1
@@ -119,7 +125,10 @@ class ClusterBarrier:
     def arrive(self, warp: int, clock: Clock | None) -> int:
         """One warp arrives; returns the generation that it belongs to."""
         if warp in self.arrived:
-            raise Fault(Kind.BARRIER, "warp arrives twice at the cluster barrier before it opens")
+            raise Fault(
+                Kind.BARRIER,
+                "warp arrives twice at the cluster barrier before it opens",
+            )
         self.arrived.add(warp)
         self.clock = join(self.clock, clock)
         generation = self.generation

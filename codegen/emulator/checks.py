@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data races and missing proxy fences by happens-before, on every 4 bytes of shared memory.
 
-Agents are warps: lanes of one warp are ordered by their program. Each warp has three components of
-the vector clocks: what its lanes do (the generic proxy), what its bulk copies do, and, one per
-warpgroup, what its matrix products do. A clock has three rows, `[3, components]`:
+Agents are warps: lanes of one warp are ordered by their program. The vector clocks have components
+for what each warp's lanes do (the generic proxy), for each warp's bulk stores, for each warpgroup's
+matrix products, and for the loads that complete on each mbarrier. A clock has three rows,
+`[3, components]`:
 
 - HAPPENED: everything of that component up to the epoch happened before;
 - FENCED: generic writes of that component up to the epoch are visible to the asynchronous proxy,
   because a `fence.proxy.async` lies on the way here (of the writer or of anyone after it);
 - PUBLISHED: mbarrier initialisations up to the epoch are visible (`fence.mbarrier_init`).
 
-An arrival releases the warp's clock, a successful wait acquires what was released. A copy or product
-starts with its issuer's clock; who waits for it acquires its component's epoch.
+An arrival releases the warp's clock, a successful wait acquires what was released. A copy or
+product starts with its issuer's clock; who waits for it acquires its component's epoch.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def join(first: Clock | None, second: Clock | None) -> Clock | None:
     """The clock of who knows both; None knows nothing."""
     if first is None or second is None:
         return second if first is None else first
-    return np.maximum(first, second)
+    joined: Clock = np.maximum(first, second)
+    return joined
 
 
 @dataclass(frozen=True)
@@ -49,24 +51,53 @@ class Operation:
     line: int
 
 
+LOADS = 32
+"""Components of a CTA's loads: one for each of its mbarriers. More of them share components, which
+can only hide a race between two loads."""
+
+
 class Components:
-    """Numbers the components of a cluster's clocks."""
+    """Numbers the components of a cluster's clocks; loads, which never read, come last."""
 
-    def __init__(self, warps: int, groups: int) -> None:
+    def __init__(self, warps: int, groups: int, ctas: int) -> None:
         self.warps = warps
-        self.count = 2 * warps + groups
+        self.groups = groups
+        self.ctas = ctas
+        self.readers = 2 * warps + groups
+        self.count = self.readers + LOADS * ctas
+        self._mbarriers = 0
 
-    def copies(self, warp: int) -> int:
-        """The component of a warp's bulk copies."""
+    def stores(self, warp: int) -> int:
+        """The component of a warp's bulk stores."""
         return self.warps + warp
 
     def products(self, group: int) -> int:
         """The component of a warpgroup's matrix products."""
         return 2 * self.warps + group
 
+    def loads(self) -> int:
+        """The component of the loads that complete on an mbarrier: a new one for each mbarrier.
+
+        Loads complete in any order; those of one mbarrier are waited for together.
+        """
+        self._mbarriers += 1
+        return self.readers + (self._mbarriers - 1) % (LOADS * self.ctas)
+
     def is_generic(self, component: Any) -> Any:
         """Whether a component (or each of an array) is what lanes do."""
         return component < self.warps
+
+    def name(self, component: int) -> str:
+        """Who a component is, for messages."""
+        if component >= self.readers:
+            return "a TMA load"
+        if component < 2 * self.warps:
+            cta, warp = divmod(component % self.warps, self.warps // self.ctas)
+            return f"cta {cta} warp {warp}" + (
+                "'s TMA store" if component >= self.warps else ""
+            )
+        cta, group = divmod(component - 2 * self.warps, self.groups // self.ctas)
+        return f"cta {cta} warpgroup {group}'s wgmma"
 
 
 class Agent:
@@ -115,7 +146,13 @@ class Agent:
 
     def knows_initialisation(self, warp: int, epoch: int) -> bool:
         """Whether an mbarrier that a warp initialised at its epoch can be used."""
-        return bool(max(self.clock[HAPPENED, warp], self.clock[PUBLISHED, warp]) >= epoch)
+        return bool(
+            max(self.clock[HAPPENED, warp], self.clock[PUBLISHED, warp]) >= epoch
+        )
+
+    def copies_know_initialisation(self, warp: int, epoch: int) -> bool:
+        """The same for a copy, which is of the asynchronous proxy and needs a fence."""
+        return bool(max(self.clock[FENCED, warp], self.clock[PUBLISHED, warp]) >= epoch)
 
 
 class Streams:
@@ -142,7 +179,7 @@ Granules = Any
 class Shadow:
     """Who touched each granule of one CTA's shared memory last.
 
-    `report(kind, message)` is told what is wrong; `name(component)` says who a component is.
+    `report(kind, message)` is told what is wrong.
     """
 
     def __init__(
@@ -150,17 +187,16 @@ class Shadow:
         nbytes: int,
         components: Components,
         report: Callable[[Kind, str], None],
-        name: Callable[[int], str],
     ) -> None:
         granules = -(-nbytes // GRANULE)
         self._components = components
         self._report = report
-        self._name = name
+        self._name = components.name
         self._writer = np.full(granules, NOBODY, np.int16)
         self._written = np.zeros(granules, np.int32)
         self._line = np.zeros(granules, np.int32)
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
-        self._read = np.zeros((components.count, granules), np.int32)
+        self._read = np.zeros((components.readers, granules), np.int32)
 
     def read(
         self, granules: Granules, component: int, epoch: int, clock: Clock, what: str
@@ -168,18 +204,30 @@ class Shadow:
         """Checks and notes a read."""
         writer = self._writer[granules]
         if (writer == NOBODY).any():
-            self._report(Kind.READ_BEFORE_WRITE, f"{what} reads shared memory that nobody wrote")
+            self._report(
+                Kind.READ_BEFORE_WRITE, f"{what} reads shared memory that nobody wrote"
+            )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         self._read[component, granules] = epoch
 
     def write(
-        self, granules: Granules, component: int, epoch: int, clock: Clock, line: int, what: str
+        self,
+        granules: Granules,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
     ) -> None:
         """Checks and notes a write."""
-        self._check_writes(granules, self._writer[granules], component, clock, f"{what} writes")
-        readers = (self._read[:, granules] > clock[HAPPENED, :, None]).any(axis=1)
+        self._check_writes(
+            granules, self._writer[granules], component, clock, f"{what} writes"
+        )
+        readers = (
+            self._read[:, granules] > clock[HAPPENED, : self._components.readers, None]
+        )
         if readers.any():
-            reader = int(np.argmax(readers))
+            reader = int(np.argmax(readers.any(axis=1)))
             self._report(
                 Kind.RACE,
                 f"{what} writes shared memory that {self._name(reader)} may still be reading",
@@ -198,10 +246,13 @@ class Shadow:
         if unordered.any():
             who, line = self._culprit(granules, writer, unordered)
             self._report(
-                Kind.RACE, f"{what} shared memory that {who} writes (line {line}) in no order"
+                Kind.RACE,
+                f"{what} shared memory that {who} writes (line {line}) in no order",
             )
         elif not self._components.is_generic(component):
-            unfenced = self._components.is_generic(writer) & (clock[FENCED, writer] < written)
+            unfenced = self._components.is_generic(writer) & (
+                clock[FENCED, writer] < written
+            )
             if unfenced.any():
                 who, line = self._culprit(granules, writer, unfenced)
                 self._report(

@@ -112,7 +112,11 @@ class Program:
         self.mmas: dict[int, Mma] = {}
         self.params = {param.name: param.offset for param in module.params}
         self.shared, self.static_shared_bytes = _place_shared(module.shared)
-        self._namespace: dict[str, Any] = {"np": np, "numerics": numerics, "where": np.where}
+        self._namespace: dict[str, Any] = {
+            "np": np,
+            "numerics": numerics,
+            "where": np.where,
+        }
         self._constants: dict[tuple[int, str], str] = {}
         self._functions: dict[tuple[int, str], BlockFunction] = {}
         self._collect_registers()
@@ -165,7 +169,9 @@ class Program:
         function = self._functions.get(key)
         if function is None:
             code = self.source(block, form)
-            exec(compile(code, f"<{form} block {block.index}>", "exec"), self._namespace)
+            exec(
+                compile(code, f"<{form} block {block.index}>", "exec"), self._namespace
+            )
             function = self._functions[key] = self._namespace.pop("block")
         return function
 
@@ -226,7 +232,9 @@ _DTYPES: dict[str, Any] = {
     "u64": np.uint64,
     "i64": np.int64,
 }
-_BITS = {name: np.dtype(dtype).itemsize * 8 for name, dtype in _DTYPES.items()} | {"bool": 1}
+_BITS = {name: np.dtype(dtype).itemsize * 8 for name, dtype in _DTYPES.items()} | {
+    "bool": 1
+}
 _ONES = {name: (1 << bits) - 1 for name, bits in _BITS.items()}
 _TYPES = {
     "pred": "bool",
@@ -238,7 +246,11 @@ _TYPES = {
 
 _SPECIAL = frozenset(
     [f"{name}.{axis}" for name in ("tid", "ntid", "ctaid", "nctaid") for axis in "xyz"]
-    + [f"cluster{name}.{axis}" for name in ("id", "_ctaid", "_nctaid") for axis in "xyz"]
+    + [
+        f"cluster{name}.{axis}"
+        for name in ("id", "_ctaid", "_nctaid")
+        for axis in "xyz"
+    ]
     + [f"nclusterid.{axis}" for axis in "xyz"]
     + ["laneid", "warpid", "smid", "cluster_ctarank", "cluster_nctarank"]
 )
@@ -283,7 +295,14 @@ def _wanted(instruction: Instruction) -> str:
     last = instruction.modifiers[-1] if instruction.modifiers else ""
     if last == "f32":
         return "f32"
-    if last == "s32" and instruction.opcode in ("min", "max", "setp", "div", "rem", "shr"):
+    if last == "s32" and instruction.opcode in (
+        "min",
+        "max",
+        "setp",
+        "div",
+        "rem",
+        "shr",
+    ):
         return "i32"
     return "" if instruction.opcode in ("mov", "selp", "shfl") else "u32"
 
@@ -311,7 +330,13 @@ def _alignment(instruction: Instruction) -> int:
     if instruction.opcode == "wgmma" and instruction.modifiers[0] in _GROUP_ALIGNED:
         return ALIGNED_GROUP
     # `bar.sync` counts threads; the warps of our kernels always arrive whole.
-    collective = instruction.opcode in ("elect", "shfl", "vote", "stmatrix", "setmaxnreg")
+    collective = instruction.opcode in (
+        "elect",
+        "shfl",
+        "vote",
+        "stmatrix",
+        "setmaxnreg",
+    )
     barrier = instruction.opcode in ("bar", "barrier", "wgmma")
     return ALIGNED_WARP if collective or barrier else ALIGNED_NONE
 
@@ -451,11 +476,17 @@ class Emitter:
         program = self.program
         if isinstance(operand, Register):
             if operand.name[1:] in _SPECIAL:
-                wide = f".astype(np.{_np(dtype)})" if _BITS[dtype] != 32 else _view("u32", dtype)
+                wide = (
+                    f".astype(np.{_np(dtype)})"
+                    if _BITS[dtype] != 32
+                    else _view("u32", dtype)
+                )
                 return f"ctx.special[{operand.name[1:]!r}]{wide}"
             slot = program.slots[operand.name]
             if _BITS[program.homes[slot]] != _BITS[dtype]:
-                raise self.unsupported(f"{operand.name} is not {_BITS[dtype]} bits wide")
+                raise self.unsupported(
+                    f"{operand.name} is not {_BITS[dtype]} bits wide"
+                )
             return f"R[{slot}]{_view(program.homes[slot], dtype)}"
         if isinstance(operand, Negated):
             return f"~{self.value(operand.register, dtype)}"
@@ -567,7 +598,9 @@ def _product(emitter: Emitter, instruction: Instruction) -> tuple[str, str]:
     emitter.only(instruction, ("lo", "hi", "wide", instruction.modifiers[-1]))
     if instruction.has("lo"):
         dtype = _unsigned(dtype)  # the low half is the same
-    first, second = (emitter.value(source, dtype) for source in instruction.operands[1:3])
+    first, second = (
+        emitter.value(source, dtype) for source in instruction.operands[1:3]
+    )
     if instruction.has("lo"):
         return f"{first} * {second}", dtype
     if _BITS[dtype] > 32:
@@ -614,7 +647,9 @@ def _divide(emitter: Emitter, instruction: Instruction) -> None:
         raise UnsupportedInstruction(instruction)
     emitter.only(instruction, (kind,))
     values = ", ".join(emitter.value(source, "u32") for source in sources)
-    emitter.assign(destination, f"numerics.{instruction.opcode}_{kind}({values})", "u32")
+    emitter.assign(
+        destination, f"numerics.{instruction.opcode}_{kind}({values})", "u32"
+    )
 
 
 @emits("min", "max")
@@ -652,7 +687,9 @@ def _approximate(emitter: Emitter, instruction: Instruction) -> None:
         raise UnsupportedInstruction(instruction, "only .approx.ftz.f32 is")
     destination, source = instruction.operands
     value = emitter.value(source, "f32")
-    emitter.assign(destination, f"numerics.{instruction.opcode}_approx_ftz({value})", "f32")
+    emitter.assign(
+        destination, f"numerics.{instruction.opcode}_approx_ftz({value})", "f32"
+    )
 
 
 @emits("and", "or", "xor")
@@ -718,14 +755,18 @@ def _move(emitter: Emitter, instruction: Instruction) -> None:
         parts = source.elements
         narrow = f"u{_BITS[dtype] // len(parts)}"
         values = ", ".join(emitter.value(part, narrow) for part in parts)
-        joined = f"np.stack(({values}), axis=1).reshape(-1).view(np.{_np(_unsigned(dtype))})"
+        joined = (
+            f"np.stack(({values}), axis=1).reshape(-1).view(np.{_np(_unsigned(dtype))})"
+        )
         emitter.assign(destination, joined, _unsigned(dtype))
     else:
         home = emitter.home(destination)
         if _BITS[home] == _BITS[dtype]:
             dtype = home  # bits move as they are
         if dtype == "f32" and isinstance(source, Immediate):
-            emitter.assign(destination, emitter.program.constant(source.value, "f32"), "f32")
+            emitter.assign(
+                destination, emitter.program.constant(source.value, "f32"), "f32"
+            )
         else:
             emitter.assign(destination, emitter.value(source, dtype), dtype)
 
@@ -744,14 +785,23 @@ def _select(emitter: Emitter, instruction: Instruction) -> None:
         return emitter.value(operand, dtype)
 
     condition = emitter.value(predicate, "bool")
-    emitter.assign(destination, f"where({condition}, {bits(first)}, {bits(second)})", dtype)
+    emitter.assign(
+        destination, f"where({condition}, {bits(first)}, {bits(second)})", dtype
+    )
 
 
 _COMPARISONS = {
     **{"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="},
     **{"lo": "<", "ls": "<=", "hi": ">", "hs": ">="},
 }
-_UNORDERED = {"equ": "!=", "neu": "==", "ltu": ">=", "leu": ">", "gtu": "<=", "geu": "<"}
+_UNORDERED = {
+    "equ": "!=",
+    "neu": "==",
+    "ltu": ">=",
+    "leu": ">",
+    "gtu": "<=",
+    "geu": "<",
+}
 """Comparison that is true for NaN, to the ordered one that it is the contrary of."""
 
 
@@ -805,7 +855,11 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
         emitter.lines.append(f"low, high = {rounded}({low}), {rounded}({high})")
         packed = "np.stack((low, high), axis=1).reshape(-1).view(np.uint32)"
         emitter.assign(destination, packed, "u32")
-    elif to in ("e4m3x2", "e5m2x2") and source_type == "f32" and options == ["rn", "satfinite"]:
+    elif (
+        to in ("e4m3x2", "e5m2x2")
+        and source_type == "f32"
+        and options == ["rn", "satfinite"]
+    ):
         high, low = (emitter.value(source, "f32") for source in sources)
         rounded = f"numerics.{to[:4]}_rn_satfinite"
         emitter.lines.append(f"low, high = {rounded}({low}), {rounded}({high})")
@@ -814,9 +868,15 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
     elif to == "f32" and source_type in ("s32", "u32") and options == ["rn"]:
         value = emitter.value(sources[0], _TYPES[source_type])
         emitter.assign(destination, f"{value}.astype(np.float32)", "f32")
-    elif to in ("s32", "u32") and source_type == "f32" and options[0] in _INTEGER_ROUNDINGS:
+    elif (
+        to in ("s32", "u32")
+        and source_type == "f32"
+        and options[0] in _INTEGER_ROUNDINGS
+    ):
         value = emitter.value(sources[0], "f32")
-        emitter.assign(destination, f"numerics.f32_to_{to}({value}, {options[0]!r})", "u32")
+        emitter.assign(
+            destination, f"numerics.f32_to_{to}({value}, {options[0]!r})", "u32"
+        )
     elif to[0] in "us" and source_type[0] in "us" and not options:
         _convert_integer(emitter, destination, sources[0], to, source_type)
     else:
@@ -877,13 +937,21 @@ def _load(emitter: Emitter, instruction: Instruction) -> None:
     if space == "param":
         if not isinstance(source, Address) or not isinstance(source.base, Symbol):
             raise UnsupportedInstruction(instruction, "a parameter that is not named")
-        begin = emitter.program.params[source.base.name] + source.base.offset + source.offset
+        begin = (
+            emitter.program.params[source.base.name]
+            + source.base.offset
+            + source.offset
+        )
         size = _BITS[dtype] // 8
         for number, target in enumerate(targets):
             value = f"ctx.param({begin + number * size}, np.{_np(dtype)})"
             _assign_loaded(emitter, target, value, dtype)
         return
-    method = {"shared": "load_shared", "shared::cta": "load_shared", "global": "load_global"}
+    method = {
+        "shared": "load_shared",
+        "shared::cta": "load_shared",
+        "global": "load_global",
+    }
     if space not in method:
         raise UnsupportedInstruction(instruction, f".{space}")
     size = str(_BITS[dtype] // 8)
@@ -904,7 +972,11 @@ def _assign_loaded(emitter: Emitter, target: Operand, value: str, dtype: str) ->
         value = f"{value}{_view(loaded, dtype)}.astype(np.{_np(wide)})"
         emitter.assign(target, value, wide)
     else:
-        emitter.assign(target, f"{value}{_view(loaded, dtype)}" if dtype != loaded else value, dtype)
+        emitter.assign(
+            target,
+            f"{value}{_view(loaded, dtype)}" if dtype != loaded else value,
+            dtype,
+        )
 
 
 @emits("st")
@@ -914,7 +986,11 @@ def _store(emitter: Emitter, instruction: Instruction) -> None:
     dtype = _unsigned(_dtype(instruction))
     space = instruction.modifiers[0]
     emitter.only(instruction, (space, "v2", "v4", "shared::cta", kind))
-    method = {"shared": "store_shared", "shared::cta": "store_shared", "global": "store_global"}
+    method = {
+        "shared": "store_shared",
+        "shared::cta": "store_shared",
+        "global": "store_global",
+    }
     if space not in method:
         raise UnsupportedInstruction(instruction, f".{space}")
     values = []
@@ -936,13 +1012,26 @@ def _store(emitter: Emitter, instruction: Instruction) -> None:
 def _store_matrix(emitter: Emitter, instruction: Instruction) -> None:
     emitter.only(
         instruction,
-        ("sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"),
+        (
+            "sync",
+            "aligned",
+            "m8n8",
+            "x1",
+            "x2",
+            "x4",
+            "trans",
+            "shared",
+            "shared::cta",
+            "b16",
+        ),
     )
     destination, source = instruction.operands
     values = ", ".join(emitter.value(element, "u32") for element in _elements(source))
     transposed = str(instruction.has("trans"))
     emitter.lines.append(
-        emitter.call("store_matrix", emitter.address(destination), f"({values},)", transposed)
+        emitter.call(
+            "store_matrix", emitter.address(destination), f"({values},)", transposed
+        )
     )
 
 
@@ -984,7 +1073,9 @@ def _shuffle(emitter: Emitter, instruction: Instruction) -> None:
     if isinstance(lane, Immediate) and isinstance(clamp, Immediate):
         key = f"SHUFFLE_{mode}_{lane.value & 31}_{clamp.value & 0x1F1F}"
         if key not in emitter.program._namespace:
-            fixed = [np.full(LANES, operand.value, np.int32) for operand in (lane, clamp)]
+            fixed = [
+                np.full(LANES, operand.value, np.int32) for operand in (lane, clamp)
+            ]
             emitter.program._namespace[key] = shuffle_sources(mode, *fixed)
         sources = key
     else:
@@ -1044,7 +1135,9 @@ def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
     direction = instruction.modifiers[0]
     count = str(_constant_value(emitter, instruction.operands[0]))
     if emitter.gate:
-        emitter.lines.append(f"return {emitter.call('set_max_registers', repr(direction), count)}")
+        emitter.lines.append(
+            f"return {emitter.call('set_max_registers', repr(direction), count)}"
+        )
 
 
 # --- barriers ---------------------------------------------------------------------------------
@@ -1055,7 +1148,8 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
     modifiers = instruction.modifiers
     if modifiers[0] == "cluster":
         emitter.only(
-            instruction, ("cluster", "arrive", "wait", "relaxed", "release", "acquire", "aligned")
+            instruction,
+            ("cluster", "arrive", "wait", "relaxed", "release", "acquire", "aligned"),
         )
         if modifiers[1] == "arrive":
             relaxed = str(instruction.has("relaxed"))
@@ -1086,7 +1180,9 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
     if action == "init":
         emitter.only(instruction, ("init", *spaces))
         count = emitter.value(operands[1], "u32")
-        emitter.lines.append(emitter.call("mbarrier_init", emitter.address(operands[0]), count))
+        emitter.lines.append(
+            emitter.call("mbarrier_init", emitter.address(operands[0]), count)
+        )
     elif action in ("try_wait", "test_wait"):
         emitter.only(instruction, (action, "parity", *orders, *spaces))
         if not instruction.has("parity"):
@@ -1094,7 +1190,9 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         if emitter.gate:
             parity = emitter.value(operands[2], "u32")
             polls = str(action == "test_wait")
-            call = emitter.call("mbarrier_wait", emitter.address(operands[1]), parity, polls)
+            call = emitter.call(
+                "mbarrier_wait", emitter.address(operands[1]), parity, polls
+            )
             emitter.lines.append(f"return {call}")
         else:
             emitter.assign(operands[0], "ctx.phase_complete", "bool")
@@ -1117,7 +1215,9 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         emitter.lines.append(call)
     elif action == "inval":
         emitter.only(instruction, ("inval", *spaces))
-        emitter.lines.append(emitter.call("mbarrier_invalidate", emitter.address(operands[0])))
+        emitter.lines.append(
+            emitter.call("mbarrier_invalidate", emitter.address(operands[0]))
+        )
     else:
         raise UnsupportedInstruction(instruction)
 
@@ -1168,8 +1268,11 @@ def _tensor_copy(emitter: Emitter, instruction: Instruction) -> None:
     load = instruction.has("mbarrier::complete_tx::bytes")
     emitter.only(
         instruction,
-        ("async", "bulk", "tensor", rank, "shared::cluster", "shared::cta", "global", "tile")
-        + ("mbarrier::complete_tx::bytes", "multicast::cluster", "bulk_group", _CACHE_HINT),
+        (
+            *("async", "bulk", "tensor", rank, "tile", "global"),
+            *("shared::cta", "shared::cluster", "multicast::cluster"),
+            *("mbarrier::complete_tx::bytes", "bulk_group", _CACHE_HINT),
+        ),
     )
     tensor = operands[1] if load else operands[0]
     if not isinstance(tensor, Address) or tensor.coordinates is None or tensor.offset:
@@ -1221,7 +1324,12 @@ def _mma(emitter: Emitter, instruction: Instruction) -> tuple[Mma, str, str, str
         raise UnsupportedInstruction(instruction)
     shape = _MMA_SHAPE.match(instruction.modifiers[3])
     kind_d, kind_a, kind_b = instruction.modifiers[4:]
-    if shape is None or kind_d != "f32" or kind_a not in _MMA_DEPTH or kind_b not in _MMA_DEPTH:
+    if (
+        shape is None
+        or kind_d != "f32"
+        or kind_a not in _MMA_DEPTH
+        or kind_b not in _MMA_DEPTH
+    ):
         raise UnsupportedInstruction(instruction)
     n, k = int(shape[1]), int(shape[2])
     destination, a, b, scale, *immediates = instruction.operands
@@ -1233,7 +1341,11 @@ def _mma(emitter: Emitter, instruction: Instruction) -> tuple[Mma, str, str, str
     transposes = flags[2:]
     if len(flags) < 2 or len(transposes) > (1 if from_registers else 2):
         raise emitter.unsupported("its immediate operands")
-    a_slots = tuple(_slot(emitter, element) for element in _elements(a)) if from_registers else ()
+    a_slots = (
+        tuple(_slot(emitter, element) for element in _elements(a))
+        if from_registers
+        else ()
+    )
     if from_registers and len(a_slots) != 4:
         raise emitter.unsupported("A is four registers")
     mma = Mma(

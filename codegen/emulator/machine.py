@@ -55,14 +55,15 @@ def run(
 ) -> RunResult:
     """Executes a launch; its results are in `memory` afterwards.
 
-    `clusters`: run only these, numbered with x fastest; the kernel sees the whole grid all the same.
-
     A Program (see `lower.lower`) may be run many times; from a Module one is made. Stops at the
-    first finding after which there is nothing sensible to execute. `timeline` receives what the warps
-    of the first cluster's first CTA did. Raises UnsupportedInstruction.
+    first finding after which there is nothing sensible to execute. `timeline` receives what the
+    warps of the first cluster's first CTA did. `clusters`: only these run, numbered with x
+    fastest, though the kernel sees the whole grid. Raises UnsupportedInstruction.
     """
     program = module if isinstance(module, Program) else lower(module)
-    machine = Machine(program, launch, memory, schedule or Schedule(), checks, timeline, max_steps)
+    machine = Machine(
+        program, launch, memory, schedule or Schedule(), checks, timeline, max_steps
+    )
     machine.run(clusters)
     return RunResult(tuple(machine.findings), machine.steps, dict(machine.statistics))
 
@@ -124,7 +125,10 @@ class Machine:
     def _refusal(self) -> str:
         """Why the device would not launch this; empty when it would."""
         launch, module = self.launch, self.program.module
-        if any(extent % size for extent, size in zip(launch.grid, launch.cluster, strict=True)):
+        if any(
+            extent % size
+            for extent, size in zip(launch.grid, launch.cluster, strict=True)
+        ):
             return f"grid {launch.grid} is not a multiple of cluster {launch.cluster}"
         total = self.program.static_shared_bytes - RESERVED + launch.smem_bytes
         if total > SHARED_LIMIT:
@@ -142,7 +146,11 @@ class Machine:
         except Fault as fault:
             self.report(fault.kind, fault.message)
         except MemoryFault as memory_fault:
-            kind = Kind.MISALIGNED if "multiple" in memory_fault.reason else Kind.OUT_OF_BOUNDS
+            kind = (
+                Kind.MISALIGNED
+                if "multiple" in memory_fault.reason
+                else Kind.OUT_OF_BOUNDS
+            )
             self.report(kind, str(memory_fault))
         except TensorMapError as error:
             self.report(Kind.TMA, str(error))
@@ -173,7 +181,9 @@ class Machine:
         lanes = self._params.get(key)
         if lanes is None:
             raw = self.launch.params[offset : offset + dtype.itemsize]
-            lanes = self._params[key] = np.full(LANES, np.frombuffer(raw, dtype)[0], dtype)
+            lanes = self._params[key] = np.full(
+                LANES, np.frombuffer(raw, dtype)[0], dtype
+            )
         return lanes
 
     def tensor_map(self, address: int) -> TensorMap:
@@ -193,7 +203,9 @@ class Machine:
 class Cta:
     """One CTA: its shared memory and the barriers in it."""
 
-    def __init__(self, cluster: Cluster, rank: int, index: tuple[int, int, int]) -> None:
+    def __init__(
+        self, cluster: Cluster, rank: int, index: tuple[int, int, int]
+    ) -> None:
         launch = cluster.machine.launch
         program = cluster.machine.program
         self.cluster = cluster
@@ -206,12 +218,13 @@ class Cta:
         self.shared = SharedMemory(size)
         self.shadow: Shadow | None = None
         if cluster.machine.checks:
-            report = cluster.machine.report
-            self.shadow = Shadow(size, cluster.components, report, cluster.name)
+            self.shadow = Shadow(size, cluster.components, cluster.machine.report)
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
         warps = -(-self.threads // WARP)
-        self.free_registers = REGISTER_FILE - cluster.machine.initial_registers * WARP * warps
+        self.free_registers = (
+            REGISTER_FILE - cluster.machine.initial_registers * WARP * warps
+        )
         self.warps_left = warps
         self.groups: list[Warpgroup] = []
 
@@ -263,7 +276,7 @@ class Cluster:
         size = launch.cluster
         threads = int(np.prod(launch.block))
         groups = -(-threads // LANES) * int(np.prod(size))
-        self.components = Components(groups * WARPS, groups)
+        self.components = Components(groups * WARPS, groups, int(np.prod(size)))
         self.streams = Streams(self.components)
         self.barrier = ClusterBarrier(groups * WARPS)
         self.pending = Pending(machine.schedule, machine.rng)
@@ -275,22 +288,14 @@ class Cluster:
                     self.ctas.append(Cta(self, len(self.ctas), place))
         self.groups: list[Warpgroup] = []
         for cta in self.ctas:
-            cta.groups = [Warpgroup(self, cta, number) for number in range(cta.groups_per_cta)]
+            cta.groups = [
+                Warpgroup(self, cta, number) for number in range(cta.groups_per_cta)
+            ]
             self.groups += cta.groups
 
     def agent(self, warp: int) -> Agent | None:
         """What a warp knows; None when nothing is checked."""
         return Agent(self.components, warp) if self.machine.checks else None
-
-    def name(self, component: int) -> str:
-        """Who a component of the clocks is."""
-        warps = self.components.warps
-        per_cta = warps // len(self.ctas)
-        if component < 2 * warps:
-            cta, warp = divmod(component % warps, per_cta)
-            return f"cta {cta} warp {warp}" + ("'s bulk copy" if component >= warps else "")
-        cta, group = divmod(component - 2 * warps, per_cta // WARPS)
-        return f"cta {cta} warpgroup {group}'s wgmma"
 
     def run(self) -> None:
         """Runs until every warp has exited; raises Fault."""
@@ -309,7 +314,8 @@ class Cluster:
                 return
             if self.machine.steps > self.machine.max_steps:
                 self.machine.report(
-                    Kind.LIVELOCK, f"still running after {self.machine.steps} instructions"
+                    Kind.LIVELOCK,
+                    f"still running after {self.machine.steps} instructions",
                 )
                 return
         self._finish()
@@ -322,24 +328,33 @@ class Cluster:
         if self.timed and group.cta.rank == 0:
             self._time(group, block, warps, begin)
 
-    def _time(self, group: Warpgroup, block: Block, warps: list[int], begin: int) -> None:
+    def _time(
+        self, group: Warpgroup, block: Block, warps: list[int], begin: int
+    ) -> None:
         timeline = self.machine.timeline
         assert timeline is not None
         instructions = self.machine.program.instructions[block.begin : block.end]
         if not instructions:
             return
         # The block is named after what is most telling in it.
-        chosen = max(instructions, key=lambda instruction: _TELLING.get(instruction.opcode, 0))
+        chosen = max(
+            instructions, key=lambda instruction: _TELLING.get(instruction.opcode, 0)
+        )
         end = self.machine.steps
         for warp in warps:
             number = group.warps[warp].number
-            timeline.append(Event(group.cta.rank, number, chosen.name, chosen.line, begin, end))
+            timeline.append(
+                Event(group.cta.rank, number, chosen.name, chosen.line, begin, end)
+            )
 
     def locate(self, address: int) -> tuple[Cta, int]:
         """The CTA that a shared address lies in, and the offset there; raises Fault."""
         rank = address >> RANK_SHIFT
         if not 0 <= rank < len(self.ctas):
-            raise Fault(Kind.OUT_OF_BOUNDS, f"shared address {address:#x} of no CTA of the cluster")
+            raise Fault(
+                Kind.OUT_OF_BOUNDS,
+                f"shared address {address:#x} of no CTA of the cluster",
+            )
         return self.ctas[rank], address & OFFSET_MASK
 
     def mbarrier(self, address: int) -> MBarrier:
@@ -347,7 +362,9 @@ class Cluster:
         cta, place = self.locate(address)
         barrier = cta.mbarriers.get(place)
         if cta.exited:
-            raise Fault(Kind.BARRIER, f"an mbarrier of cta {cta.rank}, which has exited")
+            raise Fault(
+                Kind.BARRIER, f"an mbarrier of cta {cta.rank}, which has exited"
+            )
         if barrier is None:
             raise Fault(Kind.BARRIER, f"no mbarrier was initialised at {place:#x}")
         return barrier
@@ -383,5 +400,13 @@ class Cluster:
                     )
 
 
-_TELLING = {"wgmma": 5, "cp": 4, "stmatrix": 3, "ex2": 2, "mbarrier": 1, "bar": 1, "barrier": 1}
+_TELLING = {
+    "wgmma": 5,
+    "cp": 4,
+    "stmatrix": 3,
+    "ex2": 2,
+    "mbarrier": 1,
+    "bar": 1,
+    "barrier": 1,
+}
 """How much an opcode says about what a block is for, for the timeline."""

@@ -12,7 +12,7 @@ import bisect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Union
+from typing import TypeAlias
 
 
 class PtxError(ValueError):
@@ -50,7 +50,7 @@ class Symbol:
 class Address:
     """`[base+offset]`; a tensor address `[map, {x, y}]` has coordinates."""
 
-    base: Union[Register, Symbol, Immediate]
+    base: Register | Symbol | Immediate
     offset: int = 0
     coordinates: tuple[Operand, ...] | None = None
 
@@ -77,7 +77,7 @@ class Negated:
     register: Register
 
 
-Operand = Union[Register, Immediate, Symbol, Address, Vector, Pair, Negated]
+Operand: TypeAlias = "Register | Immediate | Symbol | Address | Vector | Pair | Negated"
 
 SINK = Register("_")
 """The destination that nobody reads."""
@@ -280,7 +280,9 @@ class _Body:
             assert space is not None  # it matches the empty string
             start = space.end()
             if start >= len(text):
-                raise PtxError(self.line_at(start), "the kernel's closing brace is missing")
+                raise PtxError(
+                    self.line_at(start), "the kernel's closing brace is missing"
+                )
             if text[start] == "{":
                 self._scope_count += 1
                 self._scopes.append(_Scope(self._scope_count))
@@ -299,7 +301,9 @@ class _Body:
             else:
                 end = text.find(";", start)
                 if end < 0:
-                    raise PtxError(self.line_at(start), "a statement without its semicolon")
+                    raise PtxError(
+                        self.line_at(start), "a statement without its semicolon"
+                    )
                 self._statement(text[start:end].strip(), start)
                 self.position = end + 1
 
@@ -344,7 +348,9 @@ class _Body:
                 self._declare(statement, start)
             elif not statement.startswith(".pragma"):
                 # `.pragma` advises the assembler; anything else would change what runs.
-                raise PtxError(self.line_at(start), f"directive not understood: {statement}")
+                raise PtxError(
+                    self.line_at(start), f"directive not understood: {statement}"
+                )
             return
         guard = None
         match = _GUARD.match(statement)
@@ -365,14 +371,21 @@ class _Body:
             self._branches.append((len(self.instructions), tuple(self._scopes)))
         self.instructions.append(
             Instruction(
-                name, tuple(modifiers), operands, guard, self.line_at(start), self._source
+                name,
+                tuple(modifiers),
+                operands,
+                guard,
+                self.line_at(start),
+                self._source,
             )
         )
 
     def _declare(self, statement: str, start: int) -> None:
         match = re.match(r"\.reg\s+\.([a-z]+)(\d*)\s+(.*)", statement, re.S)
         if match is None:
-            raise PtxError(self.line_at(start), f"declaration not understood: {statement}")
+            raise PtxError(
+                self.line_at(start), f"declaration not understood: {statement}"
+            )
         kind = "pred" if match[1] == "pred" else f"b{match[2]}"
         scope = self._scopes[-1]
         for piece in match[3].split(","):
@@ -382,7 +395,9 @@ class _Body:
             if family and scope.number == 0:
                 self.registers[family[1]] = kind
                 continue
-            names = [f"{family[1]}{i}" for i in range(int(family[2]))] if family else [name]
+            names = (
+                [f"{family[1]}{i}" for i in range(int(family[2]))] if family else [name]
+            )
             for declared in names:
                 scope.names[declared] = declared + suffix
                 self.registers[declared + suffix] = kind
@@ -399,7 +414,9 @@ class _Body:
     def _parse_operand(self, text: str, start: int) -> Operand:
         first = text[0]
         if first == "{":
-            return Vector(tuple(self._operand(piece, start) for piece in _split(text[1:-1])))
+            return Vector(
+                tuple(self._operand(piece, start) for piece in _split(text[1:-1]))
+            )
         if first == "[":
             return self._address(text[1:-1].strip(), start)
         if first == "!":

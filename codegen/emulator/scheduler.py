@@ -101,7 +101,11 @@ class Pending:
     def force(self) -> bool:
         """Completes one operation because nobody can go on; False when there is none."""
         queues = [queue for queue in self.products.values() if queue]
-        choice = self.rng.randrange(len(self.copies) + len(queues)) if self.outstanding else -1
+        choice = (
+            self.rng.randrange(len(self.copies) + len(queues))
+            if self.outstanding
+            else -1
+        )
         if choice < 0:
             return False
         if choice < len(self.copies):

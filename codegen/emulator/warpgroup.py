@@ -2,8 +2,8 @@
 """One warpgroup: 128 lanes, their registers, where they are, and what their instructions do.
 
 Generated code (see `lower`) calls the methods of Warpgroup with the index of the instruction first
-and the lanes that run it last. A method of a *gate*, an instruction that can hold lanes back, returns
-the lanes that pass, or None; it is asked again later.
+and the lanes that run it last. A method of a *gate*, an instruction that can hold lanes back,
+returns the lanes that pass, or None; it is asked again later.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
 
 def _warps_of(mask: Mask) -> list[int]:
-    return np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
+    """The warps, 0 to 3, that have a lane in the mask."""
+    warps: list[int] = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
+    return warps
 
 
 def _spread(per_warp: Any) -> Mask:
@@ -124,7 +126,7 @@ class Warpgroup:
         ]
         self.strands: dict[int, Mask] = {0: self.live}
         self.phase_complete: Mask = NONE
-        self._holds: dict[int, tuple[int, int, Mask]] = {}
+        self._holds: dict[int, tuple[int, int]] = {}
         self._reasons: dict[int, Callable[[], str]] = {}
         self._moves = 0
         self._block = 0
@@ -157,14 +159,12 @@ class Warpgroup:
         for place in places[first:] + places[:first]:
             mask = self.strands[place]
             block = self.program.blocks[place]
-            held = self._holds.get(place)
-            now = self.cluster.progress
-            if held is not None and held[0] == now and held[1] == self._moves:
-                if held[2] is mask:
-                    continue
+            now = (self.cluster.progress, self._moves)
+            if self._holds.get(place) == now:
+                continue  # nothing has changed since it was held back
             running = self._may_run(block, mask, turns)
             if running is None:
-                self._holds[place] = (now, self._moves, mask)
+                self._holds[place] = now
                 continue
             self._holds.pop(place, None)
             self._run(block, mask, running)
@@ -178,7 +178,9 @@ class Warpgroup:
             missing = self.live & ~mask
             if missing.any():
                 if block.aligned == ALIGNED_GROUP:
-                    self._reasons[block.index] = lambda: "the other warps of its warpgroup"
+                    self._reasons[block.index] = (
+                        lambda: "the other warps of its warpgroup"
+                    )
                     return None
                 apart = missing.reshape(WARPS, WARP).any(axis=1)
                 running = mask & ~_spread(apart)
@@ -251,8 +253,14 @@ class Warpgroup:
         lines = []
         for place in sorted(self.strands):
             instruction = self.program.instructions[self.program.blocks[place].begin]
-            warps = [self.warps[index].number for index in _warps_of(self.strands[place])]
-            names = f"warp {warps[0]}" if len(warps) == 1 else f"warps {warps[0]} to {warps[-1]}"
+            warps = [
+                self.warps[index].number for index in _warps_of(self.strands[place])
+            ]
+            names = (
+                f"warp {warps[0]}"
+                if len(warps) == 1
+                else f"warps {warps[0]} to {warps[-1]}"
+            )
             source = f" ({instruction.source})" if instruction.source else ""
             reason = self._reasons.get(place)
             lines.append(
@@ -283,8 +291,12 @@ class Warpgroup:
         """mapa: the address of the same variable in the CTA of a rank."""
         if (rank[mask] >= len(self.cluster.ctas)).any():
             self._here(index, _warps_of(mask)[0])
-            raise Fault(Kind.OUT_OF_BOUNDS, "mapa to a rank that the cluster does not have")
-        result: Lanes = (address & np.uint32(OFFSET_MASK)) | (rank << np.uint32(RANK_SHIFT))
+            raise Fault(
+                Kind.OUT_OF_BOUNDS, "mapa to a rank that the cluster does not have"
+            )
+        result: Lanes = (address & np.uint32(OFFSET_MASK)) | (
+            rank << np.uint32(RANK_SHIFT)
+        )
         return result
 
     def elect(self, index: int, mask: Mask) -> tuple[Lanes, Mask]:
@@ -307,7 +319,9 @@ class Warpgroup:
 
     def vote_ballot(self, index: int, predicate: Mask, mask: Mask) -> Lanes:
         """One bit per lane of the warp."""
-        bits = np.packbits((predicate & mask).reshape(WARPS, WARP), axis=1, bitorder="little")
+        bits = np.packbits(
+            (predicate & mask).reshape(WARPS, WARP), axis=1, bitorder="little"
+        )
         return np.repeat(bits.view(np.uint32).reshape(-1), WARP)
 
     # --- memory -------------------------------------------------------------------------------
@@ -338,7 +352,13 @@ class Warpgroup:
         return values
 
     def store_shared(
-        self, index: int, base: Lanes, offset: int, width: int, values: Sequence[Lanes], mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        values: Sequence[Lanes],
+        mask: Mask,
     ) -> None:
         """st.shared: values of `width` bytes per lane."""
         if not mask.any():
@@ -349,7 +369,13 @@ class Warpgroup:
         self._note_writes(index, addresses, width * len(values), mask, "st.shared")
 
     def store_matrix(
-        self, index: int, base: Lanes, offset: int, values: Sequence[Lanes], trans: bool, mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        values: Sequence[Lanes],
+        trans: bool,
+        mask: Mask,
     ) -> None:
         """stmatrix by whole warps."""
         if not mask.any():
@@ -381,7 +407,13 @@ class Warpgroup:
         return self.machine.memory.load_vector(addresses, width, count, mask)
 
     def store_global(
-        self, index: int, base: Lanes, offset: int, width: int, values: Sequence[Lanes], mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        values: Sequence[Lanes],
+        mask: Mask,
     ) -> None:
         """st.global: values of `width` bytes per lane."""
         if not mask.any():
@@ -408,10 +440,15 @@ class Warpgroup:
             cta, place = self.cluster.locate(int(base[lane]) + offset)
             cta.shared.check_region(place, 8, 8)
             epoch = warp.agent.epoch if warp.agent else 0
-            cta.mbarriers[place] = MBarrier(int(count[lane]), warp.serial, epoch)
+            component = self.cluster.components.loads()
+            cta.mbarriers[place] = MBarrier(
+                int(count[lane]), warp.serial, epoch, component
+            )
             self.cluster.progress += 1
 
-    def mbarrier_invalidate(self, index: int, base: Lanes, offset: int, mask: Mask) -> None:
+    def mbarrier_invalidate(
+        self, index: int, base: Lanes, offset: int, mask: Mask
+    ) -> None:
         """mbarrier.inval by each lane."""
         for lane in np.flatnonzero(mask).tolist():
             self._here(index, lane // WARP)
@@ -419,17 +456,31 @@ class Warpgroup:
             cta, place = self.cluster.locate(int(base[lane]) + offset)
             del cta.mbarriers[place]
 
-    def _mbarrier(self, address: int, warp: Warp) -> MBarrier:
+    def _mbarrier(self, address: int, warp: Warp, *, copies: bool = False) -> MBarrier:
+        """The mbarrier at an address that a warp, or a copy that it issues, uses."""
         barrier = self.cluster.mbarrier(address)
-        agent = warp.agent
-        if agent and not agent.knows_initialisation(barrier.initialiser, barrier.initialised):
-            self.machine.report(
-                Kind.BARRIER, "an mbarrier whose initialisation need not be visible to this warp yet"
+        if warp.agent is not None:
+            known = (
+                warp.agent.copies_know_initialisation
+                if copies
+                else warp.agent.knows_initialisation
             )
+            if not known(barrier.initialiser, barrier.initialised):
+                who = "the copy" if copies else "this warp"
+                self.machine.report(
+                    Kind.BARRIER,
+                    f"an mbarrier whose initialisation need not be visible to {who} yet",
+                )
         return barrier
 
     def mbarrier_arrive(
-        self, index: int, base: Lanes, offset: int, count: Any, transactions: Any, mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        count: Any,
+        transactions: Any,
+        mask: Mask,
     ) -> None:
         """mbarrier.arrive, .arrive.expect_tx and .expect_tx by each lane.
 
@@ -447,13 +498,23 @@ class Warpgroup:
             self._here(index, warp)
             barrier = self._mbarrier(int(base[lane]) + offset, self.warps[warp])
             arrivals = count if isinstance(count, int) else int(count[lane])
-            expected = transactions if isinstance(transactions, int) else int(transactions[lane])
+            expected = (
+                transactions
+                if isinstance(transactions, int)
+                else int(transactions[lane])
+            )
             # An expect_tx alone releases nothing: it only moves the count.
             barrier.arrive(arrivals, expected, clocks[warp] if arrivals else None)
         self.cluster.progress += 1
 
     def mbarrier_wait(
-        self, index: int, base: Lanes, offset: int, parity: Lanes, polls: bool, mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        parity: Lanes,
+        polls: bool,
+        mask: Mask,
     ) -> Mask | None:
         """Gate of try_wait and test_wait with a parity; the result is `phase_complete`.
 
@@ -463,10 +524,15 @@ class Warpgroup:
         first = int(mask.argmax())
         same = (base == base[first]) & (parity == parity[first])
         if not (mask & ~same).any():
-            return self._wait_together(index, int(base[first]) + offset, int(parity[first]), polls, mask)
+            return self._wait_together(
+                index, int(base[first]) + offset, int(parity[first]), polls, mask
+            )
         result = np.zeros(LANES, np.bool_)
         passed = np.zeros(LANES, np.bool_)
-        pairs = {(int(base[lane]), int(parity[lane])) for lane in np.flatnonzero(mask).tolist()}
+        pairs = {
+            (int(base[lane]), int(parity[lane]))
+            for lane in np.flatnonzero(mask).tolist()
+        }
         for address, phase in sorted(pairs):
             lanes = mask & (base == address) & (parity == phase)
             part = self._wait_together(index, address + offset, phase, polls, lanes)
@@ -571,10 +637,14 @@ class Warpgroup:
             warp = self.warps[number]
             self._here(index, number)
             if warp.cluster_ticket is not None:
-                raise Fault(Kind.BARRIER, "warp arrives at the cluster barrier without waiting")
+                raise Fault(
+                    Kind.BARRIER, "warp arrives at the cluster barrier without waiting"
+                )
             clock = None
             if warp.agent:
-                clock = warp.agent.release_published() if relaxed else warp.agent.release()
+                clock = (
+                    warp.agent.release_published() if relaxed else warp.agent.release()
+                )
             warp.cluster_ticket = self.cluster.barrier.arrive(warp.serial, clock)
             self.cluster.progress += 1
 
@@ -586,7 +656,9 @@ class Warpgroup:
             warp = self.warps[number]
             self._here(index, number)
             if warp.cluster_ticket is None:
-                raise Fault(Kind.BARRIER, "warp waits at the cluster barrier without arriving")
+                raise Fault(
+                    Kind.BARRIER, "warp waits at the cluster barrier without arriving"
+                )
             if barrier.generation > warp.cluster_ticket:
                 warp.cluster_ticket = None
                 if warp.agent:
@@ -663,34 +735,49 @@ class Warpgroup:
             warp = self.warps[lane // WARP]
             self._here(index, lane // WARP)
             cta, place = self.cluster.locate(int(base[lane]) + offset)
-            owner, barrier_place = self.cluster.locate(int(barrier_base[lane]) + barrier_offset)
+            owner, barrier_place = self.cluster.locate(
+                int(barrier_base[lane]) + barrier_offset
+            )
             tensor_map = self.machine.tensor_map(int(described[lane]))
             where = [int(axis[lane]) for axis in coordinates]
             if targets is None:
                 receivers = [(cta, owner)]
             else:
                 ranks = self._ranks(int(targets[lane]))
-                receivers = [(self.cluster.ctas[rank], self.cluster.ctas[rank]) for rank in ranks]
+                receivers = [
+                    (self.cluster.ctas[rank], self.cluster.ctas[rank]) for rank in ranks
+                ]
             for _, signalled in receivers:
-                self._mbarrier(signalled.rank << RANK_SHIFT | barrier_place, warp)
-            operation = self._issue_copy(warp)
+                self._mbarrier(
+                    signalled.rank << RANK_SHIFT | barrier_place, warp, copies=True
+                )
+            barrier = self.cluster.mbarrier(owner.rank << RANK_SHIFT | barrier_place)
+            operation = self._issue_copy(warp, barrier.component)
             self.machine.count("tensor loads", 1)
             self.cluster.pending.load(
                 self._load_work(
-                    index, lane // WARP, tensor_map, where, place, barrier_place, receivers, operation
+                    index,
+                    lane // WARP,
+                    tensor_map,
+                    where,
+                    place,
+                    barrier_place,
+                    receivers,
+                    operation,
                 )
             )
 
     def _ranks(self, bits: int) -> list[int]:
         count = len(self.cluster.ctas)
         if not bits or bits >> count:
-            raise Fault(Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}")
+            raise Fault(
+                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
+            )
         return [rank for rank in range(count) if bits >> rank & 1]
 
-    def _issue_copy(self, warp: Warp) -> Operation | None:
+    def _issue_copy(self, warp: Warp, component: int) -> Operation | None:
         if warp.agent is None:
             return None
-        component = self.cluster.components.copies(warp.serial)
         return self.cluster.streams.start(component, [warp.agent], self.line)
 
     def _load_work(
@@ -713,7 +800,10 @@ class Warpgroup:
             self.machine.count("tensor load bytes", nbytes)
             for cta, signalled in receivers:
                 if cta.exited:
-                    raise Fault(Kind.OUTSTANDING, f"a TMA load into cta {cta.rank}, which exited")
+                    raise Fault(
+                        Kind.OUTSTANDING,
+                        f"a TMA load into cta {cta.rank}, which exited",
+                    )
                 if operation is not None and cta.shadow is not None:
                     cta.shadow.write(
                         slice(touched.start // 4, -(-touched.stop // 4)),
@@ -723,7 +813,9 @@ class Warpgroup:
                         operation.line,
                         "TMA load",
                     )
-                barrier = self.cluster.mbarrier(signalled.rank << RANK_SHIFT | barrier_place)
+                barrier = self.cluster.mbarrier(
+                    signalled.rank << RANK_SHIFT | barrier_place
+                )
                 barrier.complete(nbytes, operation.clock if operation else None)
             self.cluster.progress += 1
 
@@ -740,8 +832,8 @@ class Warpgroup:
     ) -> None:
         """cp.async.bulk.tensor from shared memory.
 
-        The hardware issues it once per warp, from uniform registers, even without an election: lanes
-        of a warp with the same operands are one store here.
+        The hardware issues it once per warp, from uniform registers, even without an election:
+        lanes of a warp with the same operands are one store here.
         """
         issued = set()
         for lane in np.flatnonzero(mask).tolist():
@@ -756,7 +848,9 @@ class Warpgroup:
             cta, place = self.cluster.locate(int(base[lane]) + offset)
             if cta is not self.cta:
                 raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")
-            operation = self._issue_copy(warp)
+            operation = self._issue_copy(
+                warp, self.cluster.components.stores(warp.serial)
+            )
             store = BulkStore(operation, self.line)
             warp.open_stores.append(store)
             self.machine.count("tensor stores", 1)
@@ -838,7 +932,7 @@ class Warpgroup:
         product = Product(accumulator, operation, self.line)
         self._products.append(product)
         accumulate = bool(scale_d[0])
-        if not mma.a_registers and (a != a[0]).any() or (b != b[0]).any():
+        if (not mma.a_registers and (a != a[0]).any()) or (b != b[0]).any():
             raise Fault(Kind.WGMMA, "a matrix descriptor that differs between lanes")
         first = a if mma.a_registers else int(a[0])
         work = self._product_work(index, mma, first, int(b[0]), accumulate, product)
@@ -850,14 +944,19 @@ class Warpgroup:
         fenced, registers = self._fenced, self.registers
         accumulator = self._accumulators.get(mma.accumulators)
         touched = mma.a_registers if accumulator else mma.a_registers + mma.accumulators
-        if fenced is None or any(registers[slot] is not fenced[slot] for slot in touched):
+        if fenced is None or any(
+            registers[slot] is not fenced[slot] for slot in touched
+        ):
             self.machine.report(
-                Kind.WGMMA, "registers of the product were written after the last wgmma.fence"
+                Kind.WGMMA,
+                "registers of the product were written after the last wgmma.fence",
             )
         if accumulator is None:
             busy = {slot for other in self._accumulators for slot in other}
             if not busy.isdisjoint(mma.accumulators):
-                raise Fault(Kind.WGMMA, "accumulators overlap those of a product in flight")
+                raise Fault(
+                    Kind.WGMMA, "accumulators overlap those of a product in flight"
+                )
             accumulator = Accumulator(mma.accumulators)
             accumulator.matrix = [registers[slot] for slot in mma.accumulators]
             for slot in mma.accumulators:
@@ -873,16 +972,24 @@ class Warpgroup:
 
         def complete() -> None:
             self._here(index, 0)
-            if any(self.registers[s] is not h for s, h in zip(mma.a_registers, held, strict=True)):
+            if any(
+                self.registers[s] is not h
+                for s, h in zip(mma.a_registers, held, strict=True)
+            ):
                 self.machine.report(
-                    Kind.WGMMA, "A's registers were written while the product was in flight"
+                    Kind.WGMMA,
+                    "A's registers were written while the product was in flight",
                 )
             memory = self.cta.shared
             if mma.a_registers:
                 left = wgmma.fragment_a(a, mma.dtype_a)
             else:
-                left = self._operand(memory, a, wgmma.ROWS, mma.dtype_a, mma.transpose_a, mma, product)
-            right = self._operand(memory, b, mma.n, mma.dtype_b, mma.transpose_b, mma, product)
+                left = self._operand(
+                    memory, a, wgmma.ROWS, mma.dtype_a, mma.transpose_a, mma, product
+                )
+            right = self._operand(
+                memory, b, mma.n, mma.dtype_b, mma.transpose_b, mma, product
+            )
             result = wgmma.product(
                 left,
                 right,
@@ -918,8 +1025,12 @@ class Warpgroup:
             size = numerics.ELEMENT_SIZE[dtype]
             words = wgmma.shared_words(descriptor, rows, mma.k, size, transposed)
             if 4 * int(words[-1]) >= memory.size:
-                raise Fault(Kind.OUT_OF_BOUNDS, "a matrix that reaches beyond shared memory")
-            shadow.read(words, operation.component, operation.epoch, operation.clock, "wgmma")
+                raise Fault(
+                    Kind.OUT_OF_BOUNDS, "a matrix that reaches beyond shared memory"
+                )
+            shadow.read(
+                words, operation.component, operation.epoch, operation.clock, "wgmma"
+            )
         return wgmma.gather(memory, descriptor, rows, mma.k, dtype, transposed)
 
     def wgmma_commit(self, index: int, mask: Mask) -> None:
@@ -947,14 +1058,21 @@ class Warpgroup:
     def _retire(self, groups: list[list[Product]]) -> None:
         """Gives accumulators of complete products back to the registers."""
         kept = self._product_groups[len(groups) :]
-        running = {id(p.accumulator) for group in [*kept, self._products] for p in group}
+        running = {
+            id(p.accumulator) for group in [*kept, self._products] for p in group
+        }
         for group in groups:
             for product in group:
                 accumulator = product.accumulator
-                if id(accumulator) in running or accumulator.slots not in self._accumulators:
+                if (
+                    id(accumulator) in running
+                    or accumulator.slots not in self._accumulators
+                ):
                     continue
                 del self._accumulators[accumulator.slots]
-                values = wgmma.accumulator_registers(np.ascontiguousarray(accumulator.matrix))
+                values = wgmma.accumulator_registers(
+                    np.ascontiguousarray(accumulator.matrix)
+                )
                 for slot, value in zip(accumulator.slots, values, strict=True):
                     self.registers[slot] = value.view(np.float32)
         for group in groups:
