@@ -3,10 +3,10 @@
 
     python -m tests.hardware.micro.capture OUT.npz [--only GROUP]
 
-Each group of kernels runs in a process of its own with a time limit, since a kernel that hangs takes
-its process along. OUT.npz holds `NAME.output`, and where there is a tensor `NAME.map` and, if the
-kernel wrote to it, `NAME.tensor`; `device` and `driver` say what answered. The exit status is 1 when
-any group failed; nothing is written then.
+Each group of kernels runs in a process of its own with a time limit, since a kernel that hangs
+takes its process along. OUT.npz holds `NAME.output` and `NAME.digest`, where there is a tensor also
+`NAME.map`, and `NAME.tensor` if the kernel wrote to it; `device` and `driver` say what answered.
+When a kernel fails, what the others answered is kept and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -22,10 +22,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .driver import Device, DriverError
 from .kernels import GROUPS, Micro
 
 TIMEOUT = 60.0  # [s] for a group; they take one to three
+MODULE = "tests.hardware.micro.capture"
 ROOT = Path(__file__).resolve().parents[3]
+
+Arrays = dict[str, NDArray[Any]]
 
 
 def digest(micro: Micro) -> str:
@@ -41,77 +45,79 @@ def digest(micro: Micro) -> str:
     return state.hexdigest()[:16]
 
 
-def run_group(name: str) -> dict[str, NDArray[Any]]:
-    """In this process, on this machine's GPU."""
-    from .driver import Device
-
-    device = Device()
-    results: dict[str, NDArray[Any]] = {
-        "device": np.array(device.name()),
-        "driver": np.array(device.version()),
-    }
-    for micro in GROUPS[name]():
-        print(micro.name, flush=True)  # the last line names the one that failed
-        answer = device.run(micro)
-        results[f"{micro.name}.digest"] = np.array(digest(micro))
-        results.update({f"{micro.name}.{key}": value for key, value in answer.items()})
-    return results
-
-
-def _run_apart(name: str, folder: Path) -> dict[str, NDArray[Any]] | None:
-    """In a process of its own; None, and the reason on standard error, when it failed."""
-    part = folder / f"{name}.npz"
-    command = [sys.executable, "-m", __spec__.name, str(part), "--worker", name]
+def run_group(name: str, part: Path) -> int:
+    """In this process, on this machine's GPU; what came before a failure is kept."""
+    results: Arrays = {}
     try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT,
-            check=False,
-        )
-        reason = f"exit status {done.returncode}\n{done.stderr[-2000:]}"
-        output = done.stdout
-    except subprocess.TimeoutExpired as expired:
-        reason = f"no answer in {TIMEOUT:.0f} s"
-        output = (expired.stdout or b"").decode()
+        device = Device()
+        results["device"] = np.array(device.name())
+        results["driver"] = np.array(device.version())
+        for micro in GROUPS[name]():
+            print(micro.name, flush=True)  # the last line names the one that failed
+            answer = device.run(micro)
+            results[f"{micro.name}.digest"] = np.array(digest(micro))
+            results.update(
+                {f"{micro.name}.{key}": value for key, value in answer.items()}
+            )
+    except DriverError as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        np.savez(part, **results)  # type: ignore[arg-type]
+    return 0
+
+
+def run_apart(name: str, folder: Path) -> tuple[bool, Arrays]:
+    """A group in a process of its own: whether all of it ran, and what it answered."""
+    part = folder / f"{name}.npz"
+    command = [sys.executable, "-m", MODULE, str(part), "--worker", name]
+    with (folder / "stdout").open("w+") as out, (folder / "stderr").open("w+") as err:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=err)
+        try:
+            problem = (
+                f"exit status {status}" if (status := process.wait(TIMEOUT)) else ""
+            )
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            problem = f"no answer in {TIMEOUT:.0f} s"
+    if problem:
+        started = (folder / "stdout").read_text().split()
+        place = started[-1] if started else "the start"
+        reason = (folder / "stderr").read_text()[-2000:].strip()
+        print(f"{name} failed at {place}: {problem}: {reason}", file=sys.stderr)
+    results: Arrays = {}
     if part.exists():
         with np.load(part) as saved:
-            print(f"{name}: {len(saved.files)} arrays")
-            return dict(saved)
-    lines = output.split()
-    print(
-        f"{name} failed at {lines[-1] if lines else 'its start'}: {reason}",
-        file=sys.stderr,
-    )
-    return None
+            results = dict(saved)
+    print(f"{name}: {len(results)} arrays")
+    return not problem, results
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, prog="capture")
+    parser = argparse.ArgumentParser(
+        prog="capture", description="See the module's text."
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--only", choices=GROUPS, action="append")
     parser.add_argument("--worker", choices=GROUPS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        results = run_group(arguments.worker)
-        np.savez(arguments.out, **results)  # type: ignore[arg-type]
-        return 0
-    everything: dict[str, NDArray[Any]] = {}
-    failed = False
+        return run_group(arguments.worker, arguments.out)
+    everything: Arrays = {}
+    complete = True
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.only or GROUPS:
-            part = _run_apart(name, Path(folder))
-            failed = failed or part is None
-            everything.update(part or {})
-    if failed:
-        return 1
+            good, results = run_apart(name, Path(folder))
+            complete = complete and good
+            everything.update(results)
+    if "device" not in everything:
+        return 1  # nothing ran
     np.savez_compressed(arguments.out, **everything)  # type: ignore[arg-type]
     print(
         f"{arguments.out}: {arguments.out.stat().st_size} bytes from {everything['device']}"
     )
-    return 0
+    return 0 if complete else 1
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ seeds, so that only what the device answered needs keeping. The same text runs i
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -768,8 +769,9 @@ def _wgmma(
     """
     size = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}[dtype]
     k = 32 // size
-    operands = encode(values(WGMMA_SMEM // size, n), dtype)
-    registers = encode(values(64 * k, n + 1), dtype)
+    seed = zlib.crc32(name.encode())
+    operands = encode(values(WGMMA_SMEM // size, seed), dtype)
+    registers = encode(values(64 * k, seed + 1), dtype)
     words = [
         WGMMA_SMEM,
         WGMMA_SMEM + 4 * 4 * THREADS,
