@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""mbarriers, named barriers and the cluster barrier: who arrived and what that releases.
+
+Each barrier carries the clock (see `checks`) of everybody who arrived; who passes it acquires that.
+Misuse raises Fault: there is no right way to go on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .checks import Clock, join
+from .report import Fault, Kind
+
+LARGEST_COUNT = (1 << 20) - 1
+"""Of pending arrivals, and of transactions in either direction."""
+
+
+@dataclass
+class MBarrier:
+    """An mbarrier object in shared memory."""
+
+    count: int
+    initialiser: int
+    """Clock component of the warp that initialised it."""
+    initialised: int
+    """Its epoch then."""
+    component: int
+    """Clock component of the loads that complete here."""
+    pending: int = 0
+    transactions: int = 0
+    """[bytes expected and not yet complete; negative while completions run ahead]"""
+    phase: int = 0
+    """Parity of the phase that is not complete yet."""
+    clock: Clock | None = None
+    released: Clock | None = None
+    """What a waiter acquires: the clock when the last phase completed."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.count <= LARGEST_COUNT:
+            raise Fault(
+                Kind.BARRIER, f"mbarrier initialised with a count of {self.count}"
+            )
+        self.pending = self.count
+
+    def arrive(self, count: int, transactions: int, clock: Clock | None) -> None:
+        """Expects `transactions` more bytes, then arrives `count` times."""
+        self.transactions += transactions
+        self.pending -= count
+        if self.pending < 0:
+            raise Fault(
+                Kind.BARRIER,
+                f"mbarrier over-arrived: {-self.pending} arrivals more than its count of "
+                f"{self.count} in one phase",
+            )
+        self._update(clock)
+
+    def complete(self, nbytes: int, clock: Clock | None) -> None:
+        """`nbytes` of an asynchronous copy have arrived."""
+        self.transactions -= nbytes
+        self._update(clock)
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity is complete."""
+        return self.phase != parity
+
+    def _update(self, clock: Clock | None) -> None:
+        if abs(self.transactions) > LARGEST_COUNT:
+            raise Fault(
+                Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes"
+            )
+        self.clock = join(self.clock, clock)
+        if self.pending == 0 and self.transactions == 0:
+            self.phase ^= 1
+            self.pending = self.count
+            self.released = self.clock
+
+
+@dataclass
+class NamedBarrier:
+    """A barrier of `bar` and `barrier`: warps arrive whole, a warp may arrive more than once."""
+
+    number: int
+    expected: int = 0
+    """[threads]"""
+    generation: int = 0
+    """How often it completed."""
+    arrived: int = 0
+    """[threads] of this generation."""
+    clock: Clock | None = None
+    released: Clock | None = None
+
+    def arrive(self, threads: int, clock: Clock | None) -> int:
+        """One warp arrives at a barrier of `threads`; returns the generation it belongs to."""
+        if threads <= 0 or threads % 32:
+            raise Fault(Kind.BARRIER, f"barrier {self.number} of {threads} threads")
+        if not self.arrived:
+            self.expected = threads
+        elif self.expected != threads:
+            raise Fault(
+                Kind.BARRIER,
+                f"barrier {self.number} of {self.expected} threads met one of {threads}",
+            )
+        self.arrived += 32
+        self.clock = join(self.clock, clock)
+        generation = self.generation
+        if self.arrived == self.expected:
+            self.generation += 1
+            self.arrived = 0
+            self.released, self.clock = self.clock, None
+        return generation
+
+
+@dataclass
+class ClusterBarrier:
+    """The barrier of all warps of a cluster; warps that exited count as arrived."""
+
+    warps: int
+    generation: int = 0
+    arrived: set[int] = field(default_factory=set)
+    exited: set[int] = field(default_factory=set)
+    clock: Clock | None = None
+    released: Clock | None = None
+
+    def arrive(self, warp: int, clock: Clock | None) -> int:
+        """One warp arrives; returns the generation that it belongs to."""
+        if warp in self.arrived:
+            raise Fault(
+                Kind.BARRIER,
+                "warp arrives twice at the cluster barrier before it opens",
+            )
+        self.arrived.add(warp)
+        self.clock = join(self.clock, clock)
+        generation = self.generation
+        self._update()
+        return generation
+
+    def exit(self, warp: int) -> None:
+        """One warp will never come again."""
+        self.exited.add(warp)
+        if self.arrived:
+            self._update()
+
+    def _update(self) -> None:
+        if len(self.arrived | self.exited) == self.warps:
+            self.generation += 1
+            self.arrived.clear()
+            self.released, self.clock = self.clock, None

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a launch: clusters one after another, the CTAs of a cluster together."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .barriers import ClusterBarrier, MBarrier, NamedBarrier
+from .checks import Agent, Components, Shadow, Streams
+from .lower import LANES, PARAM_WINDOW, WARP, WARPS, Block, Program, lower
+from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
+from .ptx import Module
+from .report import Event, Fault, Finding, Kind, Report
+from .scheduler import Pending, Schedule, Turns
+from .tma import MAP_BYTES, TensorMap, TensorMapError
+from .warpgroup import OFFSET_MASK, RANK_SHIFT, Warp, Warpgroup
+from .wgmma import DescriptorError
+
+if TYPE_CHECKING:
+    from .launch import Launch
+
+REGISTER_FILE = 65536  # [registers of an SM]
+LARGEST_ALLOCATION = 255  # [registers of a thread], before setmaxnreg
+MAX_STEPS = 200_000_000
+"""[warp instructions] after which a run that still goes on is called a livelock."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run found and how much it did."""
+
+    findings: tuple[Finding, ...]
+    steps: int
+    """[warp instructions]"""
+    statistics: Mapping[str, int] = field(default_factory=dict)
+
+
+def run(
+    module: Module | Program,
+    launch: Launch,
+    memory: GlobalMemory,
+    *,
+    schedule: Schedule | None = None,
+    checks: bool = True,
+    timeline: list[Event] | None = None,
+    max_steps: int = MAX_STEPS,
+) -> RunResult:
+    """Executes a launch; its results are in `memory` afterwards.
+
+    A Program (see `lower.lower`) may be run many times; from a Module one is made. Stops at the
+    first finding after which there is nothing sensible to execute. `timeline` receives what the
+    warps of the first cluster's first CTA did. Raises UnsupportedInstruction.
+    """
+    program = module if isinstance(module, Program) else lower(module)
+    machine = Machine(
+        program, launch, memory, schedule or Schedule(), checks, timeline, max_steps
+    )
+    machine.run()
+    return RunResult(tuple(machine.findings), machine.steps, dict(machine.statistics))
+
+
+class Machine:
+    """One run's state beyond its clusters."""
+
+    def __init__(
+        self,
+        program: Program,
+        launch: Launch,
+        memory: GlobalMemory,
+        schedule: Schedule,
+        checks: bool,
+        timeline: list[Event] | None,
+        max_steps: int,
+    ) -> None:
+        self.program = program
+        self.launch = launch
+        self.memory = memory
+        self.schedule = schedule
+        self.checks = checks
+        self.timeline = timeline
+        self.max_steps = max_steps
+        self.rng = random.Random(schedule.seed)
+        self.findings = Report()
+        self.statistics: Counter[str] = Counter()
+        self.steps = 0
+        self.index = 0
+        """The instruction that runs, for findings."""
+        self.actor = (0, 0)
+        """(cta, warp) that runs it."""
+        threads = int(np.prod(launch.block))
+        allocation = REGISTER_FILE // threads // 8 * 8 if threads else 0
+        self.initial_registers = min(LARGEST_ALLOCATION, allocation)
+        self._params: dict[tuple[int, str], NDArray[Any]] = {}
+        self._maps: dict[int, TensorMap] = {}
+
+    def run(self) -> None:
+        """Runs every cluster, until a finding stops it."""
+        problem = self._refusal()
+        if problem:
+            self.findings.add(Kind.UNSUPPORTED, problem)
+            return
+        grid, size = self.launch.grid, self.launch.cluster
+        with np.errstate(all="ignore"):
+            for z in range(0, grid[2], size[2]):
+                for y in range(0, grid[1], size[1]):
+                    for x in range(0, grid[0], size[0]):
+                        if not self._run_cluster((x, y, z)):
+                            return
+
+    def _refusal(self) -> str:
+        """Why the device would not launch this; empty when it would."""
+        launch, module = self.launch, self.program.module
+        if any(
+            extent % size
+            for extent, size in zip(launch.grid, launch.cluster, strict=True)
+        ):
+            return f"grid {launch.grid} is not a multiple of cluster {launch.cluster}"
+        total = self.program.static_shared_bytes - RESERVED + launch.smem_bytes
+        if total > SHARED_LIMIT:
+            return f"{total} bytes of shared memory, more than {SHARED_LIMIT}"
+        if module.required_threads not in (None, tuple(launch.block)):
+            return f"block {launch.block} where the kernel requires {module.required_threads}"
+        if len(launch.params) != module.param_bytes:
+            return f"{len(launch.params)} bytes of parameters, not {module.param_bytes}"
+        return ""
+
+    def _run_cluster(self, first: tuple[int, int, int]) -> bool:
+        cluster = Cluster(self, first)
+        try:
+            cluster.run()
+        except Fault as fault:
+            self.report(fault.kind, fault.message)
+        except MemoryFault as memory_fault:
+            kind = (
+                Kind.MISALIGNED
+                if "multiple" in memory_fault.reason
+                else Kind.OUT_OF_BOUNDS
+            )
+            self.report(kind, str(memory_fault))
+        except TensorMapError as error:
+            self.report(Kind.TMA, str(error))
+        except DescriptorError as error:
+            self.report(Kind.WGMMA, str(error))
+        else:
+            return True
+        return False
+
+    def report(self, kind: Kind, message: str) -> None:
+        """Adds a finding about the instruction that runs."""
+        instruction = self.program.instructions[self.index]
+        cta, warp = self.actor
+        where = f"cta {cta} warp {warp}"
+        if instruction.source:
+            where += f", {instruction.source}"
+        self.findings.add(
+            kind, f"{instruction.name}: {message}", line=instruction.line, where=where
+        )
+
+    def count(self, what: str, amount: int) -> None:
+        """Adds to a statistic."""
+        self.statistics[what] += amount
+
+    def param(self, offset: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """128 lanes of a parameter's value."""
+        key = (offset, dtype.str)
+        lanes = self._params.get(key)
+        if lanes is None:
+            raw = self.launch.params[offset : offset + dtype.itemsize]
+            lanes = self._params[key] = np.full(
+                LANES, np.frombuffer(raw, dtype)[0], dtype
+            )
+        return lanes
+
+    def tensor_map(self, address: int) -> TensorMap:
+        """The tensor map at a generic address, in the parameters or in global memory."""
+        known = self._maps.get(address)
+        if known is None:
+            offset = address - PARAM_WINDOW
+            if 0 <= offset <= len(self.launch.params) - MAP_BYTES:
+                raw = self.launch.params[offset : offset + MAP_BYTES]
+            else:
+                buffer, start = self.memory.find(address, MAP_BYTES)
+                raw = buffer.bytes[start : start + MAP_BYTES].tobytes()
+            known = self._maps[address] = TensorMap.decode(raw)
+        return known
+
+
+class Cta:
+    """One CTA: its shared memory and the barriers in it."""
+
+    def __init__(
+        self, cluster: Cluster, rank: int, index: tuple[int, int, int]
+    ) -> None:
+        launch = cluster.machine.launch
+        program = cluster.machine.program
+        self.cluster = cluster
+        self.rank = rank
+        self.index = index
+        self.block = launch.block
+        self.threads = int(np.prod(launch.block))
+        self.groups_per_cta = -(-self.threads // LANES)
+        size = program.static_shared_bytes + launch.smem_bytes
+        self.shared = SharedMemory(size)
+        self.shadow: Shadow | None = None
+        if cluster.machine.checks:
+            self.shadow = Shadow(size, cluster.components, cluster.machine.report)
+        self.mbarriers: dict[int, MBarrier] = {}
+        self.named: dict[int, NamedBarrier] = {}
+        warps = -(-self.threads // WARP)
+        self.free_registers = (
+            REGISTER_FILE - cluster.machine.initial_registers * WARP * warps
+        )
+        self.warps_left = warps
+        self.groups: list[Warpgroup] = []
+
+    @property
+    def exited(self) -> bool:
+        """Whether none of its warps is left."""
+        return self.warps_left == 0
+
+    def special_registers(self, group: int) -> dict[str, NDArray[np.uint32]]:
+        """Special registers of a warpgroup's lanes, by their names without the `%`."""
+        launch = self.cluster.machine.launch
+        grid, size = launch.grid, launch.cluster
+
+        def same(value: int) -> NDArray[np.uint32]:
+            return np.full(LANES, value, np.uint32)
+
+        thread = np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * group)
+        x, y, z = self.block
+        found = {
+            "tid.x": thread % x,
+            "tid.y": thread // x % y,
+            "tid.z": thread // (x * y) % z,
+            "laneid": thread % WARP,
+            "warpid": thread // WARP,
+            "smid": same(0),
+            "cluster_ctarank": same(self.rank),
+            "cluster_nctarank": same(int(np.prod(size))),
+        }
+        for axis, name in enumerate("xyz"):
+            found[f"ntid.{name}"] = same(self.block[axis])
+            found[f"ctaid.{name}"] = same(self.index[axis])
+            found[f"nctaid.{name}"] = same(grid[axis])
+            found[f"clusterid.{name}"] = same(self.index[axis] // size[axis])
+            found[f"nclusterid.{name}"] = same(grid[axis] // size[axis])
+            found[f"cluster_ctaid.{name}"] = same(self.index[axis] % size[axis])
+            found[f"cluster_nctaid.{name}"] = same(size[axis])
+        return found
+
+
+class Cluster:
+    """The CTAs that run together."""
+
+    def __init__(self, machine: Machine, first: tuple[int, int, int]) -> None:
+        launch = machine.launch
+        self.machine = machine
+        self.progress = 0
+        """Counts everything that could let somebody else go on."""
+        self.timed = machine.timeline is not None and first == (0, 0, 0)
+        size = launch.cluster
+        threads = int(np.prod(launch.block))
+        groups = -(-threads // LANES) * int(np.prod(size))
+        self.components = Components(groups * WARPS, groups, int(np.prod(size)))
+        self.streams = Streams(self.components)
+        self.barrier = ClusterBarrier(groups * WARPS)
+        self.pending = Pending(machine.schedule, machine.rng)
+        self.ctas: list[Cta] = []
+        for z in range(size[2]):
+            for y in range(size[1]):
+                for x in range(size[0]):
+                    place = (first[0] + x, first[1] + y, first[2] + z)
+                    self.ctas.append(Cta(self, len(self.ctas), place))
+        self.groups: list[Warpgroup] = []
+        for cta in self.ctas:
+            cta.groups = [
+                Warpgroup(self, cta, number) for number in range(cta.groups_per_cta)
+            ]
+            self.groups += cta.groups
+
+    def agent(self, warp: int) -> Agent | None:
+        """What a warp knows; None when nothing is checked."""
+        return Agent(self.components, warp) if self.machine.checks else None
+
+    def run(self) -> None:
+        """Runs until every warp has exited; raises Fault."""
+        turns = Turns(self.machine.schedule.order, self.machine.rng)
+        while True:
+            live = [group for group in self.groups if group.strands]
+            if not live:
+                break
+            before = self.progress
+            ran = 0
+            for position in turns.arrange(len(live)):
+                ran += live[position].run(turns)
+            self.pending.turn()
+            if ran == 0 and self.progress == before and not self.pending.force():
+                self._deadlock(live)
+                return
+            if self.machine.steps > self.machine.max_steps:
+                self.machine.report(
+                    Kind.LIVELOCK,
+                    f"still running after {self.machine.steps} instructions",
+                )
+                return
+        self._finish()
+
+    def ran(self, group: Warpgroup, block: Block, mask: NDArray[np.bool_]) -> None:
+        """Counts a block that some lanes ran."""
+        begin = self.machine.steps
+        warps = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
+        self.machine.steps = begin + block.weight * len(warps)
+        if self.timed and group.cta.rank == 0:
+            self._time(group, block, warps, begin)
+
+    def _time(
+        self, group: Warpgroup, block: Block, warps: list[int], begin: int
+    ) -> None:
+        timeline = self.machine.timeline
+        assert timeline is not None
+        instructions = self.machine.program.instructions[block.begin : block.end]
+        if not instructions:
+            return
+        # The block is named after what is most telling in it.
+        chosen = max(
+            instructions, key=lambda instruction: _TELLING.get(instruction.opcode, 0)
+        )
+        end = self.machine.steps
+        for warp in warps:
+            number = group.warps[warp].number
+            timeline.append(
+                Event(group.cta.rank, number, chosen.name, chosen.line, begin, end)
+            )
+
+    def locate(self, address: int) -> tuple[Cta, int]:
+        """The CTA that a shared address lies in, and the offset there; raises Fault."""
+        rank = address >> RANK_SHIFT
+        if not 0 <= rank < len(self.ctas):
+            raise Fault(
+                Kind.OUT_OF_BOUNDS,
+                f"shared address {address:#x} of no CTA of the cluster",
+            )
+        return self.ctas[rank], address & OFFSET_MASK
+
+    def mbarrier(self, address: int) -> MBarrier:
+        """The mbarrier at a shared address; raises Fault when there is none that can be used."""
+        cta, place = self.locate(address)
+        barrier = cta.mbarriers.get(place)
+        if cta.exited:
+            raise Fault(
+                Kind.BARRIER, f"an mbarrier of cta {cta.rank}, which has exited"
+            )
+        if barrier is None:
+            raise Fault(Kind.BARRIER, f"no mbarrier was initialised at {place:#x}")
+        return barrier
+
+    def exit(self, group: Warpgroup, warp: Warp) -> None:
+        """A warp's last lane has left."""
+        group.cta.warps_left -= 1
+        self.barrier.exit(warp.serial)
+        for line, message in group.outstanding(warp):
+            where = f"cta {group.cta.rank} warp {warp.number}"
+            self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
+
+    def _deadlock(self, live: list[Warpgroup]) -> None:
+        lines = [line for group in live for line in group.waiting()]
+        self.machine.findings.add(
+            Kind.DEADLOCK,
+            f"nobody can go on under {self.machine.schedule}\n  " + "\n  ".join(lines),
+        )
+
+    def _finish(self) -> None:
+        if self.pending.outstanding:
+            self.machine.findings.add(
+                Kind.OUTSTANDING,
+                "a CTA exits while asynchronous operations that nobody waited for are in flight",
+            )
+        for cta in self.ctas:
+            for place, barrier in sorted(cta.mbarriers.items()):
+                if barrier.transactions:
+                    self.machine.findings.add(
+                        Kind.BARRIER,
+                        f"mbarrier {place:#x} ends with {barrier.transactions} bytes expected",
+                        where=f"cta {cta.rank}",
+                    )
+
+
+_TELLING = {
+    "wgmma": 5,
+    "cp": 4,
+    "stmatrix": 3,
+    "ex2": 2,
+    "mbarrier": 1,
+    "bar": 1,
+    "barrier": 1,
+}
+"""How much an opcode says about what a block is for, for the timeline."""

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run found: each finding once, with the PTX line it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Kind(str, Enum):
+    """What a finding is about; the value is the word that users and records see."""
+
+    DEADLOCK = "deadlock"
+    LIVELOCK = "livelock"
+    RACE = "race"
+    PROXY_FENCE = "proxy-fence"
+    READ_BEFORE_WRITE = "read-before-write"
+    OUT_OF_BOUNDS = "out-of-bounds"
+    MISALIGNED = "misaligned"
+    BARRIER = "barrier"
+    TMA = "tma"
+    WGMMA = "wgmma"
+    REGISTERS = "registers"
+    OUTSTANDING = "outstanding"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, order=True)
+class Finding:
+    """One thing that is wrong with the kernel, said once however often it happened."""
+
+    line: int
+    """[PTX line, 1-based] of the instruction that showed it; 0 when no single one did."""
+    kind: Kind
+    message: str
+    where: str = ""
+    """Who: `cta 0 warp 5`, and the source line when the PTX has `.loc`."""
+
+    def __str__(self) -> str:
+        place = f"PTX line {self.line}: " if self.line else ""
+        who = f" [{self.where}]" if self.where else ""
+        return f"{self.kind.value}: {place}{self.message}{who}"
+
+
+class Fault(Exception):
+    """A finding after which the run cannot go on: there is no value to continue with."""
+
+    def __init__(self, kind: Kind, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+
+
+@dataclass
+class Report:
+    """Collects findings. The same kind at the same line is one finding: the first seen."""
+
+    _findings: dict[tuple[Kind, int, str], Finding] = field(default_factory=dict)
+
+    def add(self, kind: Kind, message: str, *, line: int = 0, where: str = "") -> None:
+        """Adds a finding unless its kind was already seen at that line."""
+        # Without a line the message tells two findings apart.
+        key = (kind, line, "" if line else message)
+        self._findings.setdefault(key, Finding(line, kind, message, where))
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(sorted(self._findings.values()))
+
+    def __len__(self) -> int:
+        return len(self._findings)
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one warp did without interruption: one bar of the timeline."""
+
+    cta: int
+    warp: int
+    name: str
+    """The opcode that gave the stretch its name: what it waited for or computed."""
+    line: int
+    begin: int
+    """[steps of the scheduler; not time]"""
+    end: int

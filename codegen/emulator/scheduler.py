@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs next, and when asynchronous work completes: everything that a seed replays."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Order(str, Enum):
+    """How warpgroups take turns."""
+
+    ROUND_ROBIN = "round_robin"
+    RANDOM = "random"
+    """Random warpgroups, for a random number of blocks."""
+    RANDOM_WARPS = "random_warps"
+    """The same, and often one warp only: the warps of a warpgroup drift apart."""
+
+
+class Completion(str, Enum):
+    """When TMA copies and matrix products complete."""
+
+    EAGER = "eager"
+    """As soon as they are issued."""
+    LATE = "late"
+    """Only when nobody can go on without them, one at a time."""
+    RANDOM = "random"
+    LOADS_EARLY_MMAS_LATE = "loads_early_mmas_late"
+    """Loads overwrite at once what slow products may still read."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One way to run a kernel; the same schedule always gives the same run."""
+
+    seed: int = 0
+    order: Order = Order.ROUND_ROBIN
+    completion: Completion = Completion.EAGER
+
+    def __str__(self) -> str:
+        return f"order={self.order.value} completion={self.completion.value} seed={self.seed}"
+
+
+_RANDOM_COMPLETION = 0.3
+"""Chance of each pending operation, each turn, to complete under Completion.RANDOM."""
+_LONGEST_TURN = 8  # [blocks] of one warpgroup in the random orders
+_LONE_WARP = 0.5  # chance that only one warp of a strand runs
+
+
+Work = Callable[[], None]
+
+
+@dataclass
+class Pending:
+    """Asynchronous work that was issued and is not complete.
+
+    Copies complete in any order, the products of one warpgroup in theirs.
+    """
+
+    schedule: Schedule
+    rng: random.Random
+    copies: list[Work] = field(default_factory=list)
+    products: dict[int, deque[Work]] = field(default_factory=dict)
+
+    def load(self, work: Work) -> None:
+        """Issues a load into shared memory."""
+        early = (Completion.EAGER, Completion.LOADS_EARLY_MMAS_LATE)
+        if self.schedule.completion in early:
+            work()
+        else:
+            self.copies.append(work)
+
+    def store(self, work: Work) -> None:
+        """Issues a store from shared memory."""
+        if self.schedule.completion is Completion.EAGER:
+            work()
+        else:
+            self.copies.append(work)
+
+    def product(self, group: int, work: Work) -> None:
+        """Issues a matrix product of a warpgroup."""
+        if self.schedule.completion is Completion.EAGER:
+            work()
+        else:
+            self.products.setdefault(group, deque()).append(work)
+
+    def turn(self) -> None:
+        """Lets some of it complete, when the schedule says so; called once a turn."""
+        if self.schedule.completion is not Completion.RANDOM:
+            return
+        for _ in range(len(self.copies)):
+            if self.rng.random() < _RANDOM_COMPLETION:
+                self.copies.pop(self.rng.randrange(len(self.copies)))()
+        for queue in self.products.values():
+            while queue and self.rng.random() < 1 - _RANDOM_COMPLETION:
+                queue.popleft()()
+
+    def force(self) -> bool:
+        """Completes one operation because nobody can go on; False when there is none."""
+        queues = [queue for queue in self.products.values() if queue]
+        choice = (
+            self.rng.randrange(len(self.copies) + len(queues))
+            if self.outstanding
+            else -1
+        )
+        if choice < 0:
+            return False
+        if choice < len(self.copies):
+            self.copies.pop(choice)()
+        else:
+            queues[choice - len(self.copies)].popleft()()
+        return True
+
+    @property
+    def outstanding(self) -> int:
+        """How many operations are not complete."""
+        return len(self.copies) + sum(map(len, self.products.values()))
+
+
+@dataclass
+class Turns:
+    """Deals out turns: which warpgroup runs, for how many blocks, and whether one warp only."""
+
+    order: Order
+    rng: random.Random
+
+    def arrange(self, count: int) -> list[int]:
+        """The order of `count` warpgroups in one round."""
+        positions = list(range(count))
+        if self.order is not Order.ROUND_ROBIN:
+            self.rng.shuffle(positions)
+        return positions
+
+    def length(self) -> int:
+        """[blocks] of one turn; a blocked warpgroup's turn ends anyway."""
+        if self.order is Order.ROUND_ROBIN:
+            return 1 << 30
+        return self.rng.randint(1, _LONGEST_TURN)
+
+    def lone_warp(self, warps: list[int]) -> int | None:
+        """The one of these warps that runs, or None for all of them."""
+        drifts = self.order is Order.RANDOM_WARPS and len(warps) > 1
+        if drifts and self.rng.random() < _LONE_WARP:
+            return self.rng.choice(warps)
+        return None
+
+    def pick(self, count: int) -> int:
+        """The first of `count` strands to try; the others follow."""
+        return 0 if self.order is Order.ROUND_ROBIN else self.rng.randrange(count)
