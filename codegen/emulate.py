@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +34,7 @@ from .processes import Children, Ending, Event, Worker, of_kind, run_worker
 RUNG = "emulated"
 RUNGS_ABOVE = ()  # hardware's word stands without the model's
 DEFAULT_TIMEOUT = 900.0  # [s] for one kernel; all cases and schedules take about 30
+_WHO = re.compile(r" \[[^\]]*\]$")  # at the end of the emulator's findings
 HOST = "launch"  # of a kernel, before its first case
 
 
@@ -218,17 +220,24 @@ def judge(
 
 
 def _findings(runs: Sequence[Event]) -> tuple[list[Finding], dict[str, str]]:
-    """Each finding of a case once, with the schedules that showed it; and how to replay a case."""
-    shown: dict[tuple[str, str], list[str]] = {}
-    replays: dict[str, str] = {}
+    """Each finding once, at the first run that showed it; and how to replay that case.
+
+    Runs that differ only in the warp that was first to show it showed the same.
+    """
+    shown: dict[str, list[tuple[str, Event]]] = {}
     for event in runs:
         for text in event["findings"]:
-            shown.setdefault((event["case"], text), []).append(event["schedule"])
-            replays.setdefault(event["case"], _replay_options(event))
-    findings = [
-        Finding(case, f"{text} (schedule {', '.join(schedules)})")
-        for (case, text), schedules in shown.items()
-    ]
+            shown.setdefault(_WHO.sub("", text), []).append((text, event))
+    findings, replays = [], {}
+    for occurrences in shown.values():
+        text, first = occurrences[0]
+        replays.setdefault(first["case"], _replay_options(first))
+        counts = ", ".join(
+            f"{len({event[what] for _, event in occurrences})} of "
+            f"{len({event[what] for event in runs})} {what}s"
+            for what in ("case", "schedule")
+        )
+        findings.append(Finding(first["case"], f"{text} (in {counts})"))
     return findings, replays
 
 

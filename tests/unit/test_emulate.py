@@ -89,18 +89,23 @@ def test_a_kernel_that_held_earns_the_rung() -> None:
     }
 
 
-def test_a_finding_is_told_once_with_all_its_schedules() -> None:
+def test_a_finding_is_told_once_with_how_often_it_was_seen() -> None:
     outcome = verdict(
         [
             KERNEL,
-            ran("a", "eager", "race"),
+            ran("a", "eager", "race [cta 0 warp 4]"),
             ran("a", "late"),
-            ran("a", "random-0", "race"),
+            ran("a", "random-0", "race [cta 1 warp 4]"),
+            ran("b", "eager", "NaN"),
+            ran("b", "late", "race [cta 0 warp 4]"),
             END,
         ]
     )
     assert outcome.result is None
-    assert outcome.findings == (Finding("a", "race (schedule eager, random-0)"),)
+    assert outcome.findings == (
+        Finding("a", "race [cta 0 warp 4] (in 2 of 2 cases, 3 of 3 schedules)"),
+        Finding("b", "NaN (in 1 of 2 cases, 1 of 3 schedules)"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -229,11 +234,12 @@ def test_a_failure_says_how_to_see_it_again() -> None:
     outcome = verdict(
         [KERNEL, ran("a", "late-5", "race", "NaN"), ran("b", "eager", "deadlock"), END]
     )
+    seen = "(in 1 of 2 cases, 1 of 2 schedules)"
     assert emulate.failures([verdict(GOOD), outcome]).splitlines() == [
-        "generated/x.py: a: race (schedule late-5)",
-        "generated/x.py: a: NaN (schedule late-5)",
+        f"generated/x.py: a: race {seen}",
+        f"generated/x.py: a: NaN {seen}",
         "  replay: fmha-gen emulate generated/x.py --case a --completion late --seed 5",
-        "generated/x.py: b: deadlock (schedule eager)",
+        f"generated/x.py: b: deadlock {seen}",
         "  replay: fmha-gen emulate generated/x.py --case b --completion eager",
     ]
     killed = verdict([KERNEL, started("c", "random-9")], Ending(None, "", 9))
