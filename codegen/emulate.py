@@ -50,7 +50,7 @@ class Outcome:
     worst: Mapping[str, Any] | None
     lse_worst: Mapping[str, Any] | None
     findings: tuple[Finding, ...]
-    replays: Mapping[str, str]  # case of a finding -> options that show it again
+    replays: Mapping[Finding, str]  # the options that show it again
     result: Mapping[str, Any] | None
 
     @property
@@ -167,17 +167,16 @@ def judge(
         names = ", ".join(event["names"])
         raise CheckFailed(f"{kernel}: no case {choice.case}; there are {names}")
     runs, ended = of_kind(found, "run"), of_kind(found, "end")
-    findings, replays = _findings(runs)
+    replays = _findings(runs)
     refused = of_kind(found, "refused")
-    findings += [Finding(HOST, event["message"]) for event in refused]
+    replays |= {Finding(HOST, event["message"]): "" for event in refused}
     if not refused and (ending.problem or not ended):
-        started = of_kind(found, "start")
-        place = HOST
-        if started:
-            place = started[-1]["case"]
-            replays.setdefault(place, _replay_options(started[-1]))
         text = ending.problem or "stopped before its last case"
-        findings.append(Finding(place, text))
+        if started := of_kind(found, "start"):
+            last = started[-1]
+            replays[Finding(last["case"], text)] = _replay_options(last)
+        else:
+            replays[Finding(HOST, text)] = ""
 
     compared = [event for event in runs if not math.isnan(event["ratio"])]
     worst = max(compared, key=lambda event: float(event["ratio"]), default=None)
@@ -194,11 +193,11 @@ def judge(
         worst=worst and rounded(worst, "case", "error", "reference_error", "ratio"),
         lse_worst=lse_worst
         and rounded(lse_worst, "case", "lse_absolute", "lse_of_tolerance"),
-        findings=tuple(findings),
+        findings=tuple(replays),
         replays=replays,
         result=None,
     )
-    if findings or not choice.recorded:
+    if replays or not choice.recorded:
         return outcome
     (about,) = of_kind(found, "kernel")
     result = {
@@ -219,8 +218,8 @@ def judge(
     return replace(outcome, result=result)
 
 
-def _findings(runs: Sequence[Event]) -> tuple[list[Finding], dict[str, str]]:
-    """Each finding once, at the first run that showed it; and how to replay that case.
+def _findings(runs: Sequence[Event]) -> dict[Finding, str]:
+    """Each finding once, at the first run that showed it, with the options that replay it.
 
     Runs that differ only in the warp that was first to show it showed the same.
     """
@@ -228,17 +227,17 @@ def _findings(runs: Sequence[Event]) -> tuple[list[Finding], dict[str, str]]:
     for event in runs:
         for text in event["findings"]:
             shown.setdefault(_WHO.sub("", text), []).append((text, event))
-    findings, replays = [], {}
+    replays: dict[Finding, str] = {}
     for occurrences in shown.values():
         text, first = occurrences[0]
-        replays.setdefault(first["case"], _replay_options(first))
         counts = ", ".join(
             f"{len({event[what] for _, event in occurrences})} of "
             f"{len({event[what] for event in runs})} {what}s"
             for what in ("case", "schedule")
         )
-        findings.append(Finding(first["case"], f"{text} (in {counts})"))
-    return findings, replays
+        finding = Finding(first["case"], f"{text} (in {counts})")
+        replays[finding] = _replay_options(first)
+    return replays
 
 
 def _replay_options(event: Event) -> str:
@@ -291,9 +290,9 @@ def failures(outcomes: Sequence[Outcome]) -> str:
     return evaluation.failures(outcomes, _replay)
 
 
-def _replay(outcome: Outcome, case: str) -> str:
-    options = outcome.replays.get(case)
-    return f"fmha-gen emulate {outcome.kernel}{f' {options}' if options else ''}"
+def _replay(outcome: Outcome, finding: Finding) -> str:
+    options = outcome.replays[finding]
+    return f"fmha-gen emulate {outcome.kernel} {options}".rstrip()
 
 
 def as_json_text(outcomes: Sequence[Outcome]) -> str:
@@ -309,7 +308,7 @@ def as_json_text(outcomes: Sequence[Outcome]) -> str:
             "worst": finite(outcome.worst),
             "lse_worst": finite(outcome.lse_worst),
             "findings": [
-                {**vars(finding), "replay": _replay(outcome, finding.case)}
+                {**vars(finding), "replay": _replay(outcome, finding)}
                 for finding in outcome.findings
             ],
             "result": outcome.result,

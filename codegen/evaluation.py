@@ -175,20 +175,20 @@ def table(
 
 
 def failures(
-    outcomes: Sequence[OutcomeT], replay: Callable[[OutcomeT, str], str]
+    outcomes: Sequence[OutcomeT], replay: Callable[[OutcomeT, Finding], str]
 ) -> str:
     """Every finding with its kernel and case, and how to see it again; empty when all held.
 
-    replay: the command for a kernel's case (or phase).
+    replay: the command that shows a finding; those that share one stand together.
     """
     lines = []
     for outcome in outcomes:
-        for case in dict.fromkeys(finding.case for finding in outcome.findings):
-            texts = [
-                finding.text for finding in outcome.findings if finding.case == case
-            ]
-            lines += [f"{outcome.kernel}: {case}: {text}" for text in texts]
-            lines.append(f"  replay: {replay(outcome, case)}")
+        shown: dict[str, list[Finding]] = {}
+        for finding in outcome.findings:
+            shown.setdefault(replay(outcome, finding), []).append(finding)
+        for command, findings in shown.items():
+            lines += [f"{outcome.kernel}: {f.case}: {f.text}" for f in findings]
+            lines.append(f"  replay: {command}")
     return "\n".join(lines)
 
 

@@ -322,9 +322,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     )
 
 
-def _replay(outcome: Outcome, case: str) -> str:
-    """The command that runs one case again."""
-    option = "" if case in PHASES else f" --case {case}"
+def _replay(outcome: Outcome, finding: Finding) -> str:
+    option = "" if finding.case in PHASES else f" --case {finding.case}"
     return f"fmha-gen validate {outcome.kernel}{option}"
 
 
