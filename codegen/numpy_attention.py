@@ -23,7 +23,8 @@ BLOCK_ROWS = 512  # of Q at once: scores of 4096 keys are then 16 MiB
 class Attention(NamedTuple):
     """``out``: [batch, q, heads, v]. ``lse``: [batch, heads, q], natural log. ``rounded``: as out.
 
-    ``rounded`` is computed as kernels do it: P and O are rounded to 16 bits, sums are not.
+    ``rounded`` is computed as kernels do it: P and O are rounded to 16 bits, sums are not. A row's
+    largest P is 1 and so exact, which makes this the strictest of such references.
     """
 
     out: F64
