@@ -862,9 +862,9 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
     ):
         high, low = (emitter.value(source, "f32") for source in sources)
         rounded = f"numerics.{to[:4]}_rn_satfinite"
-        emitter.lines.append(f"low, high = {rounded}({low}), {rounded}({high})")
-        packed = "np.stack((low, high), axis=1).reshape(-1).view(np.uint16)"
-        emitter.assign(destination, packed, "u16")
+        emitter.assign(
+            destination, f"{rounded}({low}) | {rounded}({high}) << np.uint16(8)", "u16"
+        )
     elif to == "f32" and source_type in ("s32", "u32") and options == ["rn"]:
         value = emitter.value(sources[0], _TYPES[source_type])
         emitter.assign(destination, f"{value}.astype(np.float32)", "f32")
