@@ -150,15 +150,17 @@ READY: {barrier}
 mov.b64 %rd5, k_param_2;
 @%p1 bra WAIT;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r30], {bytes};
-cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r30+1024], [%rd5, {{0, 0}}], [%r30];
+{load} [%r30+1024], [%rd5, {{0, 0}}], [%r30];
 mbarrier.arrive.expect_tx.shared.b64 _, [%r30+8], 512;
-cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r30+2048], [%rd5, {{0, 8}}], [%r30+8];
+{load} [%r30+2048], [%rd5, {{0, 8}}], [%r30+8];
 WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+{waited}], 0, 1000000; @!%p2 bra WAIT;
 ld.shared.b32 %r20, [%r31+1024];
 FIRST: mbarrier.try_wait.parity.shared.b64 %p2, [%r30], 0; @!%p2 bra FIRST;
 SECOND: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+8], 0; @!%p2 bra SECOND;
 """
 RIGHT = {
+    "load": "cp.async.bulk.tensor.2d.shared::cta.global.tile."
+    "mbarrier::complete_tx::bytes",
     "fence": "fence.mbarrier_init.release.cluster;",
     "barrier": "bar.sync 0;",
     "bytes": 512,
@@ -277,7 +279,9 @@ mapa.shared::cluster.u32 %r41, %r30, {rank};
 @!%p4 ret; @%p1 ret;
 mbarrier.arrive.shared::cluster.b64 _, [%r41];"""
     options = {"grid": 2, "cluster": 2}
-    together = "@!%p4 bra STAY; bra GO; STAY: mbarrier.try_wait.parity.shared.b64 %p5, [%r30], 0; @!%p5 bra STAY; GO:"
+    together = """@!%p4 bra STAY; bra GO;
+STAY: mbarrier.try_wait.parity.shared.b64 %p5, [%r30], 0; @!%p5 bra STAY;
+GO:"""
     assert found(setup.format(rank=0, stay=together), **options) == []
     gone = [
         found(setup.format(rank=0, stay=""), schedule=each, **options) for each in EVERY
@@ -328,7 +332,8 @@ st.shared.b32 [%r31+1536], 0;
 {proxy} bar.sync 0;
 mov.b32 %r50, 0; mov.b32 %r51, 0; mov.b32 %r52, 0; mov.b32 %r53, 0;
 {fence}
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {{%r50, %r51, %r52, %r53}}, %rd7, %rd7, 0, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {{%r50, %r51, %r52, %r53}}, %rd7, %rd7, 0, 1, 1, 0, 0;
 wgmma.commit_group.sync.aligned;
 {wait}
 add.f32 %r54, %r50, %r50; st.global.b32 [%rd2], %r54;

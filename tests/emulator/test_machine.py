@@ -51,7 +51,8 @@ mov.b64 %rd5, k_param_2;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r30], 512;
 shl.b32 %r41, %r40, 8; add.s32 %r41, %r41, %r30; shl.b32 %r42, %r40, 2;
 mov.b16 %rs1, {mask};
-cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%r41+1024], [%rd5, {{0, %r42}}], [%r30], %rs1;
+cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
+  [%r41+1024], [%rd5, {{0, %r42}}], [%r30], %rs1;
 WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r30], 0; @!%p2 bra WAIT;
 shl.b32 %r31, %r1, 2; add.s32 %r31, %r31, %r30; ld.shared.b32 %r20, [%r31+1024];
 mov.u32 %r2, %ctaid.x; mad.lo.s32 %r3, %r2, 128, %r1; mul.wide.u32 %rd9, %r3, 4;

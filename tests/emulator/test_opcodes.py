@@ -126,9 +126,8 @@ INTEGER = {
     "selp.b32 %r20, 1, 0, %p3;": lambda a, b, c: (
         ~((signed(a) > 0) & (signed(b) > 0)) ^ ((signed(a) > 0) | (signed(b) > 0))
     ),
-    "mov.b32 %r20, 3; setp.gt.s32 %p1, %r10, 0; @%p1 mov.b32 %r20, 4; @!%p1 add.s32 %r20, %r20, 9;": (
-        lambda a, b, c: np.where(signed(a) > 0, 4, 12)
-    ),
+    "mov.b32 %r20, 3; setp.gt.s32 %p1, %r10, 0; @%p1 mov.b32 %r20, 4; "
+    "@!%p1 add.s32 %r20, %r20, 9;": (lambda a, b, c: np.where(signed(a) > 0, 4, 12)),
     "mov.pred %p1, -1; selp.b32 %r20, 1, 0, %p1;": lambda a, b, c: a * np.uint32(0)
     + np.uint32(1),
     "cvta.shared.u64 %rd20, %rd1; cvta.to.shared::cluster.u64 %rd21, %rd20; "
@@ -272,7 +271,8 @@ def test_float_to_integer_conversions():
 
 
 def test_params_are_read_by_type():
-    body = "ld.param.b32 %r21, [k_param_1]; ld.param.u16 %r22, [k_param_1+2]; add.u32 %r20, %r21, %r22;"
+    body = """
+ld.param.b32 %r21, [k_param_1]; ld.param.u16 %r22, [k_param_1+2]; add.u32 %r20, %r21, %r22;"""
     expected = (FIRST_INPUT & 0xFFFFFFFF) + (FIRST_INPUT >> 16 & 0xFFFF)
     np.testing.assert_array_equal(value(body, WORDS[0].copy()), expected)
     body = "ld.param.v2.b32 {%r21, %r20}, [k_param_1];"
@@ -359,7 +359,10 @@ def test_shuffle(mode, lane, clamp, source):
 def test_votes_are_per_warp():
     head = "setp.lt.u32 %p1, %r1, 40;"
     tail = "selp.b32 %r20, 1, 0, %p2;"
-    per_warp = lambda body: value(body).reshape(4, 32)[:, 7].tolist()  # noqa: E731
+
+    def per_warp(body):
+        return value(body).reshape(4, 32)[:, 7].tolist()
+
     assert per_warp(f"{head} vote.sync.any.pred %p2, %p1, -1; {tail}") == [1, 1, 0, 0]
     assert per_warp(f"{head} vote.sync.all.pred %p2, %p1, -1; {tail}") == [1, 0, 0, 0]
     assert per_warp(f"{head} vote.sync.all.pred %p2, !%p1, -1; {tail}") == [0, 0, 1, 1]
@@ -391,7 +394,8 @@ def test_lanes_that_return_early():
 
 
 def test_setmaxnreg_is_bookkeeping():
-    body = "setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.inc.sync.aligned.u32 240; mov.b32 %r20, 1;"
+    body = """
+setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.inc.sync.aligned.u32 240; mov.b32 %r20, 1;"""
     np.testing.assert_array_equal(value(body), 1)
 
 
@@ -412,7 +416,8 @@ READY: bar.sync 0;
 mov.b64 %rd5, k_param_2; cvta.param.u64 %rd6, %rd5;
 @%p1 bra WAIT;
 mbarrier.arrive.expect_tx.shared.b64 _, [%r30], 512;
-cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes [%r30+1024], [%rd6, {0, %r40}], [%r30];
+cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes
+  [%r30+1024], [%rd6, {0, %r40}], [%r30];
 WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r30], 0, 1000000;
 @!%p2 bra WAIT;
 shl.b32 %r31, %r1, 2; add.s32 %r31, %r31, %r30;
@@ -467,20 +472,24 @@ READY: fence.proxy.async; bar.sync 0;
 mov.b64 %rd7, 68720001088; mov.b64 %rd8, 68720001216;
 mov.b32 %r50, 0; mov.b32 %r51, 0; mov.b32 %r52, 0; mov.b32 %r53, 0; mov.pred %p2, 0;
 wgmma.fence.sync.aligned;
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r50, %r51, %r52, %r53}, %rd7, %rd8, %p2, 1, 1, 0, 0;
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r50, %r51, %r52, %r53}, %rd7, %rd8, 1, -1, 1, 0, 0;
-wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r50, %r51, %r52, %r53}, %rd7, %rd8, 1, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {%r50, %r51, %r52, %r53}, %rd7, %rd8, %p2, 1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {%r50, %r51, %r52, %r53}, %rd7, %rd8, 1, -1, 1, 0, 0;
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {%r50, %r51, %r52, %r53}, %rd7, %rd8, 1, 1, 1, 0, 0;
 wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
 """
+
+
+def cores(x):
+    """Eight rows of eight elements are a core matrix; two of them along k, then eight rows on."""
+    return x.reshape(-1, 8, 2, 8).transpose(0, 2, 1, 3).reshape(-1)
 
 
 def test_product_from_shared_memory():
     a = RNG.integers(-4, 5, (64, 16)).astype(np.float32)
     b = RNG.integers(-4, 5, (8, 16)).astype(np.float32)
-    # Eight rows of eight elements are one core matrix; two of them along k, then eight rows on.
-    cores = (
-        lambda x: x.reshape(-1, 8, 2, 8).transpose(0, 2, 1, 3).reshape(-1)
-    )  # noqa: E731
     bits = np.concatenate([cores(a), cores(b)]).view(np.uint32) >> np.uint32(16)
     data = bits.astype(np.uint16).view(np.uint32)
     assert 68720001088 == (1024 >> 4) | (128 >> 4) << 16 | (256 >> 4) << 32

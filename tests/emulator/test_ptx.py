@@ -120,7 +120,10 @@ def test_names_of_inline_assembly_are_apart():
 
 
 def test_params_are_laid_out():
-    params = ".param .align 64 .b8 a[128],\n.param .u32 b,\n.param .u64 .ptr .global .align 16 c,\n.param .f32 d"
+    params = (
+        ".param .align 64 .b8 a[128],\n.param .u32 b,\n"
+        ".param .u64 .ptr .global .align 16 c,\n.param .f32 d"
+    )
     module = parse(f"{HEAD}{params}\n)\n{{\nret;\n}}\n")
     assert module.params == (
         Param("a", 128, 64, 0),
@@ -149,7 +152,8 @@ def test_module_properties():
 
 def test_source_lines():
     before = '.file 1 "kernel.py"\n'
-    text = f"{before}{HEAD})\n{{\n.loc 1 12 3\nret;\n.loc 1 14 1, function_name x, inlined_at 1 2 3\nexit;\n}}\n"
+    lines = ".loc 1 12 3\nret;\n.loc 1 14 1, function_name x, inlined_at 1 2 3\nexit;\n"
+    text = f"{before}{HEAD})\n{{\n{lines}}}\n"
     assert [i.source for i in parse(text).instructions] == [
         "kernel.py:12",
         "kernel.py:14",
