@@ -841,24 +841,30 @@ def _compare(emitter: Emitter, instruction: Instruction) -> None:
 
 
 _INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
-_PAIRS = {
-    ("rn", "bf16x2"): ("bf16x2_rn", "u32"),
-    ("rn", "f16x2"): ("f16x2_rn", "u32"),
-    ("rn", "satfinite", "e4m3x2"): ("e4m3x2_rn_satfinite", "u16"),
-    ("rn", "satfinite", "e5m2x2"): ("e5m2x2_rn_satfinite", "u16"),
-}
+_PACKED = {"bf16x2": "bf16_rn", "f16x2": "f16_rn"}
 
 
 @emits("cvt")
 def _convert(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     *options, to, source_type = instruction.modifiers
-    pair = _PAIRS.get(instruction.modifiers[:-1])
-    if pair is not None and source_type == "f32":
-        function, dtype = pair
+    if to in _PACKED and source_type == "f32" and options == ["rn"]:
         # The first source goes to the upper half.
         high, low = (emitter.value(source, "f32") for source in sources)
-        emitter.assign(destination, f"numerics.{function}({high}, {low})", dtype)
+        rounded = f"numerics.{_PACKED[to]}"
+        emitter.lines.append(f"low, high = {rounded}({low}), {rounded}({high})")
+        packed = "np.stack((low, high), axis=1).reshape(-1).view(np.uint32)"
+        emitter.assign(destination, packed, "u32")
+    elif (
+        to in ("e4m3x2", "e5m2x2")
+        and source_type == "f32"
+        and options == ["rn", "satfinite"]
+    ):
+        high, low = (emitter.value(source, "f32") for source in sources)
+        rounded = f"numerics.{to[:4]}_rn_satfinite"
+        emitter.assign(
+            destination, f"{rounded}({low}) | {rounded}({high}) << np.uint16(8)", "u16"
+        )
     elif to == "f32" and source_type in ("s32", "u32") and options == ["rn"]:
         value = emitter.value(sources[0], _TYPES[source_type])
         emitter.assign(destination, f"{value}.astype(np.float32)", "f32")
