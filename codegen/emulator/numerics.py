@@ -35,6 +35,8 @@ RCP_ERROR = 2.0**-23  # [relative: 1 ulp] rcp.approx.ftz.f32
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SIGN = np.uint32(0x80000000)
+_INFINITY = np.uint32(0x7F800000)
+_ALL_ONES = np.uint32(0xFFFFFFFF)
 
 # Bits of a float64: the 29 that a float32 does not keep, and what they are at a midpoint.
 _DROPPED = np.uint64((1 << 29) - 1)
@@ -248,7 +250,9 @@ def min_f32(a: F32, b: F32) -> F32:
 
 def _extreme(a: F32, b: F32, of_numbers: Any, of_zero_bits: Any) -> F32:
     result: F32 = of_numbers(a, b)
-    if result.all() and not np.isnan(result).any():
+    magnitude = result.view(np.uint32) & ~_SIGN
+    # Of zeros and NaNs alone: taking one off makes a zero the largest.
+    if not (magnitude - np.uint32(1) >= _INFINITY).any():
         return result
     zero = (a == 0) & (b == 0)
     of_zeros = of_zero_bits(a.view(np.uint32), b.view(np.uint32))
@@ -280,33 +284,34 @@ def _canonical(x: F32) -> F32:
 
 # -- integer arithmetic
 #
-# PTX leaves a division by zero open. The device's code for it gives all ones as quotient and the
-# dividend as remainder, and so does this.
+# PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
+# as quotient and as remainder, and so does this.
 
 
 def div_u32(a: U32, b: U32) -> U32:
     """div.u32."""
     zero = b == 0
-    return np.where(zero, np.uint32(0xFFFFFFFF), a // np.where(zero, np.uint32(1), b))
+    return np.where(zero, _ALL_ONES, a // np.where(zero, np.uint32(1), b))
 
 
 def rem_u32(a: U32, b: U32) -> U32:
     """rem.u32."""
     zero = b == 0
-    return np.where(zero, a, a % np.where(zero, np.uint32(1), b))
+    return np.where(zero, _ALL_ONES, a % np.where(zero, np.uint32(1), b))
 
 
 def div_s32(a: U32, b: U32) -> U32:
     """div.s32: towards zero; the lowest number over -1 is itself."""
     quotient = div_u32(_magnitude(a), _magnitude(b))
-    negative = ((a ^ b) & _SIGN).astype(bool)
-    return np.where(negative & (b != 0), np.uint32(0) - quotient, quotient)
+    negative = ((a ^ b) & _SIGN).astype(bool) & (b != 0)
+    return np.where(negative, np.uint32(0) - quotient, quotient)
 
 
 def rem_s32(a: U32, b: U32) -> U32:
     """rem.s32: the sign of the dividend."""
     remainder = rem_u32(_magnitude(a), _magnitude(b))
-    return np.where((a & _SIGN).astype(bool), np.uint32(0) - remainder, remainder)
+    negative = (a & _SIGN).astype(bool) & (b != 0)
+    return np.where(negative, np.uint32(0) - remainder, remainder)
 
 
 def _magnitude(a: U32) -> U32:
