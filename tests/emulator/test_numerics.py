@@ -13,6 +13,8 @@ from fmha_gen.emulator import numerics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 MAX_F32 = Fraction(2**24 - 1) * 2**104
 U32 = st.integers(0, 2**32 - 1)
 
