@@ -35,6 +35,7 @@ def encode(tensor: kernels.Tensor, address: int) -> bytes:
     return b"".join(word.to_bytes(8, "little") for word in words) + bytes(64)
 
 
+@np.errstate(all="ignore")
 def predict(micro: Micro, raw_map: bytes | None = None) -> dict[str, np.ndarray]:
     """`output` (bytes), or `tensor` where the kernel writes that."""
     if micro.tensor is not None and raw_map is None:
@@ -55,6 +56,7 @@ def predict(micro: Micro, raw_map: bytes | None = None) -> dict[str, np.ndarray]
     return {"output": _tma_load(micro, raw_map)}
 
 
+@np.errstate(all="ignore")
 def agree(micro: Micro, got: np.ndarray, want: np.ndarray) -> str:
     """Where two answers differ by more than the instruction leaves open; empty when nowhere."""
     if "instructions" in micro.settings:
@@ -146,12 +148,11 @@ def _agree_lanewise(micro: Micro, got: np.ndarray, want: np.ndarray) -> str:
 
 def _close(name: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Within the documented error, of which the model's own rounding takes a part of 2^-24."""
-    with np.errstate(invalid="ignore"):
-        scale = np.abs(y)
-        if name == "lg2":
-            # Absolute between 0.5 and 2, where the logarithm is within 1 of zero.
-            scale = np.maximum(scale, 1)
-        return np.abs(x - y) <= (_ERRORS[name] + 2.0**-24) * scale
+    scale = np.abs(y)
+    if name == "lg2":
+        # Absolute between 0.5 and 2, where the logarithm is within 1 of zero.
+        scale = np.maximum(scale, 1)
+    return np.abs(x - y) <= (_ERRORS[name] + 2.0**-24) * scale
 
 
 # -- warps

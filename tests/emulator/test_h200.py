@@ -44,6 +44,8 @@ def answer(captured, micro, key):
     name = f"{micro.name}.digest"
     if name not in captured or str(captured[name]) != digest(micro):
         pytest.fail(f"{micro.name} changed or is new: {MISSING}")
+    if f"{micro.name}.{key}" not in captured:
+        pytest.fail(f"the device left the {key} of {micro.name} as it was")
     return captured[f"{micro.name}.{key}"]
 
 

@@ -116,3 +116,79 @@ def test_ptxas_takes_them(group, tmp_path):
         ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
+
+
+# -- the capture and the comparison, with a device that answers what is predicted
+
+
+class Oracle:
+    """Stands in for the driver; `fails` names the kernel at which it gives up."""
+
+    fails = ""
+
+    def name(self):
+        return "Oracle H200"
+
+    def version(self):
+        return 13000
+
+    def run(self, micro):
+        if micro.name == self.fails:
+            raise capture.DriverError("CUDA_ERROR_ILLEGAL_ADDRESS")
+        answer = predict.predict(micro)
+        if micro.tensor is not None:
+            raw = predict.encode(micro.tensor, 0x7F1234500000)
+            answer["map"] = np.frombuffer(raw, np.uint8)
+        return answer
+
+
+def test_a_group_is_kept_with_what_it_was_asked(monkeypatch, tmp_path):
+    monkeypatch.setattr(capture, "Device", Oracle)
+    assert capture.run_group("tma_stores", tmp_path / "part.npz") == 0
+    with np.load(tmp_path / "part.npz") as saved:
+        assert str(saved["device"]) == "Oracle H200"
+        for micro in kernels.tma_stores():
+            assert str(saved[f"{micro.name}.digest"]) == capture.digest(micro)
+            changed = saved[f"{micro.name}.tensor"] != micro.tensor.content
+            assert changed.any() and not changed.all()
+            assert len(saved[f"{micro.name}.map"]) == 128
+
+
+def test_what_ran_before_a_failure_is_kept(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(capture, "Device", Oracle)
+    monkeypatch.setattr(Oracle, "fails", "stmatrix")
+    assert capture.run_group("warps", tmp_path / "part.npz") == 1
+    with np.load(tmp_path / "part.npz") as saved:
+        assert {"device", "warps.output"} <= set(saved.files)
+        assert "stmatrix.output" not in saved.files
+    out, err = capsys.readouterr()
+    assert (out.split()[-1], err) == ("stmatrix", "CUDA_ERROR_ILLEGAL_ADDRESS\n")
+
+
+@pytest.mark.parametrize("micro", MICROS, ids=lambda micro: micro.name)
+def test_a_wrong_answer_is_noticed(micro):
+    for key, right in predict.predict(micro).items():
+        assert predict.agree(micro, right, right) == ""
+        assert (
+            micro.tensor is None
+            or len(right)
+            == {
+                "output": micro.output_bytes,
+                "tensor": len(micro.tensor.content),
+            }[key]
+        )
+        wrong = right.copy()
+        wrong[
+            3
+        ] ^= 0x20  # an exponent's bit, where floats are compared with a tolerance
+        assert predict.agree(micro, wrong, right)
+
+
+def test_approximations_may_differ_by_their_error_and_no_more():
+    micro = next(m for m in MICROS if m.name == "approximations")
+    right = predict.predict(micro)["output"]
+    for ulps, agrees in ((1, True), (64, False)):
+        bits = right.view(np.uint32).copy()
+        finite = np.isfinite(right.view(np.float32)) & (right.view(np.float32) != 0)
+        bits[np.flatnonzero(finite)[1000]] += ulps
+        assert (predict.agree(micro, bits.view(np.uint8), right) == "") == agrees
