@@ -144,18 +144,10 @@ def test_a_bad_spec_among_good_ones_stops_all(specs, tmp_path):
     (specs / "d.yaml").write_text(SPEC.format(head_dim=72, lse="maybe"))
     result = run()
     assert result.exit_code == 2
-    assert [line.split(" ")[0] for line in result.stderr.splitlines()] == [
+    lines = [line for line in result.stderr.splitlines() if "error[" in line]
+    assert [line.split(" ")[0] for line in lines] == [
+        "specs/c.yaml:6:14:",  # the plan's, beside what loading found
         "specs/d.yaml:4:11:",
         "specs/d.yaml:5:6:",
     ]
-    assert contents(tmp_path / "generated") == before
-
-    (
-        specs / "d.yaml"
-    ).unlink()  # only now is there a plan to make, and one does not fit
-    result = run()
-    assert result.exit_code == 2
-    assert result.stderr.startswith(
-        "specs/c.yaml:6:14: error[FG401] shared memory needs "
-    )
     assert contents(tmp_path / "generated") == before
