@@ -927,7 +927,8 @@ class Warpgroup:
         """wgmma.mma_async of the whole warpgroup: issues the product."""
         self._here(index, 0)
         mma = self.program.mmas[index]
-        accumulator = self._accumulator(mma)
+        accumulate = bool(scale_d[0])
+        accumulator = self._accumulator(mma, accumulate)
         operation = None
         if self.cta.shadow is not None:
             agents = [warp.agent for warp in self.warps if warp.agent is not None]
@@ -935,7 +936,6 @@ class Warpgroup:
             operation = self.cluster.streams.start(component, agents, self.line)
         product = Product(accumulator, operation, self.line)
         self._products.append(product)
-        accumulate = bool(scale_d[0])
         if (not mma.a_registers and (a != a[0]).any()) or (b != b[0]).any():
             raise Fault(Kind.WGMMA, "a matrix descriptor that differs between lanes")
         first = a if mma.a_registers else int(a[0])
@@ -943,14 +943,12 @@ class Warpgroup:
         self.machine.count("products", 1)
         self.cluster.pending.product(self.serial, work)
 
-    def _accumulator(self, mma: Mma) -> Accumulator:
+    def _accumulator(self, mma: Mma, accumulate: bool) -> Accumulator:
         """The accumulator of a product that is being issued; checks its registers' fence."""
         fenced, registers = self._fenced, self.registers
         accumulator = self._accumulators.get(mma.accumulators)
         touched = mma.a_registers if accumulator else mma.a_registers + mma.accumulators
-        if fenced is None or any(
-            registers[slot] is not fenced[slot] for slot in touched
-        ):
+        if fenced is None or not self._fence_covers(touched, fenced, accumulate):
             self.machine.report(
                 Kind.WGMMA,
                 "registers of the product were written after the last wgmma.fence",
@@ -968,6 +966,21 @@ class Warpgroup:
             self._accumulators[mma.accumulators] = accumulator
         accumulator.in_flight += 1
         return accumulator
+
+    def _fence_covers(
+        self, touched: tuple[int, ...], fenced: list[Any], accumulate: bool
+    ) -> bool:
+        """Whether a product's registers are as the last wgmma.fence saw them.
+
+        Compilers put copies of undefined registers between a fence and the product that overwrites
+        them; ptxas drops these. A computed value is something else, even when nobody reads it.
+        """
+        registers = self.registers
+        late = [slot for slot in touched if registers[slot] is not fenced[slot]]
+        if accumulate or not late:
+            return not late
+        known = set(map(id, fenced))
+        return all(id(registers[slot]) in known for slot in late)
 
     def _product_work(
         self, index: int, mma: Mma, a: Any, b: int, accumulate: bool, product: Product
