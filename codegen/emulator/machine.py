@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import Agent, Components, Shadow, Streams
-from .lower import LANES, PARAM_WINDOW, WARP, WARPS, Block, Program, lower
+from .emitters import LANES, PARAM_WINDOW, WARP, WARPS
+from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report

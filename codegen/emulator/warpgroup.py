@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from . import numerics, tma, wgmma
 from .barriers import MBarrier, NamedBarrier
 from .checks import Agent, Clock, Operation, granules_of
-from .lower import ALIGNED_GROUP, LANES, WARP, WARPS, Block, Mma
+from .emitters import ALIGNED_GROUP, LANES, WARP, WARPS, Mma
+from .lower import Block
 from .memory import SharedMemory, store_matrices
 from .report import Fault, Kind
 from .scheduler import Turns
