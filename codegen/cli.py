@@ -12,7 +12,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -143,10 +143,8 @@ def emulate(
         str | None, typer.Option(help="Replay this case and record nothing.")
     ] = None,
     completion: Annotated[
-        str | None,
-        typer.Option(
-            help="Only this: eager, late, loads_early_mmas_late or random.",
-        ),
+        Literal["eager", "late", "loads_early_mmas_late", "random"] | None,
+        typer.Option(help="When asynchronous work completes; default: every way."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help="Of the random schedule.")

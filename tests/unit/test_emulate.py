@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from fmha_gen import cli, emulate, records
 from fmha_gen.emulate import Choice
+from fmha_gen.emulator.scheduler import Completion
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.evaluation import Finding
 from fmha_gen.processes import Ending
@@ -288,3 +289,18 @@ def test_the_command_passes_its_options_on(monkeypatch: Any, tmp_path: Path) -> 
     assert done.exit_code == 0, done.output
     assert found["choice"] == Choice(schedules=4, completion="late", seed=2)
     assert found["jobs"] == 3 and found["as_json"] is True
+
+
+def test_every_completion_is_a_choice_and_nothing_else(monkeypatch: Any) -> None:
+    found: list[Choice] = []
+    monkeypatch.setattr(
+        emulate, "run", lambda _, **options: found.append(options["choice"])
+    )
+    for how in Completion:
+        done = CliRunner().invoke(cli.app, ["emulate", "x", "--completion", how.value])
+        assert done.exit_code == 0, done.output
+    assert [choice.completion for choice in found] == [how.value for how in Completion]
+    assert (
+        CliRunner().invoke(cli.app, ["emulate", "x", "--completion", "soon"]).exit_code
+        == 2
+    )
