@@ -105,7 +105,7 @@ class Agent:
 
     def __init__(self, components: Components, warp: int) -> None:
         self.warp = warp
-        self.clock = np.zeros((3, components.count), np.int64)
+        self.clock: Clock = np.zeros((3, components.count), np.int64)
         self.clock[HAPPENED, warp] = 1
 
     @property
@@ -119,7 +119,7 @@ class Agent:
 
     def release(self) -> Clock:
         """The clock to hand to others."""
-        clock = self.clock.copy()
+        clock: Clock = self.clock.copy()
         self.advance()
         return clock
 

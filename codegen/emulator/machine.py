@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import Agent, Components, Shadow, Streams
-from .lower import LANES, PARAM_WINDOW, WARP, WARPS, Block, Program, lower
+from .emitters import LANES, PARAM_WINDOW, WARP, WARPS
+from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
@@ -138,11 +140,8 @@ class Machine:
         except Fault as fault:
             self.report(fault.kind, fault.message)
         except MemoryFault as memory_fault:
-            kind = (
-                Kind.MISALIGNED
-                if "multiple" in memory_fault.reason
-                else Kind.OUT_OF_BOUNDS
-            )
+            outside = not re.search("multiple|aligned", memory_fault.reason)
+            kind = Kind.OUT_OF_BOUNDS if outside else Kind.MISALIGNED
             self.report(kind, str(memory_fault))
         except TensorMapError as error:
             self.report(Kind.TMA, str(error))
@@ -304,12 +303,6 @@ class Cluster:
             if ran == 0 and self.progress == before and not self.pending.force():
                 self._deadlock(live)
                 return
-            if self.machine.steps > self.machine.max_steps:
-                self.machine.report(
-                    Kind.LIVELOCK,
-                    f"still running after {self.machine.steps} instructions",
-                )
-                return
         self._finish()
 
     def ran(self, group: Warpgroup, block: Block, mask: NDArray[np.bool_]) -> None:
@@ -317,6 +310,9 @@ class Cluster:
         begin = self.machine.steps
         warps = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
         self.machine.steps = begin + block.weight * len(warps)
+        if self.machine.steps > self.machine.max_steps:
+            self.machine.index = block.begin
+            raise Fault(Kind.LIVELOCK, f"still running after {begin} instructions")
         if self.timed and group.cta.rank == 0:
             self._time(group, block, warps, begin)
 

@@ -161,6 +161,7 @@ class Module:
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
 _LABEL = re.compile(r"([A-Za-z_$%][\w$]*)\s*:(?!:)")
 _LINE_DIRECTIVE = re.compile(r"\.(loc|file)\b[^\n]*")
+_FILE = re.compile(r'\.file\s+(\d+)\s+"([^"]*)"')
 _SPACE = re.compile(r"\s*")
 _GUARD = re.compile(r"@(!?)(\S+)\s+")
 _OPCODE = re.compile(r"[a-z][\w.:]*")
@@ -266,7 +267,7 @@ class _Body:
         self._labels: dict[str, int] = {}
         self._branches: list[tuple[int, tuple[_Scope, ...]]] = []
         self._cache: dict[str, Operand] = {}
-        self._files: dict[str, str] = {}
+        self._files = dict(_FILE.findall(text))  # they may come after the kernel
         self._source = ""
 
     def line_at(self, position: int) -> int:
@@ -330,11 +331,9 @@ class _Body:
         return self._labels
 
     def _line_directive(self, text: str) -> None:
-        words = text.split()
-        if words[0] == ".file":
-            self._files[words[1]] = words[2].strip('",')
-        else:
-            self._source = f"{self._files.get(words[1], words[1])}:{words[2]}"
+        directive, file, *rest = text.split()
+        if directive == ".loc":
+            self._source = f"{self._files.get(file, file)}:{rest[0]}"
 
     def _label(self, name: str) -> None:
         scope = self._scopes[-1]

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from . import numerics, tma, wgmma
 from .barriers import MBarrier, NamedBarrier
 from .checks import Agent, Clock, Operation, granules_of
-from .lower import ALIGNED_GROUP, LANES, WARP, WARPS, Block, Mma
+from .emitters import ALIGNED_GROUP, LANES, WARP, WARPS, Mma
+from .lower import Block
 from .memory import SharedMemory, store_matrices
 from .report import Fault, Kind
 from .scheduler import Turns
@@ -93,8 +94,8 @@ class Warp:
     """[per thread] that setmaxnreg left it."""
     open_stores: list[BulkStore] = field(default_factory=list)
     store_groups: list[list[BulkStore]] = field(default_factory=list)
-    ticket: tuple[int, int] | None = None
-    """(block, generation) of the named barrier that it arrived at and waits for."""
+    ticket: int | None = None
+    """Generation of the named barrier that it arrived at and waits for."""
     cluster_ticket: int | None = None
     failed_wait: tuple[int, int, int] | None = None
     """(block, address, parity) of the wait that was false the last time."""
@@ -585,14 +586,18 @@ class Warpgroup:
         self, index: int, number: Lanes, threads: Lanes | None, mask: Mask
     ) -> Mask | None:
         """Gate of bar.sync: each warp arrives once, then passes when the barrier opened."""
-        passed = []
-        for warp in _warps_of(mask):
+        warps = _warps_of(mask)
+        for warp in warps:
             state = self.warps[warp]
-            self._here(index, warp)
-            barrier = self._named(int(number[WARP * warp]))
             if state.ticket is None:
-                state.ticket = (self._block, self._enter(barrier, warp, threads))
-            if barrier.generation > state.ticket[1]:
+                self._here(index, warp)
+                barrier = self._named(int(number[WARP * warp]))
+                state.ticket = self._enter(barrier, warp, threads)
+        passed = []
+        for warp in warps:
+            state = self.warps[warp]
+            barrier = self._named(int(number[WARP * warp]))
+            if state.ticket is not None and barrier.generation > state.ticket:
                 state.ticket = None
                 if state.agent:
                     state.agent.acquire(barrier.released)

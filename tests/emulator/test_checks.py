@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each check twice: a kernel that triggers it, and the same kernel put right."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fmha_gen.emulator.emitters import LANES
+from fmha_gen.emulator.scheduler import Completion, Order, Schedule
+
+from .kernels import FIRST_INPUT, OUT, execute, kinds, tensor_map
+
+DATA = np.arange(64 * 8, dtype=np.uint32)
+LOADED = (tensor_map(FIRST_INPUT, (16, 32), (16, 8)),)
+STORED = (tensor_map(OUT, (16, 8), (16, 8)),)
+
+BASE = """
+mov.b32 %r30, smem; shl.b32 %r31, %r1, 2; add.s32 %r31, %r31, %r30;
+xor.b32 %r32, %r31, 256;
+setp.ne.u32 %p1, %r1, 0;
+"""
+EVERY = [
+    Schedule(seed, order, completion)
+    for seed, (order, completion) in enumerate(
+        (order, completion) for order in Order for completion in Completion
+    )
+]
+
+
+def found(body: str, *inputs: np.ndarray, **options) -> list[str]:
+    return kinds(execute(BASE + body, *inputs, **options)[1])
+
+
+def first(body: str, *inputs: np.ndarray, **options) -> str:
+    result = execute(BASE + body, *inputs, **options)[1]
+    return str(result.findings[0])
+
+
+# -- races of the generic proxy
+
+
+def test_read_needs_a_barrier_after_another_warps_write():
+    write, read = "st.shared.b32 [%r31], %r1;", "ld.shared.b32 %r20, [%r32];"
+    assert found(f"{write} bar.sync 0; {read}") == []
+    # Warps 0 and 2, 1 and 3 exchange. Warps that run ahead also read what nobody wrote yet.
+    drifting = Schedule(1, Order.RANDOM_WARPS)
+    assert "race" in found(f"{write} {read}")
+    assert set(found(f"{write} {read}", schedule=drifting)) <= {
+        "race",
+        "read-before-write",
+    }
+    message = first(f"{write} {read}")
+    assert "ld.shared reads shared memory that cta 0 warp 2 writes" in message
+    assert "[cta 0 warp 0]" in message
+
+
+def test_write_needs_a_barrier_after_another_warps_read():
+    write, read = "st.shared.b32 [%r31], %r1;", "ld.shared.b32 %r20, [%r32];"
+    ordered = f"{write} bar.sync 0; {read} bar.sync 0; {write}"
+    assert found(ordered) == []
+    assert found(f"{write} bar.sync 0; {read} {write}") == ["race"]
+    assert "may still be reading" in first(f"{write} bar.sync 0; {read} {write}")
+
+
+def test_arrive_and_wait_of_an_mbarrier_order():
+    setup = """
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30+512], 64; READY: bar.sync 0;
+setp.gt.u32 %p2, %r1, 63; @%p2 bra CONSUMER;
+st.shared.b32 [%r31], %r1; """
+    arrive = "mbarrier.arrive.shared.b64 _, [%r30+512]; "
+    consumer = """bra DONE;
+CONSUMER: mbarrier.try_wait.parity.shared.b64 %p3, [%r30+512], 0; @!%p3 bra CONSUMER;
+ld.shared.b32 %r20, [%r32];
+DONE:"""
+    store = "st.shared.b32 [%r31], %r1; "
+    assert found(setup + arrive + consumer) == []
+    assert found(setup + arrive + store + consumer) == ["race"]
+
+
+def test_relaxed_cluster_arrival_orders_no_data():
+    body = """st.shared.b32 [%r31], %r1;
+barrier.cluster.arrive{order}; barrier.cluster.wait;
+ld.shared.b32 %r20, [%r32];"""
+    assert found(body.format(order=".release")) == []
+    assert found(body.format(order=".relaxed")) == ["race"]
+
+
+def test_read_before_write():
+    assert found("st.shared.b32 [%r31], 1; ld.shared.b32 %r20, [%r31];") == []
+    assert found("ld.shared.b32 %r20, [%r31];") == ["read-before-write"]
+
+
+# -- the asynchronous proxy
+
+STORE = """
+setp.gt.u32 %p2, %r1, 31; @%p2 bra DONE;
+mov.b64 %rd5, k_param_1;
+cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%rd5, {0, 0}], [%r30];
+cp.async.bulk.commit_group; """
+WAIT = "cp.async.bulk.wait_group.read 0;"
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_tensor_store_needs_a_proxy_fence(schedule):
+    options = {"maps": STORED, "out": np.zeros(LANES, np.uint32), "schedule": schedule}
+    write, fence = "st.shared.b32 [%r31], %r1;", "fence.proxy.async.shared::cta;"
+    assert found(f"{write} {fence} bar.sync 0; {STORE} {WAIT} DONE:", **options) == []
+    # The fence of who issues the copy, after the barrier, does too.
+    assert found(f"{write} bar.sync 0; {fence} {STORE} {WAIT} DONE:", **options) == []
+    assert found(f"{write} bar.sync 0; {STORE} {WAIT} DONE:", **options) == [
+        "proxy-fence"
+    ]
+    # A fence before the write fences nothing.
+    late = f"{fence} {write} bar.sync 0; {STORE} {WAIT} DONE:"
+    assert found(late, **options) == ["proxy-fence"]
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_writes_after_a_tensor_store(schedule):
+    """A wait_group.read by the issuer, then a barrier, let every warp write the source again."""
+    options = {"maps": STORED, "out": np.zeros(LANES, np.uint32), "schedule": schedule}
+    head = (
+        "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;" + STORE
+    )
+    tail = """DONE: bar.sync 0;
+stmatrix.sync.aligned.m8n8.x1.shared.b16 [%r33], {%r1};"""
+    rows = "shl.b32 %r33, %r1, 4; add.s32 %r33, %r33, %r30; and.b32 %r33, %r33, 0xFFFF1DFF;"
+    assert found(rows + head + WAIT + tail, **options) in ([], ["race"])
+    # The rows of two warps overlap in this snippet only when they are one warp's.
+    own = rows.replace("0xFFFF1DFF", "-1")
+    assert found(own + head + WAIT + tail, **options) == []
+    assert "race" in found(own + head + tail + WAIT.replace("0", "0"), **options)
+
+
+def test_bulk_store_must_be_waited_for():
+    options = {"maps": STORED, "out": np.zeros(LANES, np.uint32)}
+    head = (
+        "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;" + STORE
+    )
+    assert found(head + WAIT + "DONE:", **options) == []
+    assert found(head + "DONE:", **options) == ["outstanding"]
+    assert found(head + WAIT.replace("0", "1") + "DONE:", **options) == ["outstanding"]
+
+
+LOAD = """
+@%p1 bra READY;
+mbarrier.init.shared.b64 [%r30], 1; mbarrier.init.shared.b64 [%r30+8], 1;
+{fence}
+READY: {barrier}
+mov.b64 %rd5, k_param_2;
+@%p1 bra WAIT;
+mbarrier.arrive.expect_tx.shared.b64 _, [%r30], {bytes};
+{load} [%r30+1024], [%rd5, {{0, 0}}], [%r30];
+mbarrier.arrive.expect_tx.shared.b64 _, [%r30+8], 512;
+{load} [%r30+2048], [%rd5, {{0, 8}}], [%r30+8];
+WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+{waited}], 0, 1000000; @!%p2 bra WAIT;
+ld.shared.b32 %r20, [%r31+1024];
+FIRST: mbarrier.try_wait.parity.shared.b64 %p2, [%r30], 0; @!%p2 bra FIRST;
+SECOND: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+8], 0; @!%p2 bra SECOND;
+"""
+RIGHT = {
+    "load": "cp.async.bulk.tensor.2d.shared::cta.global.tile."
+    "mbarrier::complete_tx::bytes",
+    "fence": "fence.mbarrier_init.release.cluster;",
+    "barrier": "bar.sync 0;",
+    "bytes": 512,
+    "waited": 0,
+}
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_load_is_waited_for_on_its_own_mbarrier(schedule):
+    options = {"maps": LOADED, "schedule": schedule}
+    assert found(LOAD.format(**RIGHT), DATA, **options) == []
+    # The other load was issued later, by the same thread: that says nothing of the first.
+    wrong = found(LOAD.format(**RIGHT | {"waited": 8}), DATA, **options)
+    assert set(wrong) <= {"race", "read-before-write"} and wrong
+
+
+def test_initialisation_must_be_visible():
+    no_fence = LOAD.format(**RIGHT | {"fence": ""})
+    assert "visible to the copy" in first(no_fence, DATA, maps=LOADED)
+    relaxed = "barrier.cluster.arrive.relaxed; barrier.cluster.wait;"
+    assert found(LOAD.format(**RIGHT | {"barrier": relaxed}), DATA, maps=LOADED) == []
+    unseen = LOAD.format(**RIGHT | {"barrier": relaxed, "fence": ""})
+    assert found(unseen, DATA, maps=LOADED) == ["barrier"]
+
+
+def test_transactions_that_do_not_add_up():
+    few = execute(BASE + LOAD.format(**RIGHT | {"bytes": 256}), DATA, maps=LOADED)[1]
+    assert kinds(few) == ["deadlock"]
+    assert "(0 of 1 arrivals and -256 bytes are missing)" in str(few.findings[0])
+    many = execute(BASE + LOAD.format(**RIGHT | {"bytes": 1024}), DATA, maps=LOADED)[1]
+    assert kinds(many) == ["deadlock"]
+    assert "(0 of 1 arrivals and 512 bytes are missing)" in str(many.findings[0])
+
+
+# -- barriers
+
+
+def test_mbarrier_misuse():
+    start = "@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 2; READY: bar.sync 0;"
+    arrive = "@!%p1 mbarrier.arrive.shared.b64 _, [%r30];"
+    assert found(f"{start} {arrive} {arrive}") == []
+    twice = "@!%p1 mbarrier.arrive.shared.b64 _, [%r30], 3;"
+    assert "over-arrived: 1 arrivals more than its count of 2" in first(
+        f"{start} {twice}"
+    )
+    assert "no mbarrier was initialised at 0x408" in first(
+        start + "@!%p1 mbarrier.arrive.shared.b64 _, [%r30+8];"
+    )
+    assert found("mbarrier.init.shared.b64 [%r30+4], 1;") == ["misaligned"]
+
+
+def test_expect_tx_without_arrival_and_inval():
+    start = "@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 2; READY: bar.sync 0;"
+    inval = "@!%p1 mbarrier.inval.shared.b64 [%r30];"
+    assert found(f"{start} {inval}") == []
+    expect = "@!%p1 mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%r30], 64;"
+    assert found(f"{start} {expect}") == ["barrier"]
+    assert found(f"{start} {inval} {inval}") == ["barrier"]
+
+
+def test_use_of_an_mbarrier_before_it_is_visible():
+    init = "@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 128; READY:"
+    arrive = "mbarrier.arrive.shared.b64 _, [%r30];"
+    assert found(f"{init} bar.sync 0; {arrive}") == []
+    assert "not be visible to this warp" in first(f"{init} {arrive}")
+
+
+def test_named_barriers_agree_on_their_threads():
+    split = "setp.gt.u32 %p2, %r1, 63; @%p2 bra OTHER; {first} bra DONE; OTHER: {second} DONE:"
+    arrive, sync = "bar.arrive 1, 128;", "bar.sync 1, 128;"
+    assert found(split.format(first=arrive, second=sync)) == []
+    wrong = split.format(first="bar.arrive 1, 96;", second=sync)
+    assert "barrier 1 of 96 threads met one of 128" in first(wrong)
+    assert found("barrier.sync 16;") == ["barrier"]
+
+
+def test_deadlock_says_who_waits_where_and_for_what():
+    body = "@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 3; READY: bar.sync 0;\n"
+    body += "WAIT: mbarrier.try_wait.parity.shared.b64 %p2, [%r30], 0; @!%p2 bra WAIT;"
+    _, result = execute(
+        BASE + body, schedule=Schedule(5, Order.RANDOM, Completion.LATE)
+    )
+    assert str(result.findings[0]) == (
+        "deadlock: nobody can go on under order=random completion=late seed=5\n"
+        "  cta 0 warps 0 to 3 at PTX line 18: mbarrier.try_wait.parity.shared.b64 waits for "
+        "mbarrier 0x400 parity 0 (3 of 3 arrivals and 0 bytes are missing)"
+    )
+
+
+def test_deadlock_at_a_named_barrier():
+    body = "setp.gt.u32 %p2, %r1, 95; @%p2 bra DONE; bar.sync 3, 128; DONE:"
+    assert "warps 0 to 2" in first(body)
+    assert "waits for barrier 3 (96 of 128 threads are there)" in first(body)
+    assert found(body.replace("3, 128", "3, 96")) == []
+
+
+def test_deadlock_of_lanes_apart():
+    body = "{test} @%p2 bra APART; elect.sync %r20|%p3, -1; APART: bar.sync 0;"
+    apart = body.format(test="setp.eq.u32 %p2, %r1, 3;")
+    assert found(apart) == ["deadlock"]
+    assert "waits for the other lanes of its warp" in first(apart)
+    assert found(body.format(test="setp.eq.u32 %p2, %r1, 999;")) == []
+
+
+def test_livelock_ends():
+    assert found("FOREVER: bra FOREVER;", max_steps=1000) == ["livelock"]
+
+
+def test_copies_need_a_cta_that_is_there():
+    setup = """
+mov.u32 %r40, %cluster_ctarank; setp.eq.u32 %p4, %r40, 1;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 1; fence.mbarrier_init.release.cluster;
+READY: barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+mapa.shared::cluster.u32 %r41, %r30, {rank};
+{stay}
+@!%p4 ret; @%p1 ret;
+mbarrier.arrive.shared::cluster.b64 _, [%r41];"""
+    options = {"grid": 2, "cluster": 2}
+    together = """@!%p4 bra STAY; bra GO;
+STAY: mbarrier.try_wait.parity.shared.b64 %p5, [%r30], 0; @!%p5 bra STAY;
+GO:"""
+    assert found(setup.format(rank=0, stay=together), **options) == []
+    gone = [
+        found(setup.format(rank=0, stay=""), schedule=each, **options) for each in EVERY
+    ]
+    assert ["barrier"] in gone
+    assert found(setup.format(rank=2, stay=together), **options) == ["out-of-bounds"]
+
+
+# -- memory
+
+
+def test_writes_outside_every_buffer():
+    assert found("st.global.b32 [%rd2], 1;") == []
+    assert found("st.global.b32 [%rd2+512], 1;") == ["out-of-bounds"]
+    assert "128 bytes" not in first("st.global.b32 [%rd2+4], 1;")
+    assert found("ld.global.b32 %r20, [%rd2+65536];") == ["out-of-bounds"]
+    assert found("st.global.b32 [%rd2+2], 1;") == ["misaligned"]
+
+
+def test_shared_memory_has_an_end_and_a_reserved_start():
+    assert found("st.shared.b32 [%r31], 1;", smem_bytes=512) == []
+    assert found("st.shared.b32 [%r31+4], 1;", smem_bytes=512) == ["out-of-bounds"]
+    assert found("st.shared.b32 [%r31+-1024], 1;") == ["out-of-bounds"]
+    assert "st.shared.b32" in first("st.shared.b32 [%r31+2], 1;")
+
+
+def test_misaligned_tensor_destination():
+    wrong = LOAD.format(**RIGHT).replace("[%r30+1024], [", "[%r30+1040], [")
+    assert found(wrong, DATA, maps=LOADED) == ["misaligned"]
+
+
+# -- registers and products
+
+
+def test_register_budget():
+    # 128 threads start with 255 each: 248 more for all do fit, what is not there never comes.
+    less = "setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.inc.sync.aligned.u32 200;"
+    assert found(less, threads=384, out=np.zeros(384, np.uint32)) == ["deadlock"]
+    assert found(less) == []
+    assert found("setmaxnreg.inc.sync.aligned.u32 40;") == ["registers"]
+    assert found("setmaxnreg.dec.sync.aligned.u32 41;") == ["registers"]
+
+
+MATRICES = """
+mov.b64 %rd7, 68720001088;
+FILL: st.shared.b32 [%r31], 0; st.shared.b32 [%r31+512], 0; st.shared.b32 [%r31+1024], 0;
+st.shared.b32 [%r31+1536], 0;
+{proxy} bar.sync 0;
+mov.b32 %r50, 0; mov.b32 %r51, 0; mov.b32 %r52, 0; mov.b32 %r53, 0;
+{fence}
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {{%r50, %r51, %r52, %r53}}, %rd7, %rd7, 0, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned;
+{wait}
+add.f32 %r54, %r50, %r50; st.global.b32 [%rd2], %r54;
+"""
+PRODUCT = {
+    "proxy": "fence.proxy.async;",
+    "fence": "wgmma.fence.sync.aligned;",
+    "wait": "wgmma.wait_group.sync.aligned 0;",
+}
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_products_need_their_fences_and_waits(schedule):
+    out, result = execute(BASE + MATRICES.format(**PRODUCT), schedule=schedule)
+    assert result.findings == ()
+    assert not out.any()
+
+    def wrong(part: str) -> list[str]:
+        return found(MATRICES.format(**PRODUCT | {part: ""}), schedule=schedule)
+
+    assert wrong("proxy") == ["proxy-fence"]
+    assert wrong("fence") == ["wgmma"]
+    assert "outstanding" in wrong("wait")
+    early, _ = execute(
+        BASE + MATRICES.format(**PRODUCT | {"wait": ""}), schedule=schedule
+    )
+    assert np.isnan(early.view(np.float32)).all()  # accumulators in flight are poison
+
+
+def test_write_under_a_product_in_flight():
+    overwrite = "st.shared.b32 [%r31], 1;"
+    late = PRODUCT["wait"]
+    assert (
+        found(MATRICES.format(**PRODUCT | {"wait": late + " bar.sync 0;" + overwrite}))
+        == []
+    )
+    assert "race" in found(MATRICES.format(**PRODUCT | {"wait": overwrite + late}))
+
+
+# -- launches that a device refuses
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"smem_bytes": 232449}, "232449 bytes of shared memory, more than 232448"),
+        (
+            {"grid": 3, "cluster": 2},
+            "grid (3, 1, 1) is not a multiple of cluster (2, 1, 1)",
+        ),
+    ],
+)
+def test_refused_launch(options, message):
+    assert message in first("ret;", **options)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Orders and completions: results do not depend on them, and a seed replays one exactly."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+from fmha_gen.emulator.report import Event
+from fmha_gen.emulator.scheduler import Completion, Order, Pending, Schedule, Turns
+
+from .kernels import execute
+
+SCHEDULES = [
+    Schedule(7, order, done) for order, done in itertools.product(Order, Completion)
+]
+
+# Warps take turns: warp w waits for named barrier w + 1 and then opens the next one.
+RELAY = """
+mov.b32 %r30, smem; shr.u32 %r31, %r1, 5; setp.eq.u32 %p1, %r31, 0; @%p1 bra FIRST;
+add.s32 %r32, %r31, 1; bar.sync %r32, 64;
+ld.shared.b32 %r33, [%r30];
+FIRST: @%p1 mov.b32 %r33, 0;
+add.s32 %r33, %r33, 1; bar.warp.sync -1;
+st.shared.b32 [%r30], %r33; st.global.b32 [%rd2], %r33;
+setp.eq.u32 %p2, %r31, 3; @%p2 bra LAST;
+add.s32 %r32, %r31, 2; bar.arrive %r32, 64;
+LAST:
+"""
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_results_do_not_depend_on_the_schedule(schedule):
+    out, result = execute(RELAY, schedule=schedule)
+    assert result.findings == ()
+    np.testing.assert_array_equal(out, np.arange(128) // 32 + 1)
+
+
+def events(schedule: Schedule) -> list[Event]:
+    timeline: list[Event] = []
+    execute(
+        RELAY,
+        threads=256,
+        out=np.zeros(256, np.uint32),
+        schedule=schedule,
+        timeline=timeline,
+    )
+    return timeline
+
+
+@pytest.mark.parametrize("order", [Order.RANDOM, Order.RANDOM_WARPS])
+def test_a_seed_replays_a_run(order):
+    runs = {seed: events(Schedule(seed, order)) for seed in range(4)}
+    for seed, run in runs.items():
+        assert events(Schedule(seed, order)) == run
+    if order is Order.RANDOM_WARPS:
+        assert any(run != runs[0] for run in runs.values())
+
+
+def test_warps_drift_apart_only_when_asked():
+    body = "add.s32 %r20, %r1, 1; bra NEXT; NEXT: st.global.b32 [%rd2], %r20;"
+
+    def together(order: Order) -> bool:
+        timeline: list[Event] = []
+        execute(body, schedule=Schedule(3, order), timeline=timeline)
+        return len({event.begin for event in timeline if event.warp == 0}) == len(
+            {event.begin for event in timeline}
+        )
+
+    assert together(Order.ROUND_ROBIN)
+    assert together(Order.RANDOM)
+    assert not together(Order.RANDOM_WARPS)
+
+
+def pending(completion: Completion) -> tuple[Pending, list[str]]:
+    done: list[str] = []
+    work = Pending(Schedule(1, completion=completion), random.Random(1))
+    work.load(lambda: done.append("load"))
+    work.store(lambda: done.append("store"))
+    for name in ("first", "second"):
+        work.product(0, lambda name=name: done.append(name))
+    return work, done
+
+
+def test_eager_completes_at_once():
+    work, done = pending(Completion.EAGER)
+    assert done == ["load", "store", "first", "second"]
+    assert not work.force()
+
+
+@pytest.mark.parametrize(
+    ("completion", "early"),
+    [(Completion.LATE, []), (Completion.LOADS_EARLY_MMAS_LATE, ["load"])],
+)
+def test_late_work_is_forced_one_at_a_time(completion, early):
+    work, done = pending(completion)
+    work.turn()
+    assert done == early
+    while work.outstanding:
+        before = len(done)
+        assert work.force()
+        assert len(done) == before + 1
+    assert sorted(done) == ["first", "load", "second", "store"]
+    assert done.index("first") < done.index("second")  # products keep their order
+    assert not work.force()
+
+
+def test_random_completion_comes_by_itself():
+    work, done = pending(Completion.RANDOM)
+    for _ in range(100):
+        work.turn()
+    assert sorted(done) == ["first", "load", "second", "store"]
+    assert done.index("first") < done.index("second")
+
+
+def test_turns():
+    rng = random.Random(2)
+    assert Turns(Order.ROUND_ROBIN, rng).arrange(4) == [0, 1, 2, 3]
+    assert Turns(Order.ROUND_ROBIN, rng).lone_warp([0, 1]) is None
+    drifting = Turns(Order.RANDOM_WARPS, rng)
+    chosen = {drifting.lone_warp([1, 3]) for _ in range(50)}
+    assert chosen == {None, 1, 3}
+    assert drifting.lone_warp([2]) is None
+    assert sorted(drifting.arrange(4)) == [0, 1, 2, 3]
+    assert Turns(Order.RANDOM, rng).length() < 1 << 30
+
+
+def test_a_schedule_says_how_to_replay_it():
+    schedule = Schedule(9, Order.RANDOM_WARPS, Completion.LATE)
+    assert str(schedule) == "order=random_warps completion=late seed=9"
