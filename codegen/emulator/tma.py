@@ -42,7 +42,9 @@ _TYPES = {
     9: ("f64", 8),
     10: ("bf16", 2),
 }
-_VERSION = 2
+_VERSIONS = frozenset(
+    {0, 2}
+)  # as the driver encodes them, and as the DSL's host code does
 _KNOWN_FLAGS = (
     0x003F_67FF  # version, rank, type, swizzle, bit 16 and the hints for L2 above it
 )
@@ -71,7 +73,7 @@ class TensorMap:
             raise TensorMapError(f"a tensor map has {MAP_BYTES} bytes, not {len(raw)}")
         words = struct.unpack("<8Q", raw[:64])
         flags = words[1] & 0xFFFFFFFF
-        if flags & 15 != _VERSION or flags & ~_KNOWN_FLAGS:
+        if flags & 15 not in _VERSIONS or flags & ~_KNOWN_FLAGS:
             raise TensorMapError(f"unknown flags in a tensor map: {flags:#010x}")
         if words[3] >> 48 or words[6] >> 32 & 0xFFFFFF or words[7] >> 32:
             raise TensorMapError(
@@ -188,6 +190,7 @@ def load(
     not fit there or what lies in bounds is not in one buffer.
     """
     region = _region(tensor_map, targets, smem_address)
+    _check_start(tensor_map, coordinates)
     part = _clip(tensor_map, coordinates)
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
     if part.empty:
@@ -218,10 +221,17 @@ def store(
 ) -> range:
     """Move a box from shared memory; the bytes read there, of which those out of bounds go nowhere.
 
+    Along dimension 0 the H200 drops whole chunks of 16 bytes: what follows the last element up to
+    the end of its chunk is written. `load` fills with zeros from the very element.
+
     MemoryFault as for `load`, and when the tensor is in a read-only buffer.
     """
     region = _region(tensor_map, [shared], smem_address)
-    part = _clip(tensor_map, coordinates)
+    _check_start(tensor_map, coordinates)
+    if min(coordinates) < 0:
+        problem = f"a store at the negative coordinates {tuple(coordinates)}"
+        raise MemoryFault("global", tensor_map.address, tensor_map.box_bytes, problem)
+    part = _clip(tensor_map, coordinates, whole_chunks=True)
     if part.empty:
         return region
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
@@ -252,6 +262,13 @@ def _region(
     return range(smem_address, smem_address + tensor_map.box_bytes)
 
 
+def _check_start(tensor_map: TensorMap, coordinates: Sequence[int]) -> None:
+    """Rules that the H200 answers with an illegal instruction (tests/hardware/micro)."""
+    if coordinates[0] * tensor_map.element_size % CHUNK:
+        problem = f"the box starts at element {coordinates[0]}, not at a multiple of {CHUNK} bytes"
+        raise MemoryFault("global", tensor_map.address, tensor_map.box_bytes, problem)
+
+
 def _words(region: range, granule: int) -> slice:
     return slice(region.start // granule, region.stop // granule)
 
@@ -271,14 +288,20 @@ class _Part:
     empty: bool
 
 
-def _clip(tensor_map: TensorMap, coordinates: Sequence[int]) -> _Part:
+def _clip(
+    tensor_map: TensorMap, coordinates: Sequence[int], *, whole_chunks: bool = False
+) -> _Part:
     first = low = high = 0
     full = True
     bounds = []
+    limits = list(tensor_map.dimensions)
+    if whole_chunks:
+        per_chunk = CHUNK // tensor_map.element_size
+        limits[0] = -(-limits[0] // per_chunk) * per_chunk
     for c, edge, limit, stride in zip(
         coordinates,
         tensor_map.box,
-        tensor_map.dimensions,
+        limits,
         tensor_map.strides,
         strict=True,
     ):

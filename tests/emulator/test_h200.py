@@ -23,9 +23,6 @@ MISSING = (
     "captured data missing: on a machine with an H200 run "
     "python -m tests.hardware.micro.capture tests/emulator/data/h200_micro.npz"
 )
-# Until the capture is committed; without this line the tests fail with the same message.
-needs_capture = pytest.mark.skipif(not CAPTURE.exists(), reason=MISSING)
-pytestmark = needs_capture
 
 MICROS = kernels.everything()
 BY_NAME = {micro.name: micro for micro in MICROS}

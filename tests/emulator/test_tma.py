@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import struct
 from pathlib import Path
 
@@ -138,23 +139,27 @@ def small_maps(draw):
 
 
 @st.composite
-def cases(draw):
+def cases(draw, stored=False):
     tensor_map = small_maps(draw)
-    coordinates = tuple(
-        draw(st.integers(-edge - 1, limit + 1))
+    inner, *outer = (
+        draw(st.integers(0 if stored else -edge - 1, limit + 1))
         for edge, limit in zip(tensor_map.box, tensor_map.dimensions, strict=True)
     )
+    per_chunk = 16 // tensor_map.element_size
+    coordinates = (inner // per_chunk * per_chunk, *outer)
     return tensor_map, coordinates, RESERVED + 128 * draw(st.integers(0, 9))
 
 
-def elements(tensor_map, coordinates):
+def elements(tensor_map, coordinates, whole_chunks=False):
     """(place in the dense box, offset in the tensor or None) of each element, by counting."""
+    limits = list(tensor_map.dimensions)
+    if whole_chunks:
+        per_chunk = 16 // tensor_map.element_size
+        limits[0] = math.ceil(limits[0] / per_chunk) * per_chunk
     ranges = [range(edge) for edge in reversed(tensor_map.box)]
     for place, reverse in enumerate(itertools.product(*ranges)):
         index = [c + i for c, i in zip(coordinates, reversed(reverse), strict=True)]
-        inside = all(
-            0 <= i < d for i, d in zip(index, tensor_map.dimensions, strict=True)
-        )
+        inside = all(0 <= i < limit for i, limit in zip(index, limits, strict=True))
         offset = sum(i * s for i, s in zip(index, tensor_map.strides, strict=True))
         yield place, offset if inside else None
 
@@ -194,11 +199,13 @@ def test_load_element_by_element(case, seed):
 
 
 @settings(max_examples=150, deadline=None)
-@given(case=cases(), seed=st.integers(0, 1000))
+@given(case=cases(stored=True), seed=st.integers(0, 1000))
 def test_store_element_by_element(case, seed):
     tensor_map, coordinates, smem = case
     size = tensor_map.element_size
-    tensor = np.zeros(extent(tensor_map), np.uint8)
+    tensor = np.zeros(
+        extent(tensor_map) + 16, np.uint8
+    )  # the last chunk may reach beyond
     want = tensor.copy()
     memory = GlobalMemory()
     memory.add("tensor", ADDRESS, tensor)
@@ -206,11 +213,27 @@ def test_store_element_by_element(case, seed):
     shared.bytes[:] = np.random.default_rng(seed).integers(1, 256, len(shared.bytes))
     region = store(tensor_map, coordinates, memory, shared, smem)
     assert region == range(smem, smem + tensor_map.box_bytes)
-    for place, offset in elements(tensor_map, coordinates):
+    for place, offset in elements(tensor_map, coordinates, whole_chunks=True):
         if offset is not None:
             address = int(tensor_map.swizzle(np.array([smem + place * size]))[0])
             want[offset : offset + size] = shared.bytes[address : address + size]
     assert np.array_equal(tensor, want)
+
+
+def test_starts_that_the_device_refuses():
+    """The H200 answers each with an illegal instruction."""
+    tensor_map = TensorMap(ADDRESS, "f16", 2, (64, 32), (2, 128), (64, 8), 3)
+    memory, shared = GlobalMemory(), SharedMemory(RESERVED + tensor_map.box_bytes)
+    memory.add("tensor", ADDRESS, np.zeros(64 * 32 * 2, np.uint8))
+    for coordinates in ((4, 0), (-3, 0)):
+        with pytest.raises(MemoryFault, match="not at a multiple of 16 bytes"):
+            load(tensor_map, coordinates, memory, [shared], RESERVED)
+        with pytest.raises(MemoryFault, match="not at a multiple of 16 bytes"):
+            store(tensor_map, coordinates, memory, shared, RESERVED)
+    load(tensor_map, (-8, -2), memory, [shared], RESERVED)
+    for coordinates in ((-8, 0), (0, -2)):
+        with pytest.raises(MemoryFault, match="negative coordinates"):
+            store(tensor_map, coordinates, memory, shared, RESERVED)
 
 
 @settings(max_examples=60, deadline=None)

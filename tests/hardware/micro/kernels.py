@@ -615,13 +615,17 @@ def _heads(swizzle: int) -> Tensor:
     )
 
 
+# Coordinates: inside, inside elsewhere, over the lower edges, over the upper edges, out. The first
+# is a multiple of 16 bytes: at others the H200 stops with an illegal instruction.
 PLACES = (
     (0, 0),
-    (5, 3),
-    (-3, -2),
-    (30, 12),
-    (2, 60),
-)  # coordinates: inside, over each edge, out
+    (8, 3),
+    (-8, -2),
+    (32, 12),
+    (0, 60),
+)
+# Nor does it store at negative coordinates.
+STORE_PLACES = ((0, 0), (8, 3), (32, 12), (0, 15))
 
 
 def tma_loads() -> list[Micro]:
@@ -679,7 +683,7 @@ def tma_stores() -> list[Micro]:
     for swizzle in (0, 32, 64, 128):
         columns = swizzle // 2 or 24
         tensor = _matrix(40 if columns < 40 else 70, 20, 72, (columns, 10), swizzle)
-        for i, coordinates in enumerate(PLACES[:4]):
+        for i, coordinates in enumerate(STORE_PLACES):
             place = 128 * (3 * i % 8)
             cases.append(
                 _tma_store(f"tma_store_{swizzle}_{i}", tensor, coordinates, place)
