@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the shipped kernels on this machine's GPU with the emulator's inputs, and keeps the outputs.
+
+    python -m tests.hardware.anchor OUT.npz [KERNEL.py ...]
+
+Needs PyTorch and an H100 or H200. OUT.npz holds, per kernel and case, `KERNEL/CASE.out` (bits) and
+`KERNEL/CASE.lse` of a sample of the query rows, and `KERNEL.body`, the digest of the text.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fmha_gen.rehearsal import read_constants, tiles_of
+from fmha_gen.rehearsal_cases import Case, cases_for
+from fmha_gen.render import body_digest
+from fmha_gen.tensors import make_problem
+
+CASES = 2  # the first ones: ragged, and strided with one huge key
+ROWS = 48  # of the query rows, kept of each head
+
+
+def anchor_cases(spec: Any, constants: Any) -> tuple[Case, ...]:
+    """The cases that are compared."""
+    return cases_for(spec, tiles_of(constants))[:CASES]
+
+
+def sampled_rows(q: int) -> slice:
+    """Query rows that are kept."""
+    return slice(0, q, max(1, q // ROWS))
+
+
+def main() -> None:
+    """See the module."""
+    import torch
+    from fmha_gen.trial import DTYPES, load_kernel
+
+    generated = Path(__file__).resolve().parents[2] / "generated"
+    kernels = [Path(name) for name in sys.argv[2:]] or sorted(generated.glob("*.py"))
+    found: dict[str, Any] = {"device": np.array(torch.cuda.get_device_name())}
+    for path in kernels:
+        text = path.read_text(encoding="utf-8")
+        constants = read_constants(text)
+        spec = constants["SPEC"]
+        kernel = load_kernel(path)
+        found[f"{path.stem}.body"] = np.array(body_digest(text))
+        for case in anchor_cases(spec, constants):
+            problem = make_problem(spec, case)
+            dtype = DTYPES[spec["dtype"]]
+            q, k, v = (
+                torch.from_numpy(np.ascontiguousarray(x.view).view(np.int16))
+                .cuda()
+                .view(dtype)
+                for x in problem.inputs
+            )
+            out = torch.empty(problem.out.view.shape, dtype=dtype, device="cuda")
+            into = {"out": out}
+            if spec["lse"]:
+                into["lse"] = torch.empty(
+                    problem.lse.view.shape, dtype=torch.float32, device="cuda"
+                )
+            kernel.fmha(q, k, v, **into)
+            torch.cuda.synchronize()
+            rows, name = sampled_rows(case.q), f"{path.stem}/{case.name}"
+            found[f"{name}.out"] = (
+                out.view(torch.int16).cpu().numpy().view(np.uint16)[:, rows]
+            )
+            if spec["lse"]:
+                found[f"{name}.lse"] = into["lse"].cpu().numpy()[:, :, rows]
+        print(path.stem, flush=True)
+    np.savez_compressed(sys.argv[1], **found)
+
+
+if __name__ == "__main__":
+    main()
