@@ -15,14 +15,15 @@ from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import Agent, Components, Shadow, Streams
-from .emitters import LANES, PARAM_WINDOW, WARP, WARPS
+from .emitters import PARAM_WINDOW
+from .lanes import LANES, OFFSET_MASK, RANK_SHIFT, WARP, WARPS
 from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Pending, Schedule, Turns
 from .tma import MAP_BYTES, TensorMap, TensorMapError
-from .warpgroup import OFFSET_MASK, RANK_SHIFT, Warp, Warpgroup
+from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fmha_gen.emulator.emitters import LANES
+from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
 from .kernels import FIRST_INPUT, OUT, execute, kinds, tensor_map

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fmha_gen.emulator import ptx
-from fmha_gen.emulator.emitters import EMITTERS, LANES, UnsupportedInstruction
+from fmha_gen.emulator.emitters import EMITTERS, UnsupportedInstruction
+from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.lower import lower
 
 from . import kernels
