@@ -32,8 +32,8 @@ class Accumulator:
     """Registers that products in flight accumulate into, as a matrix [64, N]."""
 
     slots: tuple[int, ...]
-    matrix: Any = None
-    in_flight: int = 0
+    matrix: Any
+    """A list of registers until the first product has added to it."""
 
 
 @dataclass(eq=False)
@@ -113,12 +113,11 @@ class Products:
                 raise Fault(
                     Kind.WGMMA, "accumulators overlap those of a product in flight"
                 )
-            accumulator = Accumulator(mma.accumulators)
-            accumulator.matrix = [registers[slot] for slot in mma.accumulators]
+            values = [registers[slot] for slot in mma.accumulators]
+            accumulator = Accumulator(mma.accumulators, values)
             for slot in mma.accumulators:
                 registers[slot] = _IN_FLIGHT
             self._accumulators[mma.accumulators] = accumulator
-        accumulator.in_flight += 1
         return accumulator
 
     def _work(
@@ -159,7 +158,6 @@ class Products:
                 with np.errstate(all="ignore"):
                     result = accumulator.matrix + result
             accumulator.matrix = result
-            accumulator.in_flight -= 1
             product.done = True
             self._group.cluster.progress += 1
 

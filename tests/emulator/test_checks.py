@@ -265,6 +265,13 @@ def test_deadlock_of_lanes_apart():
     assert found(body.format(test="setp.eq.u32 %p2, %r1, 999;")) == []
 
 
+def test_findings_name_the_source_line():
+    located = "\n.loc 1 12 4\nld.shared.b32 %r20, [%r31];"
+    assert first(located).endswith("[cta 0 warp 0, 1:12]")
+    stuck = "\n.loc 1 30 4\nbar.sync 1, 256;"
+    assert "PTX line 19 (1:30): bar.sync waits for barrier 1" in first(stuck)
+
+
 def test_livelock_ends():
     assert found("FOREVER: bra FOREVER;", max_steps=1000) == ["livelock"]
 
