@@ -202,6 +202,7 @@ class Products:
         if not all(product.done for group in over for product in group):
             self._group.hold(lambda: "its matrix products")
             return None
+        self._group.here(index, warps_of(mask)[0])
         self._retire(over)
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
@@ -212,22 +213,26 @@ class Products:
     def _retire(self, groups: list[list[Product]]) -> None:
         """Gives accumulators of complete products back to the registers."""
         kept = self._groups[len(groups) :]
-        running = {id(p.accumulator) for group in [*kept, self._open] for p in group}
-        for group in groups:
-            for product in group:
-                accumulator = product.accumulator
-                if (
-                    id(accumulator) in running
-                    or accumulator.slots not in self._accumulators
-                ):
-                    continue
-                del self._accumulators[accumulator.slots]
-                values = wgmma.accumulator_registers(
-                    np.ascontiguousarray(accumulator.matrix)
-                )
-                for slot, value in zip(accumulator.slots, values, strict=True):
-                    self._group.registers[slot] = value.view(np.float32)
+        running = {
+            product.accumulator.slots
+            for group in [*kept, self._open]
+            for product in group
+        }
+        over = {product.accumulator.slots for group in groups for product in group}
+        for slots in sorted(over - running):
+            self._give_back(self._accumulators.pop(slots))
         for group in groups:
             if group and group[-1].operation:
                 self._retired = group[-1].operation.clock  # products complete in order
         self._groups = kept
+
+    def _give_back(self, accumulator: Accumulator) -> None:
+        registers = self._group.registers
+        if any(registers[slot] is not _IN_FLIGHT for slot in accumulator.slots):
+            self._group.machine.report(
+                Kind.WGMMA,
+                "accumulators were written while their product was in flight",
+            )
+        values = wgmma.accumulator_registers(np.ascontiguousarray(accumulator.matrix))
+        for slot, value in zip(accumulator.slots, values, strict=True):
+            registers[slot] = value.view(np.float32)

@@ -370,6 +370,23 @@ def test_products_need_their_fences_and_waits(schedule):
     assert np.isnan(early.view(np.float32)).all()  # accumulators in flight are poison
 
 
+def test_accumulators_written_under_a_product_in_flight():
+    early = PRODUCT | {"wait": "mov.b32 %r50, 0;" + PRODUCT["wait"]}
+    assert found(MATRICES.format(**early)) == ["wgmma"]
+    assert "accumulators were written" in first(MATRICES.format(**early))
+
+
+def test_a_in_registers_written_under_a_product_in_flight():
+    late = Schedule(0, completion=Completion.LATE)
+    body = MATRICES.replace("%rd7, %rd7", "{{%r60, %r61, %r62, %r63}}, %rd7").replace(
+        ", 0, 0;", ", 0;"
+    )
+    body = "mov.b32 %r60, 0; mov.b32 %r61, 0; mov.b32 %r62, 0; mov.b32 %r63, 0;" + body
+    assert found(body.format(**PRODUCT), schedule=late) == []
+    wrong = PRODUCT | {"wait": "mov.b32 %r62, 1;" + PRODUCT["wait"]}
+    assert "A's registers were written" in first(body.format(**wrong), schedule=late)
+
+
 def test_write_under_a_product_in_flight():
     overwrite = "st.shared.b32 [%r31], 1;"
     late = PRODUCT["wait"]
