@@ -22,8 +22,9 @@ from rich.table import Table
 
 from .cases import DYNAMIC
 from .errors import CheckFailed, EnvironmentProblem
+from .evaluation import DEFAULT_OUT, PLAIN_WIDTH, kernel_files
 from .gpu import Gpu, find_gpu
-from .validate import DEFAULT_OUT, PLAIN_WIDTH, kernel_files, require_gpu
+from .validate import require_gpu
 
 OURS = "ours"
 PEERS = ("fa4", "cudnn")

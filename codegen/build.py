@@ -76,7 +76,9 @@ class Plan(Protocol):
 class Engine:
     """The parts that a build strings together; tests replace them."""
 
-    load_specs: Callable[[Sequence[str | Path]], Sequence[Any]]
+    load_all: Callable[
+        [Sequence[str | Path]], tuple[Sequence[Any], Sequence[Diagnostic]]
+    ]
     resolve: Callable[[Any], Plan]
     render_kernel: Callable[[Any], str]
     closure_digest: Callable[[Any], str]
@@ -136,8 +138,7 @@ def build(
     what a compile needs, CheckFailed when lock or records cannot be read.
     """
     engine = engine or default_engine()
-    specs = engine.load_specs(paths)
-    plans = _resolve(specs, engine)
+    plans = _resolve(paths, engine)
     kernels = [_render(plan, engine, cached=not check) for plan in plans]
     compiles = 0
     if compile:
@@ -173,7 +174,7 @@ def default_engine() -> Engine:
     from . import plan, spec
 
     return Engine(
-        load_specs=spec.load_specs,
+        load_all=spec.load_all,
         resolve=plan.resolve,
         render_kernel=render.render_kernel,
         closure_digest=lambda resolved: render.closure_digest(
@@ -205,10 +206,11 @@ def tools_line() -> str:
     )
 
 
-def _resolve(specs: Sequence[Any], engine: Engine) -> list[Plan]:
-    """Plan every spec; raises one SpecError with the diagnostics of all."""
+def _resolve(paths: Sequence[str | Path], engine: Engine) -> list[Plan]:
+    """Load and plan every spec; raises one SpecError with the diagnostics of all."""
+    specs, found = engine.load_all(paths)
     plans: list[Plan] = []
-    diagnostics: list[Diagnostic] = []
+    diagnostics = list(found)
     for spec in specs:
         try:
             plans.append(engine.resolve(spec))

@@ -128,6 +128,50 @@ def explain(
 
 
 @app.command()
+def emulate(
+    paths: Paths,
+    out: Out = Path("generated"),
+    schedules: Annotated[
+        int,
+        typer.Option("--schedules", min=0, help="Random schedules, beside the others."),
+    ] = 1,
+    jobs: Annotated[
+        int, typer.Option("--jobs", "-j", min=1, help="Parallel kernels.")
+    ] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds for one kernel.")] = 900,
+    case: Annotated[
+        str | None, typer.Option(help="Replay this case and record nothing.")
+    ] = None,
+    completion: Annotated[
+        str | None,
+        typer.Option(
+            help="Only this: eager, late, loads_early_mmas_late or random.",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of the random schedule.")
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Write a Chrome trace of one CTA's warps, in steps."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Run kernels on a model of PTX: function and synchronisation; no timing, no silicon."""
+    with _reported():
+        from . import emulate as model
+
+        model.run(
+            paths,
+            out=out,
+            choice=model.Choice(schedules, case, completion, seed, timeline),
+            jobs=jobs,
+            timeout=timeout,
+            as_json=as_json,
+        )
+
+
+@app.command()
 def validate(
     paths: Paths,
     out: Out = Path("generated"),
@@ -258,6 +302,7 @@ def _print_build(result: BuildResult) -> None:
     table = Table(box=None, pad_edge=False)
     for title in ("kernel", "rung", "registers", "shared memory", "state"):
         table.add_column(title, justify="right" if title in _NUMBERS else "left")
+    states = {} if result.checked else {"missing": "added"}
     for kernel in result.kernels:
         report = kernel.report
         table.add_row(
@@ -269,7 +314,7 @@ def _print_build(result: BuildResult) -> None:
                 else " / ".join(map(str, report.setmaxnreg or [report.registers]))
             ),
             f"{kernel.shared_bytes} B",
-            "failed" if kernel.failures else kernel.state,
+            "failed" if kernel.failures else states.get(kernel.state, kernel.state),
         )
     _console().print(table)
 

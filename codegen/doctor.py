@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import cache, toolchain
+from .emulator import launch
 from .errors import EnvironmentProblem
 
 PYTHON_AT_LEAST = (3, 10)
@@ -37,6 +38,7 @@ def examine() -> list[Finding]:
             _asked(name, functools.partial(_tool, name), needed=True)
             for name in toolchain.TOOLS
         ),
+        _asked("emulator", _emulator, needed=False),
         _asked("GPU", _gpu, needed=False),
         _cache(),
     ]
@@ -91,6 +93,18 @@ def _dsl() -> str:
 
 def _tool(name: str) -> str:
     return str(toolchain.require_tool(name))
+
+
+def _emulator() -> str:
+    """Whether a launch can be captured: the library that we write must load and call back."""
+    system = f"{platform.system()} {platform.machine()}"
+    if system != "Linux x86_64":
+        raise EnvironmentProblem(f"emulate runs on Linux x86_64, this is {system}")
+    try:
+        launch.self_test()
+    except OSError as error:
+        raise EnvironmentProblem(f"cannot capture launches: {error}") from error
+    return "captures launches without driver or compiler"
 
 
 def _gpu() -> str:

@@ -53,7 +53,6 @@ CODES: dict[str, str] = {
     # The plan's budgets.
     "FG401": "shared memory does not fit",
     "FG402": "registers do not fit",
-    "FG403": "tile or box that TMA or the MMA cannot take",
 }
 """Every diagnostic's code with its meaning in one line."""
 

@@ -65,17 +65,6 @@ def fields(spec: BaseModel) -> Iterator[tuple[str, Any, bool]]:
             yield name, value, given
 
 
-def register_parts(plan: KernelPlan) -> dict[str, int]:
-    """What a consumer thread's registers hold; the values add up to `plan.registers_needed`."""
-    numbers = _by_name(plan)
-    tiles = {
-        "S": numbers["TILE_KV"] // 2,
-        "P": numbers["TILE_KV"] // 4,
-        "O": numbers["HEAD_DIM_V"] // 2,
-    }
-    return tiles | {"others": sm90.REGISTERS_BESIDE_TILES}
-
-
 def masks_and_loops(plan: KernelPlan) -> Iterator[str]:
     """Yield what the kernel does for its shapes, a statement each; what it leaves out is named."""
     has = plan.context
@@ -160,7 +149,6 @@ def _spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
 
 
 def _number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
-    given = {name for name, _, given in fields(plan.spec_file.spec) if given}
     numbers = (*plan.chosen, *plan.derived)
     width = max(len(str(number.value)) for number in numbers)
     for number in numbers:
@@ -168,17 +156,16 @@ def _number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
             number.name,
             f"{number.value:>{width}}",
             f"[{number.unit}]",
-            _origin(number, given),
+            _origin(number),
         )
 
 
-def _origin(number: Number, given: set[str]) -> str:
+def _origin(number: Number) -> str:
     if number.origin == "derived":
         return f"derived ({number.formula})"
     if number.origin == "planned":
         return f"planned ({number.reason})"
-    field = _FIELDS[number.name]
-    return f"given ({field})" if field in given else f"default ({field})"
+    return f"{number.origin} ({_FIELDS[number.name]})"
 
 
 def _shared_memory(plan: KernelPlan) -> list[str]:
@@ -210,7 +197,7 @@ def _bar(offset: int, nbytes: int) -> str:
 
 
 def _registers(plan: KernelPlan) -> list[str]:
-    parts = " + ".join(f"{name} {n}" for name, n in register_parts(plan).items())
+    parts = " + ".join(f"{name} {n}" for name, n in plan.register_parts.items())
     producer, consumer = plan.registers
     warpgroups = _by_name(plan)["WARPGROUPS"]
     all_of_them = sm90.WARPGROUP_ROWS * 2 * (producer + warpgroups * consumer)

@@ -7,7 +7,7 @@ Pure: the same spec gives the same plan. Templates place what is decided here an
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from .arch import sm90
@@ -17,15 +17,24 @@ from .spec import Spec, SpecFile
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16
 KV_TILES: Final = (128, 112, 96, 80, 64, 48, 32, 16)  # tried in this order
+MIN_KV_STAGES: Final = 2
 MAX_PLANNED_KV_STAGES: Final = 3  # d64: 3 and 4 stages ran alike on an H200
+
+# Why a number is what it is when the spec leaves it out.
+REASONS: Final[Mapping[str, str]] = {
+    "TILE_Q": "192 up to head_dim 64, where a third warpgroup has registers enough",
+    "TILE_KV": "the largest that registers and two stages in shared memory take",
+    "Q_STAGES": "2 where it fits: the next tile's first QK then overlaps this tile's end",
+    "KV_STAGES": "3 where they fit, else 2",
+}
 
 
 @dataclass(frozen=True)
 class Number:
     """One constant of the generated file.
 
-    `origin` is "given" (the spec says so), "planned" (chosen here; `reason` says by which rule) or
-    "derived" (`formula`, Python over the constants above it).
+    `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
+    which rule) or "derived" (`formula`, Python over the constants above it).
     """
 
     name: str
@@ -71,7 +80,7 @@ class KernelPlan:
     smem: tuple[Region, ...]
     barriers: tuple[Barrier, ...]
     registers: sm90.RegisterSplit
-    registers_needed: int
+    register_parts: Mapping[str, int]  # of a consumer thread, an estimate
     context: Mapping[str, Any]
 
     arch: str = "sm90"
@@ -87,14 +96,19 @@ class KernelPlan:
         """Dynamic shared memory of one CTA."""
         return sum(region.nbytes for region in self.smem)
 
+    @property
+    def registers_needed(self) -> int:
+        """What a consumer thread needs, by estimate."""
+        return sum(self.register_parts.values())
+
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
     """Plan a kernel, or raise SpecError (FG401, FG402) with the sum that does not fit."""
     spec = spec_file.spec
-    sizes, reasons = _choose(spec_file)
+    sizes = _choose(spec_file)
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
     traits = Traits(spec, sizes)
-    chosen = tuple(_chosen(traits, reasons))
+    chosen = tuple(_chosen(traits))
     derived = tuple(_derived(traits))
     smem = _smem(spec, sizes)
     return KernelPlan(
@@ -104,50 +118,52 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         smem=smem,
         barriers=tuple(_barriers(traits)),
         registers=sm90.REGISTERS[warpgroups],
-        registers_needed=_registers(spec, sizes.tile_kv),
+        register_parts=_register_parts(spec, sizes.tile_kv),
         context=template_context(spec_file, sizes, chosen, derived, _total(smem)),
     )
 
 
-def _choose(spec_file: SpecFile) -> tuple[Sizes, dict[str, str]]:
-    """Tile and stages: as given, else the largest KV tile that fits, then Q and KV stages."""
+def _choose(spec_file: SpecFile) -> Sizes:
+    """Tile and rings: as given, the rest planned for two KV stages, whatever stages.kv says.
+
+    So a change of stages.kv changes nothing else, and what does not fit is refused.
+    """
     spec = spec_file.spec
     tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
-    reasons = {
-        "TILE_Q": "192 up to head_dim 64, where a third warpgroup has registers enough"
-    }
-    kv_tiles = (spec.tile.kv,) if spec.tile.kv else KV_TILES
-    q_stages = (spec.stages.q,) if spec.stages.q else (2, 1)
-    kv_stages = (
-        (spec.stages.kv,)
-        if spec.stages.kv
-        else tuple(range(MAX_PLANNED_KV_STAGES, 1, -1))
-    )
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
-    reasons["TILE_KV"] = "the largest that registers and shared memory take"
-    reasons["Q_STAGES"] = (
-        "2 where it fits: the next tile's first QK then overlaps this tile's end"
-    )
-    reasons["KV_STAGES"] = f"the most that fit, up to {MAX_PLANNED_KV_STAGES}"
-    fitting = [n for n in kv_tiles if _registers(spec, n) <= budget]
+    kv_tiles = (spec.tile.kv,) if spec.tile.kv else KV_TILES
+    fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
-        raise _too_many_registers(spec_file, kv_tiles[-1], budget)
-    for tile_kv in fitting:
-        for q in q_stages:
-            for kv in kv_stages:
-                sizes = Sizes(tile_q, tile_kv, q, kv)
-                if _total(_smem(spec, sizes)) <= sm90.SMEM_BYTES:
-                    return sizes, reasons
-    raise _too_much_smem(
-        spec_file, Sizes(tile_q, fitting[-1], q_stages[-1], kv_stages[-1])
-    )
+        raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
+
+    def fits(sizes: Sizes) -> bool:
+        return _total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
+
+    q_stages = (spec.stages.q,) if spec.stages.q else (2, 1)
+    choices = [
+        Sizes(tile_q, tile_kv, q, MIN_KV_STAGES)
+        for tile_kv in fitting
+        for q in q_stages
+    ]
+    sizes = next(filter(fits, choices), choices[-1])
+    if spec.stages.kv:
+        sizes = replace(sizes, kv_stages=spec.stages.kv)
+    else:
+        deeper = replace(sizes, kv_stages=MAX_PLANNED_KV_STAGES)
+        sizes = deeper if fits(deeper) else sizes
+    if not fits(sizes):
+        raise _too_much_smem(spec_file, sizes)
+    return sizes
 
 
-def _registers(spec: Spec, tile_kv: int) -> int:
-    """Registers per consumer thread: S and O in fp32, P in 16 bits, and the rest."""
-    return (
-        tile_kv // 2 + tile_kv // 4 + spec.head_dim.v // 2 + sm90.REGISTERS_BESIDE_TILES
-    )
+def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
+    """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
+    return {
+        "S": tile_kv // 2,
+        "P": tile_kv // 4,
+        "O": spec.head_dim.v // 2,
+        "others": sm90.REGISTERS_BESIDE_TILES,
+    }
 
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
@@ -183,16 +199,18 @@ def _total(regions: tuple[Region, ...]) -> int:
     return sum(region.nbytes for region in regions)
 
 
-def _too_many_registers(spec_file: SpecFile, tile_kv: int, budget: int) -> SpecError:
+def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
-    v = spec.head_dim.v
+    parts = _register_parts(spec, tile_kv)
+    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     message = (
-        f"a consumer thread needs about {_registers(spec, tile_kv)} registers, "
-        f"tile.q leaves {budget}: "
-        f"S {tile_kv // 2} + P {tile_kv // 4} + O {v // 2} + others {sm90.REGISTERS_BESIDE_TILES}"
+        f"a consumer thread needs about {sum(parts.values())} registers, "
+        f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
     )
     field = ("tile", "kv") if spec.tile.kv else ("tile", "q")
-    hint = "a smaller tile.kv" if spec.tile.kv else "tile: {q: 128}"
+    ways = ["a smaller tile.kv"] if spec.tile.kv else []
+    ways += ["tile.q 128"] if tile_q > 128 else []
+    hint = " or ".join(ways)
     return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
 
 
@@ -213,7 +231,7 @@ def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
     return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
 
 
-def _chosen(traits: Traits, reasons: Mapping[str, str]) -> Iterator[Number]:
+def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
     yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
@@ -221,7 +239,8 @@ def _chosen(traits: Traits, reasons: Mapping[str, str]) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given")
+    group = "given" if "heads" in spec.model_fields_set else "default"
+    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
     if traits.cluster_size > 1:
         along_q = spec.cluster[0] > 1
         what = "query tiles of one head" if along_q else "query heads of one KV head"
@@ -233,7 +252,7 @@ def _chosen(traits: Traits, reasons: Mapping[str, str]) -> Iterator[Number]:
         ("KV_STAGES", sizes.kv_stages, "tiles each of K and V", spec.stages.kv),
     ):
         origin = "given" if given else "planned"
-        yield Number(name, value, unit, origin, reason="" if given else reasons[name])
+        yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
 
 
 def _derived(traits: Traits) -> Iterator[Number]:

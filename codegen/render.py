@@ -14,13 +14,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
 
 from .errors import CheckFailed
-from .plan import KernelPlan
+
+if TYPE_CHECKING:
+    from .plan import KernelPlan
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"

@@ -341,6 +341,19 @@ def load_specs(paths: Sequence[str | Path]) -> list[SpecFile]:
 
     Raises `SpecError` with the diagnostics of all files if any spec is bad.
     """
+    specs, diagnostics = load_all(paths)
+    if diagnostics:
+        raise SpecError(diagnostics)
+    return specs
+
+
+def load_all(
+    paths: Sequence[str | Path],
+) -> tuple[list[SpecFile], list[Diagnostic]]:
+    """Return the good specs in `paths`, sorted by stem, and what is wrong with the others.
+
+    For callers that have more to say about the good ones before they stop.
+    """
     files, diagnostics = specfile.find(paths)
     diagnostics += _clashes(files)
     specs = []
@@ -349,9 +362,7 @@ def load_specs(paths: Sequence[str | Path]) -> list[SpecFile]:
             specs.append(_load(file))
         except SpecError as error:
             diagnostics += error.diagnostics
-    if diagnostics:
-        raise SpecError(diagnostics)
-    return sorted(specs, key=lambda spec: spec.stem)
+    return sorted(specs, key=lambda spec: spec.stem), diagnostics
 
 
 def schema() -> dict[str, Any]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -54,18 +54,20 @@ def run(
     checks: bool = True,
     timeline: list[Event] | None = None,
     max_steps: int = MAX_STEPS,
+    clusters: Collection[int] | None = None,
 ) -> RunResult:
     """Executes a launch; its results are in `memory` afterwards.
 
     A Program (see `lower.lower`) may be run many times; from a Module one is made. Stops at the
     first finding after which there is nothing sensible to execute. `timeline` receives what the
-    warps of the first cluster's first CTA did. Raises UnsupportedInstruction.
+    warps of the first cluster's first CTA did. `clusters`: only these run, numbered with x
+    fastest, though the kernel sees the whole grid. Raises UnsupportedInstruction.
     """
     program = module if isinstance(module, Program) else lower(module)
     machine = Machine(
         program, launch, memory, schedule or Schedule(), checks, timeline, max_steps
     )
-    machine.run()
+    machine.run(clusters)
     return RunResult(tuple(machine.findings), machine.steps, dict(machine.statistics))
 
 
@@ -103,19 +105,25 @@ class Machine:
         self._params: dict[tuple[int, str], NDArray[Any]] = {}
         self._maps: dict[int, TensorMap] = {}
 
-    def run(self) -> None:
-        """Runs every cluster, until a finding stops it."""
+    def run(self, clusters: Collection[int] | None = None) -> None:
+        """Runs these clusters, or every one, until a finding stops it."""
         problem = self._refusal()
         if problem:
             self.findings.add(Kind.UNSUPPORTED, problem)
             return
-        grid, size = self.launch.grid, self.launch.cluster
         with np.errstate(all="ignore"):
-            for z in range(0, grid[2], size[2]):
-                for y in range(0, grid[1], size[1]):
-                    for x in range(0, grid[0], size[0]):
-                        if not self._run_cluster((x, y, z)):
-                            return
+            for number, first in enumerate(self._first_ctas()):
+                chosen = clusters is None or number in clusters
+                if chosen and not self._run_cluster(first):
+                    return
+
+    def _first_ctas(self) -> Iterator[tuple[int, int, int]]:
+        """The first CTA of each cluster."""
+        grid, size = self.launch.grid, self.launch.cluster
+        for z in range(0, grid[2], size[2]):
+            for y in range(0, grid[1], size[1]):
+                for x in range(0, grid[0], size[0]):
+                    yield x, y, z
 
     def _refusal(self) -> str:
         """Why the device would not launch this; empty when it would."""

@@ -2,8 +2,10 @@
 """Arithmetic as PTX defines it, on whole arrays of lanes.
 
 Float functions take and return float32 arrays, integer functions uint32 arrays (a register is bits;
-the suffix says how they are read), conversions to a narrow format return its bits. Nothing here
-warns or raises: an overflow is an infinity, an invalid operation a NaN, as on the device.
+the suffix says how they are read), conversions to a narrow format return its bits. Overflows are
+infinities and invalid operations NaN, as on the device, of which numpy warns: run all of this under
+`np.errstate(all="ignore")`, as the machine does. To do so in every function would take longer than
+some of them do.
 
 The approximations (`ex2`, `lg2`, `rcp`) return the correctly rounded value. PTX only bounds their
 error and the device is within that bound on either side, so two results of the same instruction may
@@ -12,7 +14,6 @@ differ by `EX2_ERROR`, `LG2_ERROR` or `RCP_ERROR`: compare with tolerances, neve
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -35,21 +36,14 @@ RCP_ERROR = 2.0**-23  # [relative: 1 ulp] rcp.approx.ftz.f32
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SIGN = np.uint32(0x80000000)
+_INFINITY = np.uint32(0x7F800000)
+_FIRST_NORMAL = np.uint32(0x00800000)
+_NORMALS = _INFINITY - _FIRST_NORMAL  # how many positive ones there are
+_ALL_ONES = np.uint32(0xFFFFFFFF)
 
 # Bits of a float64: the 29 that a float32 does not keep, and what they are at a midpoint.
 _DROPPED = np.uint64((1 << 29) - 1)
 _MIDPOINT = np.uint64(1 << 28)
-
-
-def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Silence numpy: overflow, division by zero and NaN are results, not accidents."""
-
-    @functools.wraps(function)
-    def silenced(*arguments: Any) -> Any:
-        with np.errstate(all="ignore"):
-            return function(*arguments)
-
-    return silenced
 
 
 # -- conversions
@@ -98,9 +92,7 @@ def bf16_to_f32(bits: U16) -> F32:
 
 def f16_rn(x: F32) -> U16:
     """cvt.rn.f16.f32: to nearest, ties to even; above 65519.99 infinity, a NaN is 0x7fff."""
-    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
-        half = x.astype(np.float16)
-    return np.where(x != x, NAN_16, half.view(np.uint16))
+    return np.where(x != x, NAN_16, x.astype(np.float16).view(np.uint16))
 
 
 def f16_to_f32(bits: U16) -> F32:
@@ -203,7 +195,6 @@ def ftz(x: F32) -> F32:
     return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x)
 
 
-@_quiet
 def fma32(a: F32, b: F32, c: F32) -> F32:
     """fma.rn.f32: a * b + c, rounded once.
 
@@ -248,27 +239,29 @@ def min_f32(a: F32, b: F32) -> F32:
 
 def _extreme(a: F32, b: F32, of_numbers: Any, of_zero_bits: Any) -> F32:
     result: F32 = of_numbers(a, b)
-    if result.all() and not np.isnan(result).any():
+    magnitude = result.view(np.uint32) & ~_SIGN
+    # Of zeros and NaNs alone: taking one off makes a zero the largest.
+    if not (magnitude - np.uint32(1) >= _INFINITY).any():
         return result
     zero = (a == 0) & (b == 0)
     of_zeros = of_zero_bits(a.view(np.uint32), b.view(np.uint32))
     return _canonical(np.where(zero, of_zeros, result.view(np.uint32)).view(np.float32))
 
 
-@_quiet
 def ex2_approx_ftz(x: F32) -> F32:
     """ex2.approx.ftz.f32: 2 ** x, within EX2_ERROR; a subnormal x is 0, a subnormal result +0."""
-    result = np.exp2(x.astype(np.float64)).astype(np.float32)
+    result: F32 = np.exp2(x.astype(np.float64)).astype(np.float32)
+    # All positive normal numbers, in most calls. Zeros and subnormals wrap around.
+    if not (result.view(np.uint32) - _FIRST_NORMAL >= _NORMALS).any():
+        return result
     return _canonical(np.where(result < _SMALLEST_NORMAL, np.float32(0), result))
 
 
-@_quiet
 def lg2_approx_ftz(x: F32) -> F32:
     """lg2.approx.ftz.f32: within LG2_ERROR; a subnormal x is a zero (-inf), below zero is NaN."""
     return _canonical(np.log2(ftz(x).astype(np.float64)).astype(np.float32))
 
 
-@_quiet
 def rcp_approx_ftz(x: F32) -> F32:
     """rcp.approx.ftz.f32: 1 / x within RCP_ERROR; subnormal x and results are zeros of its sign."""
     return _canonical(ftz(np.float32(1) / ftz(x)))
@@ -280,33 +273,34 @@ def _canonical(x: F32) -> F32:
 
 # -- integer arithmetic
 #
-# PTX leaves a division by zero open. The device's code for it gives all ones as quotient and the
-# dividend as remainder, and so does this.
+# PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
+# as quotient and as remainder, and so does this.
 
 
 def div_u32(a: U32, b: U32) -> U32:
     """div.u32."""
     zero = b == 0
-    return np.where(zero, np.uint32(0xFFFFFFFF), a // np.where(zero, np.uint32(1), b))
+    return np.where(zero, _ALL_ONES, a // np.where(zero, np.uint32(1), b))
 
 
 def rem_u32(a: U32, b: U32) -> U32:
     """rem.u32."""
     zero = b == 0
-    return np.where(zero, a, a % np.where(zero, np.uint32(1), b))
+    return np.where(zero, _ALL_ONES, a % np.where(zero, np.uint32(1), b))
 
 
 def div_s32(a: U32, b: U32) -> U32:
     """div.s32: towards zero; the lowest number over -1 is itself."""
     quotient = div_u32(_magnitude(a), _magnitude(b))
-    negative = ((a ^ b) & _SIGN).astype(bool)
-    return np.where(negative & (b != 0), np.uint32(0) - quotient, quotient)
+    negative = ((a ^ b) & _SIGN).astype(bool) & (b != 0)
+    return np.where(negative, np.uint32(0) - quotient, quotient)
 
 
 def rem_s32(a: U32, b: U32) -> U32:
     """rem.s32: the sign of the dividend."""
     remainder = rem_u32(_magnitude(a), _magnitude(b))
-    return np.where((a & _SIGN).astype(bool), np.uint32(0) - remainder, remainder)
+    negative = (a & _SIGN).astype(bool) & (b != 0)
+    return np.where(negative, np.uint32(0) - remainder, remainder)
 
 
 def _magnitude(a: U32) -> U32:

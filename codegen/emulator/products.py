@@ -75,7 +75,8 @@ class Products:
         """wgmma.mma_async of the whole warpgroup: issues the product."""
         self._group.here(index, 0)
         mma = self._group.program.mmas[index]
-        accumulator = self._accumulator(mma)
+        accumulate = bool(scale_d[0])
+        accumulator = self._accumulator(mma, accumulate)
         operation = None
         if self._group.cta.shadow is not None:
             agents = [
@@ -87,7 +88,6 @@ class Products:
             )
         product = Product(accumulator, operation, self._group.line)
         self._open.append(product)
-        accumulate = bool(scale_d[0])
         if (not mma.a_registers and (a != a[0]).any()) or (b != b[0]).any():
             raise Fault(Kind.WGMMA, "a matrix descriptor that differs between lanes")
         first = a if mma.a_registers else int(a[0])
@@ -95,14 +95,12 @@ class Products:
         self._group.machine.count("products", 1)
         self._group.cluster.pending.product(self._group.serial, work)
 
-    def _accumulator(self, mma: Mma) -> Accumulator:
+    def _accumulator(self, mma: Mma, accumulate: bool) -> Accumulator:
         """The accumulator of a product that is being issued; checks its registers' fence."""
         fenced, registers = self._fenced, self._group.registers
         accumulator = self._accumulators.get(mma.accumulators)
         touched = mma.a_registers if accumulator else mma.a_registers + mma.accumulators
-        if fenced is None or any(
-            registers[slot] is not fenced[slot] for slot in touched
-        ):
+        if fenced is None or not self._fence_covers(touched, fenced, accumulate):
             self._group.machine.report(
                 Kind.WGMMA,
                 "registers of the product were written after the last wgmma.fence",
@@ -119,6 +117,21 @@ class Products:
                 registers[slot] = _IN_FLIGHT
             self._accumulators[mma.accumulators] = accumulator
         return accumulator
+
+    def _fence_covers(
+        self, touched: tuple[int, ...], fenced: list[Any], accumulate: bool
+    ) -> bool:
+        """Whether a product's registers are as the last wgmma.fence saw them.
+
+        Compilers put copies of undefined registers between a fence and the product that overwrites
+        them; ptxas drops these. A computed value is something else, even when nobody reads it.
+        """
+        registers = self._group.registers
+        late = [slot for slot in touched if registers[slot] is not fenced[slot]]
+        if accumulate or not late:
+            return not late
+        known = set(map(id, fenced))
+        return all(id(registers[slot]) in known for slot in late)
 
     def _work(
         self, index: int, mma: Mma, a: Any, b: int, accumulate: bool, product: Product

@@ -225,9 +225,8 @@ def product(a: F32, b: F32, *, scale_a: int = 1, scale_b: int = 1) -> F32:
     The device adds the exact products of one instruction in an order and with guard bits of its
     own; this adds them in float32. They differ by a few ulps of the largest addend.
     """
-    with np.errstate(all="ignore"):
-        result: F32 = a @ b.T
-        return result if scale_a == scale_b else -result
+    result: F32 = a @ b.T
+    return result if scale_a == scale_b else -result
 
 
 def multiply(
@@ -251,6 +250,5 @@ def multiply(
         raise DescriptorError(f"operands do not have the shape m{m}n{n}k{k}")
     result = product(a, b, scale_a=scale_a, scale_b=scale_b)
     if scale_d:
-        with np.errstate(all="ignore"):
-            result = accumulator_matrix(accumulator) + result
+        result = accumulator_matrix(accumulator) + result
     return accumulator_registers(result)

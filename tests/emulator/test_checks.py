@@ -387,6 +387,23 @@ def test_a_in_registers_written_under_a_product_in_flight():
     assert "A's registers were written" in first(body.format(**wrong), schedule=late)
 
 
+def test_only_a_copy_that_is_overwritten_needs_no_fence():
+    product = MATRICES.replace("%rd7, %rd7, 0,", "%rd7, %rd7, {accumulate},")
+    product = product.replace("mov.b32 %r53, 0;", "mov.b32 %r53, 5;")
+    fences = {
+        "copied": "wgmma.fence.sync.aligned; mov.b32 %r52, %r53;",
+        "computed": "wgmma.fence.sync.aligned; add.s32 %r52, %r50, 1;",
+    }
+
+    def kinds(fence: str, accumulate: int) -> list[str]:
+        parts = PRODUCT | {"fence": fences[fence], "accumulate": accumulate}
+        return found(product.format(**parts))
+
+    assert kinds("copied", 0) == []
+    assert kinds("copied", 1) == ["wgmma"]
+    assert kinds("computed", 0) == kinds("computed", 1) == ["wgmma"]
+
+
 def test_write_under_a_product_in_flight():
     overwrite = "st.shared.b32 [%r31], 1;"
     late = PRODUCT["wait"]

@@ -10,6 +10,8 @@ from fmha_gen.emulator.memory import RESERVED, SharedMemory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
 LANES = 128
 
 

@@ -52,13 +52,12 @@ class Plan:
         return self.spec_file.stem
 
 
-def load_specs(paths: Sequence[str | Path]) -> list[Spec]:
+def load_all(paths: Sequence[str | Path]) -> tuple[list[Spec], list[Diagnostic]]:
     files: list[Path] = []
     for path in map(Path, paths):
         files += sorted(path.glob("*.yaml")) if path.is_dir() else [path]
-    return sorted(
-        (Spec(f.stem, f.read_text().strip()) for f in files), key=lambda s: s.stem
-    )
+    specs = (Spec(f.stem, f.read_text().strip()) for f in files)
+    return sorted(specs, key=lambda spec: spec.stem), []
 
 
 def resolve(spec: Spec) -> Plan:
@@ -121,7 +120,7 @@ class Parts:
 
     def engine(self) -> build.Engine:
         return build.Engine(
-            load_specs=load_specs,
+            load_all=load_all,
             resolve=resolve,
             render_kernel=self.render_kernel,
             closure_digest=lambda _plan: CLOSURE,

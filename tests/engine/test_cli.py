@@ -54,7 +54,7 @@ def test_build_prints_a_plain_table(specs):
         "state",
     ]
     assert result.stdout.splitlines()[1].split() == [
-        *("a", "compiled", "24", "/", "240", "1024", "B", "missing")
+        *("a", "compiled", "24", "/", "240", "1024", "B", "added")
     ]
     assert result.stdout.isascii()
     assert "\x1b" not in result.stdout
@@ -162,3 +162,24 @@ def test_doctor_says_what_the_gpu_is_or_why_there_is_none():
         "sm_" in gpu.detail if gpu.ok else "validate and bench need one" in gpu.detail
     )
     assert not gpu.needed
+
+
+def test_doctor_says_whether_launches_can_be_captured(monkeypatch):
+    def emulator():
+        (found,) = (f for f in doctor.examine() if f.name == "emulator")
+        assert not found.needed
+        return found.ok, found.detail
+
+    assert emulator() == (True, "captures launches without driver or compiler")
+
+    def refuse():
+        raise OSError("no such thing")
+
+    monkeypatch.setattr(doctor.launch, "self_test", refuse)
+    assert emulator() == (False, "cannot capture launches: no such thing")
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
+    assert emulator() == (
+        False,
+        "emulate runs on Linux x86_64, this is Linux aarch64",
+    )

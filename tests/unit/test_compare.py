@@ -45,6 +45,12 @@ def test_output_must_be_exact_where_16_bits_are() -> None:
     assert "1.5 x 0.000e+00" in verdict.finding
 
 
+def test_the_rounding_of_the_float64_truth_is_no_error() -> None:
+    assert judge_output(REFERENCE * (1 + 1e-14), REFERENCE, REFERENCE).ratio == 0
+    zero = REFERENCE * 0
+    assert judge_output(zero + 1e-30, zero, zero).finding
+
+
 def test_output_must_be_zero_where_the_reference_is() -> None:
     zero = REFERENCE * 0
     assert judge_output(zero, zero, zero).finding == ""

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of a generated kernel, captured once: what the same text does again is remembered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import cache, toolchain
+from .emulator.launch import Argument, Launch, open_host_program
+
+COMPILE_ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
+
+# What decides a capture, apart from the kernel's text and the DSL.
+SOURCES = tuple(
+    f"emulator/{name}.py" for name in ("elf", "host_process", "launch", "ptx")
+)
+
+Call = Mapping[str, Argument]
+
+
+def capture(
+    kernel: Path, calls: Sequence[Call], *, arch: str
+) -> tuple[str, list[Launch]]:
+    """Return the kernel's PTX and the launch that each call makes.
+
+    arch: the SPEC's. Raises CaptureError when it does not compile or launch, EnvironmentProblem
+    when the DSL is missing.
+    """
+    text = kernel.read_text(encoding="utf-8")
+    parts = [text, arch, toolchain.require_dsl(), cache.source_digest(*SOURCES)]
+    ptx_key = cache.key("ptx", parts)
+    keys = [cache.key("launch", [*parts, json.dumps(call)]) for call in calls]
+    ptx: str | None = cache.get(ptx_key)
+    found: list[Any] = [cache.get(key) for key in keys]
+    if ptx is None or None in found:
+        with open_host_program(kernel, arch=COMPILE_ARCHS[arch]) as program:
+            ptx = program.ptx
+            found = [program.launch(call).to_json() for call in calls]
+        cache.put(ptx_key, ptx)
+        for key, data in zip(keys, found, strict=True):
+            cache.put(key, data)
+    return ptx, [Launch.from_json(data) for data in found]

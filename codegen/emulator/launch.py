@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Captures the launch of a CuTe DSL kernel: its PTX, grid and parameters, with no driver or GPU.
+
+The host function that the DSL compiles to machine code computes the grid and the TMA descriptors
+and calls the CUDA runtime through a library that `CUTE_DSL_LIBS` names. A process of our own
+(`host_process`) puts a library of ours there, whose functions write down what they are asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from . import elf
+
+# What host modules of the DSL call, as they spell it.
+RUNTIME_FUNCTIONS = (
+    "_cudaLibraryLoadData",
+    "_cudaLibraryGetKernel",
+    "_cudaGetDevice",
+    "_cudaDeviceGetAttribute",
+    "_cuKernelGetAttribute",
+    "_cudaFuncSetAttribute",
+    "_cudaKernelSetAttributeForDevice",
+    "_cudaOccupancyMaxActiveBlocksPerMultiprocessor",
+    "_cudaLaunchKernel",
+    "_cudaLaunchKernelEx",
+)
+LIBRARIES = "CUTE_DSL_LIBS"
+TIMEOUT = 120.0  # [s] for one answer; a compile takes 2 to 5
+LAST_LINES = 8  # of a process that failed, shown
+
+Dim3 = tuple[int, int, int]
+Argument = tuple[str, Any]
+
+
+class CaptureError(Exception):
+    """The host program could not be compiled or run; the text says what it printed."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel launch. params: the parameters one after another, each aligned as PTX says."""
+
+    kernel: str
+    grid: Dim3
+    block: Dim3
+    cluster: Dim3
+    smem_bytes: int  # dynamic shared memory of a CTA
+    params: bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `json` takes."""
+        return asdict(self) | {"params": self.params.hex()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Launch:
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
+        dims = {name: tuple(data[name]) for name in ("grid", "block", "cluster")}
+        return cls(**{**data, **dims, "params": bytes.fromhex(data["params"])})
+
+
+def pointer(dtype: str, address: int, align: int) -> Argument:
+    """A pointer into global memory; dtype as the DSL names it, for instance ``BFloat16``."""
+    return "pointer", [dtype, address, align]
+
+
+def int32(value: int) -> Argument:
+    """An ``Int32``."""
+    return "int32", value
+
+
+def int64s(values: Sequence[int]) -> Argument:
+    """A tuple of ``Int64``."""
+    return "int64s", list(values)
+
+
+def float32(value: float) -> Argument:
+    """A ``Float32``."""
+    return "float32", value
+
+
+def stream() -> Argument:
+    """The default ``CUstream``."""
+    return "stream", None
+
+
+class HostProgram:
+    """A compiled kernel module, ready to be launched any number of times with other arguments.
+
+    ptx: of its one kernel. parameters: what its host function takes, by name and in order.
+    """
+
+    def __init__(self, process: _Process) -> None:
+        """See `open_host_program`."""
+        self._process = process
+        compiled = process.answer()
+        self.ptx: str = compiled["ptx"]
+        self.parameters: tuple[str, ...] = tuple(compiled["parameters"])
+
+    def launch(self, arguments: Mapping[str, Argument]) -> Launch:
+        """Run the host function and return its one launch; arguments it does not take are left out.
+
+        Raises CaptureError when an argument is missing or when the host program fails.
+        """
+        missing = [name for name in self.parameters if name not in arguments]
+        if missing:
+            raise CaptureError(f"no value for {', '.join(missing)}")
+        self._process.send([arguments[name] for name in self.parameters])
+        launches = self._process.answer()["launches"]
+        if len(launches) != 1:
+            raise CaptureError(f"expected one launch, there were {len(launches)}")
+        return Launch.from_json(launches[0])
+
+
+@contextlib.contextmanager
+def open_host_program(
+    module: Path, *, arch: str = "sm_90a", timeout: float = TIMEOUT
+) -> Iterator[HostProgram]:
+    """Compile a module in a process of its own, which ends with this context.
+
+    module: a Python file whose ``compile()`` returns what ``cute.compile`` made of a host function
+    that launches one kernel. timeout: seconds for the compile, and then for each launch.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
+        tempfile.TemporaryFile() as printed,
+    ):
+        work = Path(folder)
+        library = write_runtime(work)
+        child = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                f"{__package__}.host_process",
+                str(module.resolve()),
+            ],
+            cwd=work,
+            env=_environment(arch, library, work),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=printed,
+            encoding="utf-8",
+        )
+        try:
+            yield HostProgram(_Process(child, printed, timeout))
+        finally:
+            child.kill()
+            child.communicate()
+
+
+def write_runtime(folder: Path) -> Path:
+    """Write the library that stands in for the CUDA runtime; `host_process` fills it in."""
+    library = folder / "libcuda_capture.so"
+    library.write_bytes(elf.shared_library(RUNTIME_FUNCTIONS))
+    return library
+
+
+def self_test() -> None:
+    """Load a library of ours and call through it; raises OSError where that does not work."""
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+        path = Path(folder) / "libself_test.so"
+        path.write_bytes(elf.shared_library(["answer"]))
+        library = ctypes.CDLL(str(path))
+        callback = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 42)
+        table = (ctypes.c_void_p * 1).in_dll(library, elf.TABLE)
+        table[0] = ctypes.cast(callback, ctypes.c_void_p).value
+        if library.answer() != 42:
+            raise OSError(
+                "the library that stands in for the CUDA runtime calls nothing"
+            )
+
+
+class _Process:
+    """Requests and answers, a line of JSON each."""
+
+    def __init__(
+        self, child: subprocess.Popen[str], printed: IO[bytes], timeout: float
+    ) -> None:
+        self._child, self._printed, self._timeout = child, printed, timeout
+
+    def send(self, request: Any) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the answer says why
+            self._child.stdin.write(json.dumps(request) + "\n")
+            self._child.stdin.flush()
+
+    def answer(self) -> dict[str, Any]:
+        assert self._child.stdout is not None
+        watch = threading.Timer(self._timeout, self._child.kill)
+        watch.start()
+        line = self._child.stdout.readline()
+        in_time = watch.is_alive()
+        watch.cancel()
+        if not line.endswith("\n"):
+            self._child.wait()
+            why = self._last_words() if in_time else f"no answer in {self._timeout:g} s"
+            raise CaptureError(why)
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise CaptureError(answer["error"])
+        return answer
+
+    def _last_words(self) -> str:
+        self._printed.seek(0)
+        lines = self._printed.read().decode(errors="replace").strip().splitlines()
+        ending = f"the host process ended with status {self._child.returncode}"
+        return "\n  ".join([ending, *lines[-LAST_LINES:]])
+
+
+def _environment(arch: str, library: Path, dump: Path) -> dict[str, str]:
+    """Our environment with only our settings of the DSL."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("CUTE_DSL_")
+    }
+    return kept | {
+        LIBRARIES: str(library),
+        "CUTE_DSL_ARCH": arch,
+        "CUTE_DSL_DUMP_DIR": str(dump),
+        "CUTE_DSL_KEEP": "ptx",
+        "CUTE_DSL_NO_CACHE": "1",
+        "CUTE_DSL_DISABLE_FILE_CACHING": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONHASHSEED": "0",
+    }

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A picture of a run: what the warps of one CTA did, as Chrome trace events (Perfetto opens them).
+
+The horizontal axis counts the scheduler's steps. It shows order and waiting under one schedule of
+the model; a step is not time, and a long bar says nothing about speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from .report import Event
+
+NOTE = "the axis counts steps of an emulator's scheduler, not time; lengths say nothing of speed"
+
+# What makes a warp's role: the first of these that one of its instructions starts with.
+ROLES: Mapping[str, str] = {
+    "wgmma": "multiplies",
+    "cp.async.bulk.tensor": "loads",
+}
+
+
+def chrome_trace(
+    events: Iterable[Event], *, title: str, cta: int = 0
+) -> dict[str, Any]:
+    """The trace of one CTA as plain data for `json`: a row per warp, a bar per stretch."""
+    mine = [event for event in events if event.cta == cta]
+    trace: list[dict[str, Any]] = [_name("process_name", cta, 0, f"{title}, CTA {cta}")]
+    for warp in sorted({event.warp for event in mine}):
+        role = _role({event.name for event in mine if event.warp == warp})
+        trace.append(_name("thread_name", cta, warp, f"warp {warp:02}{role}"))
+    trace += [
+        {
+            "ph": "X",
+            "name": event.name,
+            "pid": cta,
+            "tid": event.warp,
+            "ts": event.begin,
+            "dur": event.end - event.begin,
+            "args": {"PTX line": event.line},
+        }
+        for event in mine
+    ]
+    return {"traceEvents": trace, "otherData": {"unit": "steps", "note": NOTE}}
+
+
+def _name(kind: str, cta: int, warp: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": cta, "tid": warp, "args": {"name": name}}
+
+
+def _role(names: set[str]) -> str:
+    for start, role in ROLES.items():
+        if any(name.startswith(start) for name in names):
+            return f" {role}"
+    return ""

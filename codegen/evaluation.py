@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the rungs above `compiled` share: which kernels, one process each, the record, the table."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from . import records, tree
+from .errors import CheckFailed
+from .processes import Children, Event
+from .render import body_digest, stated_digests
+
+DEFAULT_OUT = Path("generated")
+PLAIN_WIDTH = 200  # columns of a piped table
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that did not hold. case: its name, or the phase the process was in."""
+
+    case: str
+    text: str
+
+
+def kernel_files(paths: Sequence[str | Path], out: Path = DEFAULT_OUT) -> list[Path]:
+    """The kernels that paths stand for, by stem, once each. CheckFailed when there is none."""
+    found: dict[Path, Path] = {}
+    for path in map(Path, paths):
+        for kernel in _kernels_of(path, out):
+            if not kernel.is_file():
+                hint = "" if kernel == path else f"; run: fmha-gen build {path}"
+                raise CheckFailed(f"{kernel}: no such kernel{hint}")
+            found.setdefault(kernel.resolve(), kernel)
+    if not found:
+        raise CheckFailed(f"no kernels in {', '.join(map(str, paths))}")
+    return sorted(found.values(), key=lambda kernel: (kernel.stem, str(kernel)))
+
+
+def _kernels_of(path: Path, out: Path) -> Iterator[Path]:
+    if path.is_dir():
+        for specs in sorted(path.glob("*.yaml")):
+            yield out / f"{specs.stem}.py"
+        for kernel in sorted(path.glob("*.py")):
+            if stated_digests(kernel.read_text(encoding="utf-8")):
+                yield kernel
+    elif path.suffix in (".yaml", ".yml"):
+        yield out / f"{path.stem}.py"
+    else:
+        yield path
+
+
+class Outcome(Protocol):
+    """What one kernel showed. result: the rung's object, None when it was not earned."""
+
+    @property
+    def kernel(self) -> Path:
+        """The kernel's file."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What did not hold."""
+
+    @property
+    def result(self) -> Mapping[str, Any] | None:
+        """The rung's object of the record."""
+
+
+OutcomeT = TypeVar("OutcomeT", bound=Outcome)
+
+
+def evaluate(
+    kernels: Sequence[Path],
+    one: Callable[[Children, Path], OutcomeT],
+    *,
+    rung: str,
+    above: Sequence[str],
+    jobs: int,
+    recorded: bool,
+    progress: Callable[[OutcomeT], object],
+) -> list[OutcomeT]:
+    """Ask ``one`` about every kernel, ``jobs`` at a time, and write the records.
+
+    above: rungs that fall with this one. recorded: whether records are written at all. When
+    ``one`` raises, no further kernel is started and all processes end.
+    """
+    children = Children()
+    outcomes: list[OutcomeT] = []
+
+    def with_body(kernel: Path) -> tuple[OutcomeT, str]:
+        body = body_digest(kernel.read_text(encoding="utf-8"))
+        return one(children, kernel), body
+
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        pending = [pool.submit(with_body, kernel) for kernel in kernels]
+        try:
+            for done in pending:
+                outcome, body = done.result()
+                if recorded:
+                    write_record(outcome, body, rung=rung, above=above)
+                progress(outcome)
+                outcomes.append(outcome)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.kill()
+            raise
+    return outcomes
+
+
+def write_record(
+    outcome: Outcome, body: str, *, rung: str, above: Sequence[str]
+) -> None:
+    """Add the rung to the kernel's record; a kernel that failed loses it, and those above it.
+
+    ``body``: the digest of the text that ran.
+    """
+    root, stem = outcome.kernel.parent, outcome.kernel.stem
+    path = records.path_of(stem)
+    with tree.exclusive(root):
+        tree.recover(root)
+        record = records.load(root / path)
+        if outcome.result is not None:
+            record = records.merge_rung(
+                record, kernel=stem, body_sha256=body, rung=rung, result=outcome.result
+            )
+        elif record is not None:
+            lower = {key: record[key] for key in record if key not in (rung, *above)}
+            record = records.current(lower, kernel=stem, body_sha256=body)
+        if record is not None:
+            tree.apply(root, tree.compare(root, {path: records.dump(record)}, {}))
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Callable[[object], None]]:
+    """A bar on a terminal's standard error; what it yields is called once per outcome."""
+    stderr = Console(stderr=True)
+    with Progress(
+        console=stderr, transient=True, disable=not stderr.is_terminal
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda _outcome: bar.advance(task)
+
+
+def print_table(draw: Callable[[bool], Table]) -> None:
+    """Print what ``draw(plain)`` returns; plain, without colours, when it is not a terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PLAIN_WIDTH, no_color=True, highlight=False)
+    console.print(draw(not console.is_terminal))
+
+
+def table(
+    columns: Mapping[str, Literal["left", "right"]],
+    rows: Iterable[Sequence[str]],
+    *,
+    plain: bool,
+) -> Table:
+    """A table of columns by title, each with its justification."""
+    view = Table(box=None if plain else box.SIMPLE_HEAD, pad_edge=not plain)
+    for title, justify in columns.items():
+        view.add_column(title, justify=justify, no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    return view
+
+
+def failures(
+    outcomes: Sequence[OutcomeT], replay: Callable[[OutcomeT, Finding], str]
+) -> str:
+    """Every finding with its kernel and case, and how to see it again; empty when all held.
+
+    replay: the command that shows a finding; those that share one stand together.
+    """
+    lines = []
+    for outcome in outcomes:
+        shown: dict[str, list[Finding]] = {}
+        for finding in outcome.findings:
+            shown.setdefault(replay(outcome, finding), []).append(finding)
+        for command, findings in shown.items():
+            lines += [f"{outcome.kernel}: {f.case}: {f.text}" for f in findings]
+            lines.append(f"  replay: {command}")
+    return "\n".join(lines)
+
+
+def rounded(event: Event, *keys: str) -> dict[str, Any]:
+    """Four significant digits: more would only change from run to run."""
+    picked = {key.removeprefix("lse_"): event[key] for key in keys}
+    return {
+        k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in picked.items()
+    }
+
+
+def finite(values: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """JSON knows no infinity and no NaN: they become null."""
+    if values is None:
+        return None
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in values.items()
+    }

@@ -1,0 +1,323 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One kernel in the emulator: every case under every schedule, in a process of its own.
+
+``python -m fmha_gen.rehearsal KERNEL.py EVENTS [--schedules N] [--case NAME] [--completion NAME]
+[--seed N] [--timeline FILE]`` appends one JSON object per line to EVENTS: ``environment`` when this
+machine cannot, ``unknown_case`` for a wrong NAME, ``refused`` when the kernel cannot run; else
+``kernel``, ``start`` before a run, ``run`` after one, ``end``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import captures, toolchain
+from .compare import judge_lse, judge_output, same_bits
+from .emulator import lower, machine, ptx, timeline
+from .emulator.launch import CaptureError, Launch
+from .emulator.lower import UnsupportedInstruction
+from .emulator.report import Event
+from .emulator.scheduler import Completion, Order, Schedule
+from .errors import EnvironmentProblem
+from .numpy_attention import Attention, attention
+from .rehearsal_cases import Case, Tiles, cases_for
+from .tensors import (
+    FROM_BITS,
+    NAN16,
+    NAN32,
+    TO_BITS,
+    Problem,
+    arguments,
+    make_problem,
+    scale_of,
+)
+
+# In the order in which the random schedules take them.
+COMPLETIONS = (
+    Completion.RANDOM,
+    Completion.LATE,
+    Completion.LOADS_EARLY_MMAS_LATE,
+    Completion.EAGER,
+)
+
+# Runs a module; tests put something else in its place.
+Run = Callable[..., machine.RunResult]
+
+
+@dataclass
+class RunEvent:
+    """What one case showed under one schedule; it held when there are no findings.
+
+    rows: of the output that were written and compared, of_rows: those that there are; fewer only
+    when not all clusters ran.
+    """
+
+    case: str
+    schedule: str
+    error: float = math.nan
+    reference_error: float = math.nan
+    ratio: float = math.nan
+    lse_absolute: float | None = None
+    lse_of_tolerance: float | None = None
+    rows: int = 0
+    of_rows: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    findings: list[str] = field(default_factory=list)
+
+
+def schedules(
+    randoms: int, *, completion: str | None = None, seed: int | None = None
+) -> list[Schedule]:
+    """The schedules of a case: every orderly one, and ``randoms`` random ones by their seeds.
+
+    The random ones take the completions in turn. A completion or a seed asks for that one only.
+    """
+    if completion is not None or seed is not None:
+        return [_schedule(Completion(completion or Completion.RANDOM), seed)]
+    orderly = (Completion.EAGER, Completion.LATE, Completion.LOADS_EARLY_MMAS_LATE)
+    return [_schedule(how, None) for how in orderly] + [
+        _schedule(COMPLETIONS[number % len(COMPLETIONS)], number)
+        for number in range(randoms)
+    ]
+
+
+def _schedule(completion: Completion, seed: int | None) -> Schedule:
+    """Warpgroups take turns without a seed; with one, single warps run on at random."""
+    if seed is None and completion is not Completion.RANDOM:
+        return Schedule(0, Order.ROUND_ROBIN, completion)
+    return Schedule(seed or 0, Order.RANDOM_WARPS, completion)
+
+
+def name_of(schedule: Schedule) -> str:
+    """For people and records: the completion, and the seed of a random order."""
+    name = schedule.completion.value
+    if schedule.order is Order.ROUND_ROBIN:
+        return name
+    return f"{name}-{schedule.seed}"
+
+
+def read_constants(text: str) -> dict[str, Any]:
+    """A generated module's constants, SPEC among them: top-level names with literal values.
+
+    The text is not executed, so that this needs no DSL.
+    """
+    found: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            try:
+                found[node.targets[0].id] = ast.literal_eval(node.value)
+            except ValueError:
+                continue  # an expression, such as the DSL's type of DTYPE
+    return found
+
+
+def tiles_of(constants: Mapping[str, Any]) -> Tiles:
+    """How the kernel with these constants cuts a problem."""
+    cluster = constants["SPEC"].get("cluster", [1, 1])
+    return Tiles(constants["TILE_Q"], constants["TILE_KV"], tuple(cluster))
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A kernel that is ready to run a case."""
+
+    spec: Mapping[str, Any]
+    program: lower.Program
+    case: Case
+    problem: Problem
+    launch: Launch
+
+    def truth(self) -> Attention:
+        """What the outputs must be close to."""
+        dtype = self.spec["dtype"]
+        q, k, v = (FROM_BITS[dtype](x.view) for x in self.problem.inputs)
+        return attention(
+            *(q, k, v),
+            scale=scale_of(self.spec),
+            causal=self.spec["mask"] == "causal",
+            round16=lambda x: FROM_BITS[dtype](TO_BITS[dtype](x)),
+        )
+
+    def run(
+        self,
+        schedule: Schedule,
+        truth: Attention,
+        *,
+        run: Run = machine.run,
+        events: list[Event] | None = None,
+    ) -> RunEvent:
+        """Run under one schedule and compare. events: receives the timeline's."""
+        result = RunEvent(self.case.name, name_of(schedule))
+        for output in self.problem.outputs:
+            output.poison()
+        begin = time.perf_counter()
+        try:
+            ran = self._execute(schedule, run, events)
+        except UnsupportedInstruction as error:
+            result.findings.append(str(error))
+            return result
+        result.seconds = time.perf_counter() - begin
+        result.steps = ran.steps
+        result.findings += map(str, ran.findings)
+        self._compare(result, truth)
+        return result
+
+    def _execute(
+        self, schedule: Schedule, run: Run, events: list[Event] | None
+    ) -> machine.RunResult:
+        return run(
+            self.program,
+            self.launch,
+            self.problem.memory(),
+            schedule=schedule,
+            clusters=self.case.clusters,
+            timeline=events,
+        )
+
+    def _compare(self, result: RunEvent, truth: Attention) -> None:
+        out, lse = self.problem.out.view, self.problem.lse
+        written = np.ones(out.shape[:3], np.bool_)
+        if self.case.clusters is not None:
+            written = (out != NAN16).any(-1)
+        result.rows, result.of_rows = int(written.sum()), written.size
+        if not result.rows:
+            result.findings.append("no row of out was written")
+            return
+        values = FROM_BITS[self.spec["dtype"]](out[written]).astype(np.float64)
+        verdict = judge_output(values, truth.out[written], truth.rounded[written])
+        result.error, result.reference_error = verdict.error, verdict.reference_error
+        result.ratio = verdict.ratio
+        found = [verdict.finding]
+        if lse is not None:
+            found += self._compare_lse(
+                result, written.transpose(0, 2, 1), truth, lse.view
+            )
+        found += [output.outside() for output in self.problem.outputs]
+        result.findings += filter(None, found)
+
+    def _compare_lse(
+        self,
+        result: RunEvent,
+        written: NDArray[np.bool_],
+        truth: Attention,
+        bits: NDArray[Any],
+    ) -> Iterator[str]:
+        if ((bits != NAN32) & ~written).any():
+            yield "lse was written in rows where out was not"
+        values = bits[written].view(np.float32).astype(np.float64)
+        verdict = judge_lse(values, truth.lse[written])
+        result.lse_absolute = verdict.absolute
+        result.lse_of_tolerance = verdict.of_tolerance
+        yield verdict.finding
+
+
+def rehearse(
+    rehearsal: Rehearsal,
+    plans: Sequence[Schedule],
+    tell: Callable[[str, Mapping[str, Any]], None],
+    *,
+    run: Run = machine.run,
+    events: list[Event] | None = None,
+) -> None:
+    """One case under every schedule; a kernel's bits do not depend on the schedule."""
+    truth = rehearsal.truth()
+    first: list[NDArray[Any]] = []
+    for plan in plans:
+        tell("start", {"case": rehearsal.case.name, "schedule": name_of(plan)})
+        result = rehearsal.run(plan, truth, run=run, events=events)
+        found = [output.view.copy() for output in rehearsal.problem.outputs]
+        if first and not result.findings:
+            what = f"from the schedule {name_of(plans[0])}"
+            for output, bits, expected in zip(
+                rehearsal.problem.outputs, found, first, strict=True
+            ):
+                if text := same_bits(output.name, what, bits, expected):
+                    result.findings.append(text)
+        first = first or found
+        tell("run", asdict(result))
+
+
+def main(arguments_given: Sequence[str] | None = None) -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m fmha_gen.rehearsal")
+    parser.add_argument("kernel", type=Path)
+    parser.add_argument("events", type=Path)
+    parser.add_argument("--schedules", type=int, default=1)
+    parser.add_argument("--case")
+    parser.add_argument("--completion", choices=[how.value for how in Completion])
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--timeline", type=Path)
+    options = parser.parse_args(arguments_given)
+
+    with options.events.open("a", encoding="utf-8") as file:
+
+        def tell(event: str, data: Mapping[str, Any]) -> None:
+            file.write(json.dumps({"event": event, **data}) + "\n")
+            file.flush()
+
+        constants = read_constants(options.kernel.read_text(encoding="utf-8"))
+        spec = constants["SPEC"]
+        cases = cases_for(spec, tiles_of(constants))
+        if options.case is not None:
+            chosen = [case for case in cases if case.name == options.case]
+            if not chosen:
+                names = [case.name for case in cases]
+                tell("unknown_case", {"names": names})
+                return
+            cases = tuple(chosen)
+        plans = schedules(
+            options.schedules, completion=options.completion, seed=options.seed
+        )
+        if options.timeline is not None:
+            cases, plans = cases[:1], plans[:1]
+        problems = [make_problem(spec, case) for case in cases]
+        calls = [
+            arguments(spec, case, problem)
+            for case, problem in zip(cases, problems, strict=True)
+        ]
+        try:
+            text, launches = captures.capture(options.kernel, calls, arch=spec["arch"])
+        except EnvironmentProblem as error:
+            tell("environment", {"message": str(error)})
+            return
+        except CaptureError as failure:
+            tell("refused", {"message": str(failure)})
+            return
+        ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
+        tell("kernel", {"dsl": toolchain.require_dsl(), "ptx_sha256": ptx_sha256})
+        try:
+            program = lower.lower(ptx.parse(text))
+        except (ptx.PtxError, UnsupportedInstruction) as failure:
+            tell("refused", {"message": str(failure)})
+            return
+        events: list[Event] | None = [] if options.timeline is not None else None
+        for case, problem, launch in zip(cases, problems, launches, strict=True):
+            rehearse(
+                Rehearsal(spec, program, case, problem, launch),
+                plans,
+                tell,
+                events=events,
+            )
+        if events is not None:
+            trace = timeline.chrome_trace(
+                events, title=f"{spec['name']}: {cases[0].name}"
+            )
+            options.timeline.write_text(json.dumps(trace) + "\n", encoding="utf-8")
+        tell("end", {"schedules": [name_of(plan) for plan in plans]})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which problems a kernel runs in the emulator: small, and each for something that can go wrong.
+
+A persistent CTA gets several work tiles from a small problem when it is told that the GPU has few
+SMs. Lengths are stated in the kernel's own tiles, so that each has the tails it is there for.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from .cases import DYNAMIC
+
+Data = Literal["normal", "huge_key"]
+Layout = Literal["bshd", "bhsd", "fused"]
+
+# A fixed length may be too much for a model. More blocks than this, and only one cluster runs, with
+# the work tiles that it has on a GPU of as many SMs as give it that many.
+MANY_BLOCKS = 48  # (work tile, KV block) pairs
+TILES_OF_A_CLUSTER = 2
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads)."""
+
+    q: int  # [rows]
+    kv: int  # [rows]
+    cluster: tuple[int, int]
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def cluster_rows(self) -> int:
+        """Query rows of one head that a cluster works on at a time."""
+        return self.q * self.cluster[0]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One launch.
+
+    batch, kv_heads: run-time counts; query heads are ``kv_heads * q_per_kv``. q, kv: rows.
+    sm_count: what the kernel is told. clusters: those that run, by number; None for all.
+    layout: of q, k and v, as in `cases.Case`.
+    """
+
+    name: str
+    batch: int
+    kv_heads: int
+    q: int
+    kv: int
+    sm_count: int
+    clusters: tuple[int, ...] | None = None
+    data: Data = "normal"
+    layout: Layout = "bshd"
+
+    @property
+    def seed(self) -> int:
+        """The same on every machine and in every run, and another one for each case."""
+        return zlib.crc32(self.name.encode())
+
+
+def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
+    cases: dict[tuple[object, ...], Case] = {}
+    for case in _candidates(spec, tiles):
+        call = (case.batch, case.kv_heads, case.q, case.kv, case.data, case.layout)
+        cases.setdefault(call, case)
+    return tuple(cases.values())
+
+
+def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    rows, block = tiles.cluster_rows, tiles.kv
+    # Groups of many heads give a cluster its work tiles, a single head must have rows for it.
+    work_of_head = spec["q_per_kv"] // tiles.cluster[1]
+    group = work_of_head > 1
+    twice = rows if group else 2 * rows
+    ragged = twice - rows // 2 + 5
+
+    def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, *counts, **options)
+
+    fused, strided = ((1, 2), (2, 1)) if group else ((2, 1), (2, 2))
+    options: dict[str, Any] = {"layout": "bhsd", "data": "huge_key"}
+    yield case("ragged", ragged, 3 * block + block // 2 + 1, 1, 1)
+    yield case("strided", 33, 3 * block - 7, *strided, **options)
+    if DYNAMIC not in spec["seqlen"].values():
+        return
+    yield case("exact", twice, 3 * block, 1, 1)
+    blocks = 1 if group else 2
+    odd = math.ceil(5 / work_of_head)
+    yield case("waves", rows - 1, blocks * block + 1, 1, odd, clusters=2)
+    if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
+        yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
+    if spec["seqlen"]["kv"] == DYNAMIC:
+        # Rows that see no key, with causal.
+        yield case("short_kv", ragged, block // 2 + 3, 1, 1)
+        yield case("one_key", ragged, 1, 1, 1)
+        yield case("one_by_one", 1, 1, 1, 1)
+    yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1)
+    yield case("fused", block + 9, block + 9, *fused, layout="fused")
+
+
+def _fitted(
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    tag: str,
+    q: int,
+    kv: int,
+    batch: int,
+    kv_heads: int,
+    *,
+    clusters: int = 1,
+    **options: Any,
+) -> Case:
+    """A case with the fixed lengths of the spec, on some clusters when it is long."""
+    q, kv = (
+        length if fixed == DYNAMIC else int(fixed)
+        for length, fixed in ((q, spec["seqlen"]["q"]), (kv, spec["seqlen"]["kv"]))
+    )
+    heads = kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+    work = batch * heads * math.ceil(q / tiles.cluster_rows)
+    running = None
+    if work * math.ceil(kv / tiles.kv) > MANY_BLOCKS:
+        clusters = max(clusters, work // TILES_OF_A_CLUSTER)
+        # The first one has the longest and the shortest tile of a causal problem.
+        running = (0 if tag == "ragged" else clusters - 1,)
+    name = f"{tag}_b{batch}_hkv{kv_heads}_q{q}_kv{kv}"
+    sm_count = clusters * tiles.ctas
+    return Case(name, batch, kv_heads, q, kv, sm_count, running, **options)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run by the tests, isolated: what one kernel does where only the DSL is installed.
+
+Arguments: the site-packages folder, the kernel's file. Prints JSON; leaves the lowered host code
+in `host.mlir` in the working directory.
+"""
+
+import importlib.util
+import json
+import site
+import sys
+from pathlib import Path
+
+site.addsitedir(sys.argv[1])
+
+
+class Tensor:
+    """As much of a DLPack tensor as is looked at before its memory is."""
+
+    def __init__(self, shape, device):
+        self.shape, self.device = shape, device
+
+    def __dlpack_device__(self):
+        return self.device
+
+    def __dlpack__(self, **_):
+        raise BufferError("holds no memory")
+
+
+CPU, CUDA = (1, 0), (2, 0)
+BAD_CALLS = {
+    "no tensor": ("q", None, Tensor((1, 8, 8, 8), CPU)),
+    "three sizes": ("q", Tensor((8, 8, 8), CUDA), Tensor((1, 8, 8, 8), CUDA)),
+    "no K": ("k", Tensor((1, 8, 8, 8), CUDA), None),
+    "flat K": ("k", Tensor((1, 8, 8, 8), CUDA), Tensor((64,), CUDA)),
+    "on the CPU": ("q", Tensor((1, 8, 8, 8), CPU), Tensor((1, 8, 8, 8), CPU)),
+    "no memory": ("q", Tensor((1, 8, 8, 8), CUDA), Tensor((1, 8, 8, 8), CUDA)),
+}
+
+
+def main():
+    path = Path(sys.argv[2])
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    refusals = {}
+    for what, (argument, q, k) in BAD_CALLS.items():
+        try:
+            module.fmha(q, k, k)
+        except ValueError as error:
+            refusals[what] = [argument, str(error)]
+    compiled_by_bad_calls = module.compile.cache_info().currsize
+    compiled = module.compile()
+    Path("host.mlir").write_text(str(compiled.ir_module), "utf-8")
+    report = {
+        "spec": module.SPEC,
+        "refusals": refusals,
+        "bad_calls": len(BAD_CALLS),
+        "compiled_by_bad_calls": compiled_by_bad_calls,
+        "compiled_once": module.compile() is compiled,
+        "modules": sorted({name.partition(".")[0] for name in sys.modules}),
+        "documented": bool(module.__doc__ and module.fmha.__doc__),
+    }
+    print(json.dumps(report))
+
+
+main()

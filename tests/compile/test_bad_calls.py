@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a kernel refuses and what it launches, without a GPU: host memory poses as a device's."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+from support import GENERATED
+
+BATCH, ROWS_Q, ROWS_KV, HEADS_KV, GROUP, HEAD_DIM = 2, 40, 24, 3, 4, 128
+
+DYNAMIC = "sm90_d128_fp16_causal_lse_gqa4"
+FIXED = "sm90_d128_fp16_full_c2x1_vmc_kv1000"
+
+
+class Tensor:
+    """A NumPy array that says it is on CUDA device 0."""
+
+    def __init__(self, array: np.ndarray, device: tuple[int, int] = (2, 0)) -> None:
+        self.array, self.device, self.shape = array, device, array.shape
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self.array.__dlpack__()
+
+
+def load(stem: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list]:
+    """Return a shipped module that believes in a GPU, and the list of launches it makes."""
+    path = folder / f"{stem}.py"
+    path.write_bytes((GENERATED / path.name).read_bytes())
+    spec = importlib.util.spec_from_file_location(stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(module, "sm_count", lambda _device: 132)
+    monkeypatch.setattr(module, "compile", lambda: lambda *args: launches.append(args))
+    return module, launches
+
+
+@pytest.fixture
+def kernel(tmp_path, monkeypatch) -> tuple[ModuleType, list]:
+    return load(DYNAMIC, tmp_path, monkeypatch)
+
+
+def array(*shape: int, dtype: type = np.float16) -> np.ndarray:
+    """An array at an address that TMA takes."""
+    raw = np.zeros(int(np.prod(shape)) * np.dtype(dtype).itemsize + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + raw.size - 64].view(dtype).reshape(shape)
+
+
+def arguments() -> dict[str, Any]:
+    """A call that is right."""
+    heads = HEADS_KV * GROUP
+    return {
+        "q": Tensor(array(BATCH, ROWS_Q, heads, HEAD_DIM)),
+        "k": Tensor(array(BATCH, ROWS_KV, HEADS_KV, HEAD_DIM)),
+        "v": Tensor(array(BATCH, ROWS_KV, HEADS_KV, HEAD_DIM)),
+        "out": Tensor(array(BATCH, ROWS_Q, heads, HEAD_DIM)),
+        "lse": Tensor(array(BATCH, heads, ROWS_Q, dtype=np.float32)),
+        "softmax_scale": 0.125,
+    }
+
+
+def call(kernel: Any, changed: dict[str, Any]) -> Any:
+    given = arguments() | changed
+    return kernel.fmha(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+Change = Callable[[np.ndarray], Any]
+
+
+def unaligned(good: np.ndarray) -> np.ndarray:
+    flat = array(good.size + 1, dtype=good.dtype.type)
+    return flat[1:].reshape(good.shape)
+
+
+def padded(good: np.ndarray) -> np.ndarray:
+    """Heads 129 elements apart: no multiple of 16 bytes."""
+    return array(*good.shape[:3], good.shape[3] + 1)[..., :-1]
+
+
+TENSORS: dict[str, Change] = {
+    "on the CPU": lambda good: Tensor(good, (1, 0)),
+    "on another GPU": lambda good: Tensor(good, (2, 1)),
+    "no tensor": lambda good: good.tolist(),
+    "another dtype": lambda good: Tensor(good.astype(np.float64)),
+    "head_dim not contiguous": lambda good: Tensor(
+        array(*good.shape[:2], good.shape[3], good.shape[2]).swapaxes(2, 3)
+    ),
+    "strides that TMA cannot take": lambda good: Tensor(padded(good)),
+    "misaligned": lambda good: Tensor(unaligned(good)),
+    "a mode less": lambda good: Tensor(good[0]),
+    "another head_dim": lambda good: Tensor(array(*good.shape[:3], 64)),
+    "another number of heads": lambda good: Tensor(
+        array(*good.shape[:2], good.shape[2] + 1, good.shape[3])
+    ),
+}
+
+
+@pytest.mark.parametrize("argument", ["k", "v", "out"])
+@pytest.mark.parametrize("what", TENSORS)
+def test_bad_tensor(kernel: tuple[Any, list], what: str, argument: str) -> None:
+    module, launches = kernel
+    bad = TENSORS[what](arguments()[argument].array)
+    # The number of query heads follows from K's: what is wrong is then Q's.
+    named = "q" if (argument, what) == ("k", "another number of heads") else argument
+    with pytest.raises(ValueError, match=f"^{named}: "):
+        call(module, {argument: bad})
+    assert launches == []
+
+
+@pytest.mark.parametrize("what", sorted(TENSORS.keys() - {"on another GPU"}))
+def test_bad_q(kernel: tuple[Any, list], what: str) -> None:
+    module, launches = kernel
+    with pytest.raises(ValueError, match=r"^q: "):
+        call(module, {"q": TENSORS[what](arguments()["q"].array)})
+    assert launches == []
+
+
+def test_the_others_follow_q_to_its_gpu(kernel: tuple[Any, list]) -> None:
+    module, launches = kernel
+    with pytest.raises(ValueError, match=r"^k: must be on q's device"):
+        call(module, {"q": Tensor(arguments()["q"].array, (2, 1))})
+    assert launches == []
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_empty(kernel: tuple[Any, list], name: str) -> None:
+    module, launches = kernel
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        call(module, {name: Tensor(arguments()[name].array[:, :0])})
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        None,
+        Tensor(array(BATCH, HEADS_KV * GROUP, ROWS_Q)),
+        Tensor(array(BATCH, ROWS_Q, HEADS_KV * GROUP, dtype=np.float32)),
+        Tensor(array(BATCH, HEADS_KV * GROUP, ROWS_Q, dtype=np.float32), (1, 0)),
+    ],
+    ids=["none", "fp16", "transposed", "on the CPU"],
+)
+def test_bad_lse(kernel: tuple[Any, list], bad: Any) -> None:
+    """None is torch's to make up for; these tensors are not torch's."""
+    module, launches = kernel
+    with pytest.raises(ValueError, match=r"^lse: "):
+        call(module, {"lse": bad})
+    assert launches == []
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_bad_scale(kernel: tuple[Any, list], scale: float) -> None:
+    module, launches = kernel
+    with pytest.raises(ValueError, match=r"^softmax_scale: "):
+        call(module, {"softmax_scale": scale})
+    assert launches == []
+
+
+def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
+    module, launches = load(FIXED, tmp_path, monkeypatch)
+    q = Tensor(array(1, 8, 2, HEAD_DIM))
+    for rows in (999, 1001):
+        kv = Tensor(array(1, rows, 2, HEAD_DIM))
+        with pytest.raises(
+            ValueError, match=r"^k: must have shape \(1, 1000, 2, 128\)"
+        ):
+            module.fmha(q, kv, kv, out=Tensor(array(1, 8, 2, HEAD_DIM)))
+    with pytest.raises(TypeError, match="lse"):
+        module.fmha(q, kv, kv, lse=q)
+    assert launches == []
+
+
+def test_a_right_call_is_launched_once_with_its_strides(
+    kernel: tuple[Any, list],
+) -> None:
+    module, launches = kernel
+    given = arguments()
+    heads_first = array(BATCH, HEADS_KV * GROUP, ROWS_Q, HEAD_DIM)
+    given["q"] = Tensor(
+        heads_first.transpose(0, 2, 1, 3)
+    )  # [b, h, s, d] storage, no copy
+    assert call(module, given) is given["out"]
+    (
+        (
+            *pointers_and_strides,
+            batch,
+            heads_kv,
+            rows_q,
+            rows_kv,
+            _scale,
+            _ctas,
+            _stream,
+        ),
+    ) = launches
+    assert [n.value for n in (batch, heads_kv, rows_q, rows_kv)] == [
+        *(BATCH, HEADS_KV, ROWS_Q, ROWS_KV)
+    ]
+    strides = [[n.value for n in one] for one in pointers_and_strides[5:]]
+    tensors = [given[name].array for name in ("q", "k", "v", "out", "lse")]
+    assert strides == [[n // t.itemsize for n in t.strides[:3]] for t in tensors]

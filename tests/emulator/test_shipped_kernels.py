@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: every shipped kernel holds in the emulator, and a damaged one does not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from fmha_gen import captures, emulate, records, rehearsal
+from fmha_gen.processes import of_kind, read_events
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+KERNELS = sorted(GENERATED.glob("*.py"))
+SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
+
+
+def test_there_are_kernels():
+    assert KERNELS
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.stem)
+def test_shipped_kernel_holds(kernel, tmp_path):
+    copy = tmp_path / kernel.name  # its record goes beside the copy
+    copy.write_bytes(kernel.read_bytes())
+    (outcome,) = emulate.emulate([copy], jobs=1)
+    assert emulate.failures([outcome]) == ""
+    assert outcome.schedules == 4
+    record = records.load(tmp_path / records.path_of(kernel.stem))
+    assert record["emulated"]["cases"] == outcome.cases
+    assert record["emulated"]["findings"] == []
+
+
+def rehearse(monkeypatch, folder, damage, *options):
+    """Events of one case of a kernel whose PTX was damaged."""
+
+    def damaged(*arguments, **named):
+        ptx, launches = original(*arguments, **named)
+        return "\n".join(damage(ptx.split("\n"))), launches
+
+    original = captures.capture
+    monkeypatch.setattr(captures, "capture", damaged)
+    events = folder / "events.jsonl"
+    events.unlink(missing_ok=True)
+    spec = rehearsal.read_constants(SMALL.read_text(encoding="utf-8"))
+    case = rehearsal.cases_for(spec["SPEC"], rehearsal.tiles_of(spec))[0].name
+    rehearsal.main([str(SMALL), str(events), "--case", case, *options])
+    monkeypatch.setattr(captures, "capture", original)
+    return read_events(events)
+
+
+def findings(events):
+    return [text for event in of_kind(events, "run") for text in event["findings"]]
+
+
+def without(text, which=None):
+    """Damage: the lines that hold a text are gone, or only one of them."""
+
+    def damage(lines):
+        hits = [number for number, line in enumerate(lines) if text in line]
+        assert hits, f"no {text} in the PTX"
+        gone = hits if which is None else [hits[which]]
+        return ["" if number in gone else line for number, line in enumerate(lines)]
+
+    return damage
+
+
+def test_a_stage_that_is_never_freed_is_a_deadlock_that_names_who_waits(
+    monkeypatch, tmp_path
+):
+    damage = without("mbarrier.arrive.shared")
+    events = rehearse(monkeypatch, tmp_path, damage, "--completion", "eager")
+    deadlock = findings(events)[0]
+    assert "deadlock" in deadlock and "mbarrier.try_wait" in deadlock
+
+
+def test_a_missing_proxy_fence_is_found(monkeypatch, tmp_path):
+    damage = without("fence.proxy.async")
+    events = rehearse(monkeypatch, tmp_path, damage, "--completion", "eager")
+    assert any("proxy-fence" in text for text in findings(events))
+
+
+def test_an_unknown_instruction_is_refused_with_its_line(monkeypatch, tmp_path):
+    def damage(lines):
+        place = next(n for n, line in enumerate(lines) if "ex2.approx.ftz.f32" in line)
+        return [
+            *lines[:place],
+            lines[place].replace("ex2", "tanh"),
+            *lines[place + 1 :],
+        ]
+
+    events = rehearse(monkeypatch, tmp_path, damage, "--completion", "eager")
+    told = findings(events) + [event["message"] for event in of_kind(events, "refused")]
+    assert told and all("tanh.approx.ftz.f32 is not modelled" in text for text in told)
+
+
+def test_a_seed_replays_a_run_step_by_step(monkeypatch, tmp_path):
+    options = ("--completion", "random", "--seed", "11")
+    first, again = (
+        rehearse(monkeypatch, tmp_path, lambda lines: lines, *options) for _ in range(2)
+    )
+    steps = [event["steps"] for event in of_kind(first, "run")]
+    assert steps == [event["steps"] for event in of_kind(again, "run")]
+    assert findings(first) == findings(again) == []
+
+
+def test_a_timeline_shows_the_warps_of_a_cta(monkeypatch, tmp_path):
+    path = tmp_path / "timeline.json"
+    events = rehearse(
+        monkeypatch, tmp_path, lambda lines: lines, "--timeline", str(path)
+    )
+    assert findings(events) == []
+    trace = json.loads(path.read_text(encoding="utf-8"))
+    names = [
+        event["args"]["name"]
+        for event in trace["traceEvents"]
+        if event["name"] == "thread_name"
+    ]
+    assert [name for name in names if name.endswith("loads")] == ["warp 00 loads"]
+    assert sum(name.endswith("multiplies") for name in names) == 12
+    assert "not time" in trace["otherData"]["note"]

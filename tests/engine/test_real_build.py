@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds with the real templates: killed at any moment, kept from edited files and bad specs."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from fmha_gen import cli, tree
+from typer.testing import CliRunner
+
+from . import fake
+
+SPEC = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: {head_dim}\nlse: {lse}\n"
+KILLS = 12
+
+
+@pytest.fixture
+def specs(tmp_path, monkeypatch) -> Path:
+    """Two specs, in a working directory of their own."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    write(folder, "a", head_dim=64)
+    write(folder, "b", head_dim=128)
+    return folder
+
+
+def write(folder: Path, stem: str, *, head_dim: int, lse: str = "false") -> None:
+    (folder / f"{stem}.yaml").write_text(SPEC.format(head_dim=head_dim, lse=lse))
+
+
+def run(*arguments: str):
+    return CliRunner().invoke(cli.app, ["build", "specs/", "--no-compile", *arguments])
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return fake.contents(folder) if folder.exists() else {}
+
+
+def test_killed_at_any_moment_leaves_the_old_tree_or_the_new(specs, tmp_path):
+    out = tmp_path / "generated"
+    assert run().exit_code == 0
+    old = contents(out)
+    shutil.copytree(out, tmp_path / "old")
+    # Every kind of change: one kernel is another, one is gone, one is new.
+    write(specs, "a", head_dim=64, lse="true")
+    (specs / "b.yaml").rename(specs / "c.yaml")
+    assert (
+        run().exit_code == 0
+    )  # and now the cache answers, so that writing is more of the time
+    new = contents(out)
+    restore(tmp_path)
+    started = time.monotonic()
+    assert build_in_a_process().wait() == 0
+    seconds = time.monotonic() - started
+    assert contents(out) == new
+    assert new.keys() == {"MANIFEST.lock", *files("a"), *files("c")}
+    assert old.keys() == {"MANIFEST.lock", *files("a"), *files("b")}
+
+    random_source = random.Random(20)
+    killed = []
+    for turn in range(KILLS):
+        restore(tmp_path)
+        process = build_in_a_process()
+        if turn % 2:
+            time.sleep(random_source.uniform(0, seconds))
+        else:  # from where it starts to write
+            while process.poll() is None and not (out / tree.STAGE).exists():
+                time.sleep(0.0005)
+            time.sleep(random_source.uniform(0, 0.004))
+        process.kill()
+        killed.append(process.wait() == -signal.SIGKILL)
+        with tree.exclusive(out):
+            tree.recover(out)
+        assert contents(out) in (old, new)
+        assert run().exit_code == 0
+        assert contents(out) == new
+    assert any(killed)
+
+
+def restore(folder: Path) -> None:
+    shutil.rmtree(folder / "generated")
+    shutil.copytree(folder / "old", folder / "generated")
+
+
+def build_in_a_process() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "fmha_gen.cli", "build", "specs/", "--no-compile"],
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def files(stem: str) -> tuple[str, str]:
+    return f"{stem}.py", f"records/{stem}.json"
+
+
+def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
+    assert run().exit_code == 0
+    kernel = tmp_path / "generated" / "a.py"
+    built = kernel.read_text()
+    kernel.write_text(built.replace("EVICT_LAST)", "EVICT_FIRST)"))
+    assert kernel.read_text() != built
+    write(specs, "b", head_dim=96)
+    before = contents(tmp_path / "generated")
+
+    result = run()
+    assert result.exit_code == 1
+    assert result.stderr.startswith(
+        "generated/a.py: edited by hand; --force overwrites it."
+    )
+    assert (
+        "\n-def load_stage(pipe, state, atom, gmem, smem, policy=EVICT_FIRST):\n"
+        in result.stderr
+    )
+    assert (
+        "\n+def load_stage(pipe, state, atom, gmem, smem, policy=EVICT_LAST):\n"
+        in result.stderr
+    )
+    assert contents(tmp_path / "generated") == before
+
+    checked = run("--check")
+    assert checked.exit_code == 1
+    assert "edited: a.py\n" in checked.stdout
+
+    assert run("--force").exit_code == 0
+    assert kernel.read_text() == built
+    assert run("--check").exit_code == 0
+
+
+def test_a_bad_spec_among_good_ones_stops_all(specs, tmp_path):
+    assert run().exit_code == 0
+    before = contents(tmp_path / "generated")
+    write(specs, "a", head_dim=96)
+    (specs / "c.yaml").write_text(
+        SPEC.format(head_dim=256, lse="false") + "stages: {kv: 8}\ntile: {kv: 96}\n"
+    )
+    (specs / "d.yaml").write_text(SPEC.format(head_dim=72, lse="maybe"))
+    result = run()
+    assert result.exit_code == 2
+    lines = [line for line in result.stderr.splitlines() if "error[" in line]
+    assert [line.split(" ")[0] for line in lines] == [
+        "specs/c.yaml:6:14:",  # the plan's, beside what loading found
+        "specs/d.yaml:4:11:",
+        "specs/d.yaml:5:6:",
+    ]
+    assert contents(tmp_path / "generated") == before

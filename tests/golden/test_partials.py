@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each template partial reads exactly the inputs and defines the names that its comment states."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+import jinja2.meta
+import pytest
+import support
+from fmha_gen import plan, render
+from fmha_gen.spec import load_specs
+
+UNSHIPPED = Path(__file__).parent / "specs"
+MODULE = "sm90/module.py.j2"
+PARTIALS = sorted(set(render.template_closure(MODULE)) - {MODULE})
+
+# `defines:` in words, where a list would only repeat the partial.
+IN_WORDS = frozenset(
+    {"the module docstring", "every imported name of the module", "the constants"}
+)
+
+_COMMENT = re.compile(r"\{#\n(?P<text>.*?)#\}\n", re.DOTALL)
+_STATED = re.compile(
+    r"^inputs: (?P<inputs>.+)\ndefines: (?P<defines>.+)\Z", re.MULTILINE
+)
+
+each_partial = pytest.mark.parametrize("name", PARTIALS)
+
+
+class Stated(NamedTuple):
+    """What a partial's comment says; `words` is what it says it defines, but in prose."""
+
+    inputs: frozenset[str]
+    defines: frozenset[str]
+    words: frozenset[str]
+
+
+def source_of(name: str) -> str:
+    return (render.template_folder() / name).read_text("utf-8")
+
+
+def stated(name: str) -> Stated:
+    comment = _COMMENT.match(source_of(name))
+    assert comment, f"{name} does not start with a comment"
+    match = _STATED.search(comment["text"].strip())
+    assert match, f"{name}: its comment does not end with lines inputs: and defines:"
+    inputs = frozenset(match["inputs"].split(", ")) - {"none"}
+    defines = re.split(r", | and (?=the )", match["defines"])
+    words = frozenset(defines) & IN_WORDS
+    return Stated(inputs, frozenset(defines) - words, words)
+
+
+@functools.cache
+def contexts() -> tuple[Mapping[str, Any], ...]:
+    """The values that templates get, for every spec we have."""
+    specs = load_specs([support.SPECS, UNSHIPPED])
+    digest_line = {"digest_line": render.DIGEST_PLACEHOLDER}
+    return tuple({**plan.resolve(spec).context, **digest_line} for spec in specs)
+
+
+@functools.cache
+def rendered(name: str) -> tuple[str, ...]:
+    """The partial alone, for every spec, given nothing but the inputs that it states."""
+    inputs = stated(name).inputs
+    return tuple(
+        render.render_template(name, {key: context[key] for key in inputs})
+        for context in contexts()
+    )
+
+
+def bound(text: str) -> Iterator[str]:
+    """The names that a module's top level binds."""
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
+        elif isinstance(node, ast.Assign):
+            yield from (t.id for t in node.targets if isinstance(t, ast.Name))
+
+
+def borrowed(text: str) -> set[str]:
+    """The names that a partial reads and binds nowhere itself."""
+    nodes = list(ast.walk(ast.parse(text)))
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+    return read - own - {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+
+@each_partial
+def test_inputs_are_exact(name: str) -> None:
+    syntax = render.environment().parse(source_of(name))
+    found = jinja2.meta.find_undeclared_variables(syntax)
+    inputs = stated(name).inputs
+    assert sorted(found - inputs) == [], f"{name} reads more than it states"
+    assert sorted(inputs - found) == [], f"{name} states more than it reads"
+
+
+@each_partial
+def test_renders_alone_from_its_inputs(name: str) -> None:
+    assert all(text.strip() for text in rendered(name))
+
+
+@each_partial
+def test_defines_what_it_states(name: str) -> None:
+    names = {each for text in rendered(name) for each in bound(text)}
+    assert sorted(stated(name).defines - names) == [], f"{name} does not define these"
+    if not stated(name).words:
+        assert stated(name).defines
+    if "the module docstring" in stated(name).words:
+        assert names == set()
+        assert all(ast.get_docstring(ast.parse(text)) for text in rendered(name))
+
+
+@each_partial
+def test_states_what_others_use(name: str) -> None:
+    """What a partial does not state is its own: no other one may lean on it."""
+    if stated(name).words:
+        return  # everything it binds is stated, in words
+    names = {each for text in rendered(name) for each in bound(text)}
+    others = {
+        each
+        for other in PARTIALS
+        if other != name
+        for text in rendered(other)
+        for each in borrowed(text)
+    }
+    assert sorted((names & others) - stated(name).defines) == []
+
+
+def test_the_module_only_orders_its_partials() -> None:
+    syntax = render.environment().parse(source_of(MODULE))
+    assert jinja2.meta.find_undeclared_variables(syntax) == set()
+    assert not list(syntax.find_all((jinja2.nodes.If, jinja2.nodes.For)))
+    on_disk = {
+        path.relative_to(render.template_folder()).as_posix()
+        for path in render.template_folder().rglob("*.j2")
+    }
+    assert on_disk == {*PARTIALS, MODULE}
+
+
+def test_every_value_is_read_and_there_for_every_spec() -> None:
+    (keys,) = {frozenset(context) for context in contexts()}
+    assert sorted(keys - frozenset().union(*(stated(n).inputs for n in PARTIALS))) == []

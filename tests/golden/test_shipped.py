@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`generated/` is what the specs say, to the byte and to the file, and its records are current."""
+
+from __future__ import annotations
+
+import pytest
+import support
+from fmha_gen import build, manifest, records, render
+from support import GENERATED, SHIPPED, SPECS
+
+
+def record_of(stem: str) -> tuple[records.Record | None, str | None]:
+    """Return a shipped kernel's record, and why it does not speak for the file (None: it does)."""
+    text = (GENERATED / f"{stem}.py").read_text("utf-8")
+    record = records.load(GENERATED / records.path_of(stem))
+    body = render.body_digest(text)
+    return record, records.staleness(record, kernel=stem, body_sha256=body)
+
+
+def test_generated_is_what_the_specs_say() -> None:
+    result = build.build([SPECS], GENERATED, check=True, compile=False)
+    assert result.failures == ()
+    changes = [
+        f"{change.kind}: {change.path}\n{change.diff}" for change in result.changes
+    ]
+    assert not changes, "\n".join([*changes, "run: fmha-gen build specs/"])
+    assert [kernel.stem for kernel in result.kernels] == SHIPPED
+
+
+def test_generated_holds_nothing_else() -> None:
+    found = {
+        path.relative_to(GENERATED).as_posix()
+        for path in GENERATED.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
+    kernels = {f"{stem}.py" for stem in SHIPPED}
+    assert found == kernels | {manifest.FILE} | set(map(records.path_of, SHIPPED))
+
+
+def test_there_are_specs_for_every_axis() -> None:
+    specs = [support.shipped_plan(stem).spec_file.spec for stem in SHIPPED]
+    assert 16 <= len(specs) <= 24
+    assert {spec.dtype for spec in specs} == {"bf16", "fp16"}
+    heads = {(spec.head_dim.qk, spec.head_dim.v) for spec in specs}
+    assert heads == {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+    assert {spec.mask for spec in specs} == {"none", "causal"}
+    assert {spec.lse for spec in specs} == {True, False}
+    assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
+    assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}
+    assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}
+    fixed = {
+        (spec.seqlen.q != "dynamic", spec.seqlen.kv != "dynamic") for spec in specs
+    }
+    assert fixed == {(False, False), (True, False), (False, True), (True, True)}
+
+
+@pytest.mark.parametrize("stem", SHIPPED)
+def test_record_is_current_and_at_least_compiled(stem: str) -> None:
+    record, stale = record_of(stem)
+    assert stale is None, f"{stem} {stale}"
+    assert record is not None
+    assert "compiled" in record
+    assert list(records.RUNGS).index(record["rung"]) >= list(records.RUNGS).index(
+        "compiled"
+    )
+
+
+def test_every_hopper_kernel_is_validated() -> None:
+    """The promised rung: run on the GPU that it is for, with this very body."""
+    short = {}
+    for stem in SHIPPED:
+        record, stale = record_of(stem)
+        if support.shipped_plan(stem).arch != "sm90":
+            continue
+        if stale is not None or record is None:
+            short[stem] = stale
+        elif "validated" not in record:
+            short[stem] = f"is only {record['rung']}"
+    lines = [f"{stem} {why}" for stem, why in short.items()]
+    assert not lines, "\n".join(
+        [*lines, "run on an H100 or H200: fmha-gen validate generated/"]
+    )

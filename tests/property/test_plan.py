@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any valid spec is planned within the budgets or refused with the sum; what is planned renders.
+
+Rendering takes some 0.3 s, so those tests draw few examples and do not shrink what fails. Every
+run draws others, except where Hypothesis sees that it runs in CI.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import support
+import yaml
+from fmha_gen import lint, plan, render
+from fmha_gen.arch import sm90
+from fmha_gen.errors import SpecError
+from fmha_gen.plan import KernelPlan
+from hypothesis import Phase, assume, example, given, settings
+from hypothesis import strategies as st
+
+many = settings(deadline=None, max_examples=300)
+few = settings(
+    deadline=None,
+    max_examples=25,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+NUMBER = 12  # changed lines, each counted as removed and as added, for another number
+FEATURE = 120  # and for another feature
+
+Fields = dict[str, Any]
+
+# --- valid specs ---------------------------------------------------------------
+
+LENGTHS: list[int | str] = ["dynamic", 1, 64, 128, 300, 384, 1000, 4096]
+lengths = st.sampled_from(LENGTHS) | st.integers(1, 2**24)
+clusters = st.sampled_from([[1, 1], [2, 1], [1, 2]])
+multicasts = st.sampled_from(["none", "k", "v", "kv"])
+head_dims = st.sampled_from([64, 96, 128, 256, {"qk": 192, "v": 128}])
+q_per_kv = st.sampled_from([1, 2, 4, 6, 128])
+tiles = {
+    "q": st.sampled_from([128, 192]),
+    "kv": st.integers(1, 16).map(lambda n: 16 * n),
+}
+stages = {"q": st.integers(1, 2), "kv": st.integers(2, 8)}
+
+
+def keeps_rules(fields: Fields) -> bool:
+    """Whether the fields go together (the rules FG201 and FG202)."""
+    alone = fields["cluster"] == [1, 1]
+    shares_heads = fields["heads"]["q_per_kv"] % fields["cluster"][1] == 0
+    return shares_heads and not (alone and fields["multicast"] != "none")
+
+
+def spec_fields(
+    tile: st.SearchStrategy[Fields], stage: st.SearchStrategy[Fields]
+) -> Any:
+    """Draw the fields of a valid spec, all but the planned ones written out."""
+    return st.fixed_dictionaries(
+        {
+            "arch": st.just("sm90"),
+            "op": st.just("fmha_fwd"),
+            "dtype": st.sampled_from(["bf16", "fp16"]),
+            "head_dim": head_dims,
+            "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
+            "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
+            "mask": st.sampled_from(["none", "causal"]),
+            "lse": st.booleans(),
+            "cluster": clusters,
+            "multicast": multicasts,
+            "tile": tile,
+            "stages": stage,
+        }
+    ).filter(keeps_rules)
+
+
+def text_of(fields: Fields) -> str:
+    return yaml.safe_dump(fields, sort_keys=False)
+
+
+def planned(fields: Fields) -> KernelPlan | None:
+    """Return the plan, or None when the spec asks for more than there is."""
+    try:
+        return plan.resolve(support.load_text(text_of(fields)))
+    except SpecError:
+        return None
+
+
+valid = spec_fields(
+    st.fixed_dictionaries({}, optional=tiles),
+    st.fixed_dictionaries({}, optional=stages),
+)
+plannable = valid.filter(planned)
+all_given = spec_fields(st.fixed_dictionaries(tiles), st.fixed_dictionaries(stages))
+small = spec_fields(
+    st.fixed_dictionaries({"q": st.just(128), "kv": st.sampled_from([16, 32, 48, 64])}),
+    st.fixed_dictionaries({"q": st.just(1), "kv": st.integers(2, 3)}),
+)
+
+# --- plans ---------------------------------------------------------------------
+
+
+@many
+@given(valid)
+def test_plan_or_report(fields: Fields) -> None:
+    spec_file = support.load_text(text_of(fields))
+    try:
+        kernel = plan.resolve(spec_file)
+    except SpecError as error:
+        (diagnostic,) = error.diagnostics
+        assert_sum_is_written_out(diagnostic.code, diagnostic.message)
+        given_sizes = [
+            spec_file.locate(block, key)
+            for block in ("tile", "stages")
+            for key in fields[block]
+        ]
+        assert diagnostic.location in given_sizes
+        return
+    assert_within_budgets(kernel)
+    assert_numbers_follow(kernel)
+
+
+def assert_sum_is_written_out(code: str, message: str) -> None:
+    """A budget that does not fit: need > limit, and the parts add up to the need."""
+    need, limit = map(int, re.findall(r"\d+(?= B| registers|:)", message)[:2])
+    parts = message.partition(": ")[2].split(" + ")
+    assert sum(int(part.split()[-1]) for part in parts) == need > limit
+    limits = {"FG401": {sm90.SMEM_BYTES}, "FG402": {160, 240}}
+    assert limit in limits[code]
+
+
+def assert_within_budgets(kernel: KernelPlan) -> None:
+    assert kernel.smem_bytes == sum(region.nbytes for region in kernel.smem)
+    assert kernel.smem_bytes <= 232448
+    assert kernel.registers_needed <= kernel.registers.consumer
+    warpgroups = numbers_of(kernel)["WARPGROUPS"]
+    split = kernel.registers
+    assert 128 * (split.producer + warpgroups * split.consumer) <= 65536
+    assert all(n % 8 == 0 and 24 <= n <= 256 for n in split)
+
+
+def assert_numbers_follow(kernel: KernelPlan) -> None:
+    """Every formula gives its number from the ones above it; tiles start aligned."""
+    known: dict[str, int] = {}
+    for number in (*kernel.chosen, *kernel.derived):
+        assert number.origin in ("given", "planned", "derived")
+        assert bool(number.reason) == (number.origin == "planned")
+        assert bool(number.formula) == (number.origin == "derived")
+        if number.formula:
+            assert eval(number.formula, {}, known) == number.value, number
+        assert number.name not in known
+        known[number.name] = number.value
+    offset = 0
+    for region in kernel.smem:
+        if region.name.startswith("s"):
+            assert offset % 1024 == 0
+        if region.name != "padding":
+            assert eval(region.formula, {}, known) == region.nbytes, region
+        offset += region.nbytes
+
+
+def numbers_of(kernel: KernelPlan) -> dict[str, int]:
+    return {number.name: number.value for number in (*kernel.chosen, *kernel.derived)}
+
+
+@many
+@given(all_given)
+def test_what_is_given_is_kept(fields: Fields) -> None:
+    kernel = planned(fields)
+    assume(kernel is not None)
+    assert kernel is not None
+    numbers = numbers_of(kernel)
+    assert numbers["TILE_Q"] == fields["tile"]["q"]
+    assert numbers["TILE_KV"] == fields["tile"]["kv"]
+    assert numbers["Q_STAGES"] == fields["stages"]["q"]
+    assert numbers["KV_STAGES"] == fields["stages"]["kv"]
+
+
+# --- texts ---------------------------------------------------------------------
+
+
+def absent_words(fields: Fields, numbers: dict[str, int]) -> dict[str, str]:
+    """What the code of a kernel must not speak of: feature that is off -> pattern."""
+    words = {
+        "lse": r"\blse\b|LSE|\bLN_2\b",
+        "cluster": r"(?i)cluster|\brank\b",
+        "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
+        "causal": r"causal|diagonal|full_blocks|backwards",
+        "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
+        "seqlen_kv at run time": r"seqlen_kv",
+        "overlap across tiles": r"Boundary|\bmore:",
+    }
+    present = {
+        "lse": fields["lse"],
+        "cluster": fields["cluster"] != [1, 1],
+        "multicast": fields["multicast"] != "none",
+        "causal": fields["mask"] == "causal",
+        "seqlen_q at run time": fields["seqlen"]["q"] == "dynamic",
+        "seqlen_kv at run time": fields["seqlen"]["kv"] == "dynamic",
+        "overlap across tiles": numbers["Q_STAGES"] == 2,
+    }
+    return {name: pattern for name, pattern in words.items() if not present[name]}
+
+
+LONGEST = {  # every feature at once: the limit of 900 lines is meant for this one
+    "arch": "sm90",
+    "op": "fmha_fwd",
+    "dtype": "bf16",
+    "head_dim": {"qk": 192, "v": 128},
+    "seqlen": {"q": "dynamic", "kv": "dynamic"},
+    "heads": {"q_per_kv": 2},
+    "mask": "causal",
+    "lse": True,
+    "cluster": [1, 2],
+    "multicast": "kv",
+    "tile": {},
+    "stages": {"q": 2},
+}
+
+
+@few
+@given(plannable)
+@example(LONGEST)
+def test_text(fields: Fields) -> None:
+    kernel = planned(fields)
+    assert kernel is not None
+    text = render.render_kernel(kernel)
+    assert lint.lint(text) == []
+    assert len(text.splitlines()) <= 900
+    assert render.render_kernel(kernel) == text
+    assert render.format_source(text) == text
+    assert "const_expr" not in text
+    code = text.partition("\nDTYPE = ")[2]
+    assert code
+    for feature, pattern in absent_words(fields, numbers_of(kernel)).items():
+        lines = [line for line in code.splitlines() if re.search(pattern, line)]
+        assert not lines, f"{feature} is off: {lines}"
+
+
+# --- edits of one field --------------------------------------------------------
+
+
+def changed(before: Fields, after: Fields) -> tuple[list[str], list[str]]:
+    """Return the lines that an edit removes and adds."""
+    texts = [support.kernel_text(text_of(fields)) for fields in (before, after)]
+    return support.changed_lines(support.unified_diff(*texts, "before", "after"))
+
+
+@few
+@given(small, st.data())
+def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -> None:
+    """With all sizes given and run-time lengths no other choice follows from a number."""
+    run_time = {"q": "dynamic", "kv": "dynamic"}
+    fields = fields | {"seqlen": run_time, "heads": {"q_per_kv": 6}}
+    block, key, values = data.draw(
+        st.sampled_from(
+            [
+                ("stages", "kv", st.sampled_from([2, 3])),
+                ("tile", "kv", st.sampled_from([16, 32, 48, 64])),
+                ("heads", "q_per_kv", st.sampled_from([2, 4, 8, 128])),
+            ]
+        )
+    )
+    edited = fields | {block: fields[block] | {key: data.draw(values)}}
+    assume(edited != fields and planned(fields) and planned(edited))
+    removed, added = changed(fields, edited)
+    assert len(removed) + len(added) <= NUMBER, (removed, added)
+
+
+@few
+@given(plannable, st.data())
+def test_another_feature_changes_a_bounded_part(
+    fields: Fields, data: st.DataObject
+) -> None:
+    field, values = data.draw(
+        st.sampled_from(
+            [
+                ("dtype", st.sampled_from(["bf16", "fp16"])),
+                ("mask", st.sampled_from(["none", "causal"])),
+                ("lse", st.booleans()),
+                ("cluster", clusters),
+                ("multicast", multicasts),
+                ("seqlen", lengths.map(lambda n: fields["seqlen"] | {"q": n})),
+                ("seqlen", lengths.map(lambda n: fields["seqlen"] | {"kv": n})),
+            ]
+        )
+    )
+    edited = fields | {field: data.draw(values)}
+    assume(edited != fields and keeps_rules(edited) and planned(edited))
+    removed, added = changed(fields, edited)
+    assert len(removed) + len(added) <= FEATURE, (removed, added)
+
+
+@few
+@given(plannable)
+def test_lse_off_only_deletes(fields: Fields) -> None:
+    removed, added = changed(fields | {"lse": True}, fields | {"lse": False})
+    digests, *others = sorted(added, reverse=True)
+    assert digests.startswith("spec sha256:")
+    assert others == ['    "lse": False,']
+    assert '    "lse": True,' in removed

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several folders of tests share: where things are, accepted texts, and a spec's kernel."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from fmha_gen import plan, render
+from fmha_gen.plan import KernelPlan
+from fmha_gen.spec import SpecFile, load_specs
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECS = ROOT / "specs"
+GENERATED = ROOT / "generated"
+SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
+
+ACCEPT = "FMHA_GEN_ACCEPT"  # `1` makes what is now the accepted text, and prints what changed
+
+
+def check_accepted(golden: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Assert that a text is the accepted one, or accept it and print the difference."""
+    known = golden.read_text("utf-8") if golden.exists() else ""
+    difference = unified_diff(
+        known, text, f"{golden.name} (accepted)", f"{golden.name} (now)"
+    )
+    if difference and os.environ.get(ACCEPT) == "1":
+        with capsys.disabled():
+            print(difference)
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text, "utf-8")
+        return
+    assert not difference, f"{difference}\n{ACCEPT}=1 accepts this"
+
+
+def unified_diff(old: str, new: str, old_name: str, new_name: str) -> str:
+    """Return a unified diff with the usual three lines of context; empty when they are equal."""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), new.splitlines(keepends=True), old_name, new_name
+    )
+    return "".join(lines)
+
+
+def load_text(text: str, stem: str = "candidate") -> SpecFile:
+    """Return the spec of a file with this text; raises SpecError as `load_specs` does."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, f"{stem}.yaml")
+        file.write_text(text, "utf-8")
+        (spec,) = load_specs([file])
+    return spec
+
+
+@functools.cache
+def shipped_plan(stem: str) -> KernelPlan:
+    """Return the plan of a shipped kernel."""
+    (spec,) = load_specs([SPECS / f"{stem}.yaml"])
+    return plan.resolve(spec)
+
+
+@functools.lru_cache(maxsize=64)
+def kernel_text(text: str, stem: str = "candidate") -> str:
+    """Return the kernel that a spec of this text gives. Rendering takes some 0.3 s."""
+    return render.render_kernel(plan.resolve(load_text(text, stem)))
+
+
+def changed_lines(difference: str) -> tuple[list[str], list[str]]:
+    """Return (removed, added) lines of a unified diff."""
+    lines = [line for line in difference.splitlines() if line[:3] not in ("---", "+++")]
+    removed = [line[1:] for line in lines if line.startswith("-")]
+    added = [line[1:] for line in lines if line.startswith("+")]
+    return removed, added

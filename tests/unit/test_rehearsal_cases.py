@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the emulator's problems are what they claim: waves, tails, empty rows, few clusters."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from fmha_gen.rehearsal import read_constants, tiles_of
+from fmha_gen.rehearsal_cases import MANY_BLOCKS, Tiles, cases_for
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+KERNELS = {
+    path.stem: read_constants(path.read_text(encoding="utf-8"))
+    for path in sorted(GENERATED.glob("*.py"))
+}
+every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
+
+
+def spec(q="dynamic", kv="dynamic", q_per_kv=1):
+    return {"seqlen": {"q": q, "kv": kv}, "q_per_kv": q_per_kv}
+
+
+def work_tiles(spec, tiles, case):
+    heads = case.kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+    return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
+
+
+def blocks(tiles, case):
+    return math.ceil(case.kv / tiles.kv)
+
+
+def test_there_are_kernels():
+    assert KERNELS
+
+
+@every_kernel
+def test_each_kernel_is_seen_with_three_blocks_and_two_waves(constants):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    found = cases_for(spec, tiles)
+    assert any(
+        blocks(tiles, case) >= 3
+        and work_tiles(spec, tiles, case) >= 2 * case.sm_count // tiles.ctas
+        for case in found
+    )
+    assert any(case.kv % tiles.kv for case in found) or spec["seqlen"]["kv"] == 4096
+    assert any(case.layout == "bhsd" for case in found)
+    assert all(case.sm_count >= tiles.ctas for case in found)
+
+
+@every_kernel
+def test_no_case_costs_more_than_a_model_can_pay(constants):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    for case in cases_for(spec, tiles):
+        work = work_tiles(spec, tiles, case)
+        clusters = min(case.sm_count // tiles.ctas, work)
+        if case.clusters is None:
+            assert work * blocks(tiles, case) <= MANY_BLOCKS
+        else:
+            assert all(0 <= number < clusters for number in case.clusters)
+            each = math.ceil(work / clusters)
+            assert each >= 2
+            assert len(case.clusters) * each * blocks(tiles, case) <= 2 * MANY_BLOCKS
+
+
+@every_kernel
+def test_fixed_lengths_are_kept(constants):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    for case in cases_for(spec, tiles):
+        for side, length in (("q", case.q), ("kv", case.kv)):
+            assert spec["seqlen"][side] in ("dynamic", length)
+
+
+def test_a_dynamic_kernel_meets_every_kind_of_problem():
+    tiles = Tiles(128, 128, (1, 1))
+    found = {case.name.rsplit("_b", 1)[0]: case for case in cases_for(spec(), tiles)}
+    assert found["exact"].q % 128 == found["exact"].kv % 128 == 0
+    assert found["one_by_one"].q == found["one_by_one"].kv == 1
+    assert found["one_row"].q == 1 and found["one_key"].kv == 1
+    assert found["short_kv"].q > found["short_kv"].kv + 1  # rows that see no key
+    assert found["ragged"].kv > found["ragged"].q
+    assert found["waves"].sm_count == 2
+    assert work_tiles(spec(), tiles, found["waves"]) % 2 == 1
+    assert found["fused"].layout == "fused"
+    assert "odd_tiles" not in found
+
+
+def test_a_pair_of_query_tiles_meets_an_odd_number_of_them():
+    tiles = Tiles(128, 128, (2, 1))
+    found = {case.name.rsplit("_b", 1)[0]: case for case in cases_for(spec(), tiles)}
+    assert math.ceil(found["odd_tiles"].q / 128) % 2 == 1
+    assert all(case.sm_count % 2 == 0 for case in found.values())
+
+
+def test_names_and_problems_are_unique_and_seeds_differ():
+    found = cases_for(spec(q_per_kv=8), Tiles(192, 128, (1, 1)))
+    assert len({case.name for case in found}) == len(found)
+    assert len({case.seed for case in found}) == len(found)

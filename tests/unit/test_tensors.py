@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors at made-up addresses: where they lie, what surrounds them, what a kernel is told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fmha_gen import tensors
+from fmha_gen.emulator.memory import MemoryFault
+from fmha_gen.rehearsal_cases import Case
+
+SPEC = {
+    "dtype": "bf16",
+    "q_per_kv": 2,
+    "head_dim": {"qk": 64, "v": 32},
+    "lse": True,
+    "mask": "full",
+}
+
+
+def problem(layout="bshd", q=5, kv=5, **changes):
+    case = Case("x", batch=2, kv_heads=3, q=q, kv=kv, sm_count=1, layout=layout)
+    return case, tensors.make_problem({**SPEC, **changes}, case)
+
+
+def read(memory, address, count, itemsize):
+    buffer, offset = memory.find(address, count * itemsize)
+    found = buffer.bytes[offset : offset + count * itemsize]
+    return found.view(np.uint16 if itemsize == 2 else np.uint32)
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "fused"])
+@pytest.mark.parametrize("lengths", [(5, 5), (1, 7)])
+def test_addresses_and_strides_find_every_row_of_every_tensor(layout, lengths):
+    _, made = problem(layout, *lengths)
+    memory = made.memory()
+    for tensor in (*made.inputs, *made.outputs):
+        view, itemsize = tensor.view, tensor.view.itemsize
+        tensor.view[...] = np.arange(view.size).reshape(view.shape) % 65521
+        for index in np.ndindex(*view.shape[:-1]):
+            steps = zip(index, tensor.strides, strict=False)
+            offset = sum(i * stride for i, stride in steps) * itemsize
+            row = read(memory, tensor.address + offset, view.shape[-1], itemsize)
+            np.testing.assert_array_equal(row, view[index])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd", "fused"])
+def test_tma_takes_every_tensor_that_it_moves(layout):
+    _, made = problem(layout, 1, 1)
+    for tensor in (*made.inputs, made.out):
+        assert tensor.address % 16 == 0
+        assert tensor.strides[3] == 1
+        assert all(stride > 0 and stride % 8 == 0 for stride in tensor.strides[:3])
+
+
+def test_layouts_are_what_they_say():
+    _, plain = problem("bshd")
+    _, transposed = problem("bhsd")
+    _, fused = problem("fused")
+    _, halves = problem("fused", 5, 7)
+    assert plain.q.strides == (5 * 6 * 64, 6 * 64, 64, 1)
+    assert transposed.q.strides == (5 * 6 * 64, 64, 5 * 64, 1)
+    row = 6 * 64 + 3 * 64 + 3 * 32
+    assert fused.q.strides == fused.k.strides == (5 * row, row, 64, 1)
+    assert fused.v.strides == (5 * row, row, 32, 1)
+    assert len(fused.memory().buffers) == 3  # qkv, out, lse
+    assert len(halves.memory().buffers) == 4
+
+
+def test_inputs_are_the_same_each_time_and_cannot_be_written():
+    _, made = problem()
+    _, again = problem()
+    np.testing.assert_array_equal(made.k.view, again.k.view)
+    with pytest.raises(MemoryFault, match="read-only"):
+        address = np.array([made.q.address])
+        made.memory().store(address, 2, np.array([1], np.uint16))
+
+
+def test_an_output_shows_what_was_written_and_where():
+    _, made = problem()
+    for output in made.outputs:
+        output.poison()
+        values = output.view.view(np.float32 if output is made.lse else np.float16)
+        assert np.isnan(values).all()
+        assert output.outside() == ""
+        output.view[...] = 0
+        assert output.outside() == ""
+        output.storage.bits[0, 1, 0] = 0
+        assert f"outside {output.name} were written" in output.outside()
+        output.poison()
+        assert output.outside() == ""
+
+
+def test_a_huge_key_is_the_one_of_its_case():
+    case = Case("x", 1, 1, q=8, kv=100, sm_count=1, data="huge_key")
+    keys = tensors.FROM_BITS["bf16"](tensors.make_problem(SPEC, case).k.view)
+    largest = np.abs(keys).max(axis=(0, 2, 3))
+    assert largest.argmax() == 25 and largest[25] > 5 * np.sort(largest)[-2]
+
+
+def test_what_a_kernel_is_told():
+    case, made = problem()
+    found = tensors.arguments(SPEC, case, made)
+    assert found["q"] == ("pointer", ["BFloat16", made.q.address, 16])
+    assert found["lse"] == ("pointer", ["Float32", made.lse.address, 4])
+    assert found["v_strides"] == ("int64s", list(made.v.strides[:3]))
+    assert found["batch"] == ("int32", 2) and found["heads_kv"] == ("int32", 3)
+    assert found["softmax_scale"] == ("float32", 0.125)
+    case, made = problem(lse=False, dtype="fp16")
+    found = tensors.arguments({**SPEC, "dtype": "fp16"}, case, made)
+    assert "lse" not in found and found["k"][1][0] == "Float16"
