@@ -137,6 +137,9 @@ class Copies:
                 barrier = self._group.cluster.mbarrier(
                     signalled.rank << RANK_SHIFT | barrier_place
                 )
+                if operation is not None:
+                    signal = (operation.epoch, operation.line)
+                    barrier.last_signals[operation.component] = signal
                 barrier.complete(nbytes, operation.clock if operation else None)
             self._group.cluster.progress += 1
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .barriers import MBarrier, NamedBarrier
-from .checks import Agent, granules_of
+from .checks import HAPPENED, Agent, granules_of
 from .copies import BulkStore, Copies
 from .emitters import ALIGNED_GROUP
 from .lanes import (
@@ -457,13 +457,19 @@ class Warpgroup:
         for lane in lanes.tolist():
             warp = lane // WARP
             self.here(index, warp)
-            barrier = self.mbarrier(int(base[lane]) + offset, self.warps[warp])
+            address = int(base[lane]) + offset
+            barrier = self.mbarrier(address, self.warps[warp])
             arrivals = count if isinstance(count, int) else int(count[lane])
             expected = (
                 transactions
                 if isinstance(transactions, int)
                 else int(transactions[lane])
             )
+            clock = clocks[warp]
+            if clock is not None and self.cluster.locate(address)[0] is not self.cta:
+                serial = self.warps[warp].serial
+                epoch = int(clock[HAPPENED, serial])
+                barrier.last_signals[serial] = (epoch, self.line)
             # An expect_tx alone releases nothing: it only moves the count.
             barrier.arrive(arrivals, expected, clocks[warp] if arrivals else None)
         self.cluster.progress += 1

@@ -297,6 +297,35 @@ GO:"""
     assert found(setup.format(rank=2, stay=together), **options) == ["out-of-bounds"]
 
 
+def test_a_cta_stays_until_it_was_signalled():
+    body = """
+mov.u32 %r40, %cluster_ctarank; setp.eq.u32 %p4, %r40, 1;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 1; fence.mbarrier_init.release.cluster;
+READY: barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+@%p4 bra SENDER;
+{stay}
+ret;
+SENDER: mapa.shared::cluster.u32 %r41, %r30, 0;
+@%p1 ret; mbarrier.arrive.shared::cluster.b64 _, [%r41];"""
+    wait = "STAY: mbarrier.try_wait.parity.shared.b64 %p5, [%r30], 0; @!%p5 bra STAY;"
+    options = {"grid": 2, "cluster": 2}
+    assert found(body.format(stay=wait), **options) == []
+    # Whether the arrive comes in time or not: the schedule does not matter.
+    for schedule in EVERY:
+        assert found(body.format(stay=""), schedule=schedule, **options) == ["barrier"]
+
+
+def test_a_load_that_nobody_waits_for():
+    alone = LOAD.replace(
+        "SECOND: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+8], 0; @!%p2 bra SECOND;",
+        "",
+    )
+    assert alone != LOAD
+    assert "stay until a TMA load has signalled" in first(
+        alone.format(**RIGHT), DATA, maps=LOADED
+    )
+
+
 # -- memory
 
 
