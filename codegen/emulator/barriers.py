@@ -16,7 +16,7 @@ LARGEST_COUNT = (1 << 20) - 1
 """Of pending arrivals, and of transactions in either direction."""
 
 
-@dataclass
+@dataclass(eq=False)
 class MBarrier:
     """An mbarrier object in shared memory."""
 
@@ -35,6 +35,9 @@ class MBarrier:
     clock: Clock | None = None
     released: Clock | None = None
     """What a waiter acquires: the clock when the last phase completed."""
+    last_signals: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Clock component of each that signals it from outside the CTA's lanes (warps of other CTAs,
+    copies), to the epoch and PTX line of the last signal: it must happen before the CTA exits."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= LARGEST_COUNT:
@@ -76,7 +79,7 @@ class MBarrier:
             self.released = self.clock
 
 
-@dataclass
+@dataclass(eq=False)
 class NamedBarrier:
     """A barrier of `bar` and `barrier`: warps arrive whole, a warp may arrive more than once."""
 
@@ -111,7 +114,7 @@ class NamedBarrier:
         return generation
 
 
-@dataclass
+@dataclass(eq=False)
 class ClusterBarrier:
     """The barrier of all warps of a cluster; warps that exited count as arrived."""
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .lanes import LANES, WARP
 from .ptx import (
     SINK,
     Address,
@@ -35,10 +36,6 @@ from .ptx import (
 
 if TYPE_CHECKING:
     from .lower import Program
-
-LANES = 128  # [lanes of a warpgroup]
-WARP = 32  # [lanes of a warp]
-WARPS = LANES // WARP  # [warps of a warpgroup]
 
 PARAM_WINDOW = 1 << 60
 """Generic address of the parameter space: no buffer may lie there."""
@@ -967,12 +964,12 @@ def _bulk_copy(emitter: Emitter, instruction: Instruction) -> None:
     if modifiers[:2] != ("async", "bulk"):
         raise UnsupportedInstruction(instruction)
     if modifiers[2] == "commit_group":
-        emitter.lines.append(emitter.call("bulk_commit"))
+        emitter.lines.append(emitter.call("copies.commit"))
     elif modifiers[2] == "wait_group":
         count = str(_constant_value(emitter, instruction.operands[0]))
         read = str(instruction.has("read"))
         if emitter.gate:
-            emitter.lines.append(f"return {emitter.call('bulk_wait', count, read)}")
+            emitter.lines.append(f"return {emitter.call('copies.wait', count, read)}")
     elif modifiers[2] == "tensor":
         _tensor_copy(emitter, instruction)
     else:
@@ -1004,14 +1001,14 @@ def _tensor_copy(emitter: Emitter, instruction: Instruction) -> None:
     if load:
         targets = emitter.value(operands[3], "u16") if len(operands) > 3 else "None"
         call = emitter.call(
-            "tensor_load",
+            "copies.load",
             emitter.address(operands[0]),
             *described,
             emitter.address(operands[2]),
             targets,
         )
     else:
-        call = emitter.call("tensor_store", *described, emitter.address(operands[1]))
+        call = emitter.call("copies.store", *described, emitter.address(operands[1]))
     emitter.lines.append(call)
 
 
@@ -1023,17 +1020,17 @@ _MMA_DEPTH = {"f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
 def _wgmma(emitter: Emitter, instruction: Instruction) -> None:
     action = instruction.modifiers[0]
     if action == "fence":
-        emitter.lines.append(emitter.call("wgmma_fence"))
+        emitter.lines.append(emitter.call("products.fence"))
     elif action == "commit_group":
-        emitter.lines.append(emitter.call("wgmma_commit"))
+        emitter.lines.append(emitter.call("products.commit"))
     elif action == "wait_group":
         count = str(_constant_value(emitter, instruction.operands[0]))
         if emitter.gate:
-            emitter.lines.append(f"return {emitter.call('wgmma_wait', count)}")
+            emitter.lines.append(f"return {emitter.call('products.wait', count)}")
     elif action == "mma_async":
         mma, a, b, scale = _mma(emitter, instruction)
         emitter.program.mmas[emitter.index] = mma
-        emitter.lines.append(emitter.call("wgmma", a, b, scale))
+        emitter.lines.append(emitter.call("products.issue", a, b, scale))
     else:
         raise UnsupportedInstruction(instruction)
 

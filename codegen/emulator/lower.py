@@ -22,7 +22,6 @@ from . import numerics
 from .emitters import (
     ALIGNED_NONE,
     DTYPES,
-    LANES,
     ONES,
     Emitter,
     Mma,
@@ -31,6 +30,7 @@ from .emitters import (
     is_special,
     unsigned,
 )
+from .lanes import LANES
 from .ptx import (
     Address,
     Instruction,

@@ -14,15 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
-from .checks import Agent, Components, Shadow, Streams
-from .emitters import LANES, PARAM_WINDOW, WARP, WARPS
+from .checks import HAPPENED, Agent, Components, Shadow, Streams
+from .emitters import PARAM_WINDOW
+from .lanes import LANES, OFFSET_MASK, RANK_SHIFT, WARP, WARPS
 from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Pending, Schedule, Turns
 from .tma import MAP_BYTES, TensorMap, TensorMapError
-from .warpgroup import OFFSET_MASK, RANK_SHIFT, Warp, Warpgroup
+from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
 
 if TYPE_CHECKING:
@@ -368,10 +369,31 @@ class Cluster:
     def exit(self, group: Warpgroup, warp: Warp) -> None:
         """A warp's last lane has left."""
         group.cta.warps_left -= 1
+        if group.cta.exited:
+            self._check_exit(group.cta)
         self.barrier.exit(warp.serial)
         for line, message in group.outstanding(warp):
             where = f"cta {group.cta.rank} warp {warp.number}"
             self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
+
+    def _check_exit(self, cta: Cta) -> None:
+        """What signals an mbarrier of a CTA must do so before the CTA's last warp exits."""
+        agents = [warp.agent for group in cta.groups for warp in group.warps]
+        clocks = [agent.clock[HAPPENED] for agent in agents if agent is not None]
+        if not clocks:
+            return
+        known = np.max(clocks, axis=0)
+        for barrier in cta.mbarriers.values():
+            for component, (epoch, line) in barrier.last_signals.items():
+                if known[component] < epoch:
+                    who = self.components.name(component)
+                    self.machine.findings.add(
+                        Kind.BARRIER,
+                        f"nothing makes cta {cta.rank} stay until {who} has signalled its "
+                        "mbarrier here",
+                        line=line,
+                        where=f"cta {cta.rank}",
+                    )
 
     def _deadlock(self, live: list[Warpgroup]) -> None:
         lines = [line for group in live for line in group.waiting()]

@@ -46,6 +46,8 @@ class Schedule:
 
 _RANDOM_COMPLETION = 0.3
 """Chance of each pending operation, each turn, to complete under Completion.RANDOM."""
+_OVERTAKING = 0.25
+"""Chance that a copy that is forced to complete is not the oldest."""
 _LONGEST_TURN = 8  # [blocks] of one warpgroup in the random orders
 _LONE_WARP = 0.5  # chance that only one warp of a strand runs
 
@@ -99,19 +101,21 @@ class Pending:
                 queue.popleft()()
 
     def force(self) -> bool:
-        """Completes one operation because nobody can go on; False when there is none."""
+        """Completes one operation because nobody can go on; False when there is none.
+
+        Products go first and copies mostly in the order of their issue: who looks whether a copy
+        has arrived before waiting for it finds that it has not.
+        """
         queues = [queue for queue in self.products.values() if queue]
-        choice = (
-            self.rng.randrange(len(self.copies) + len(queues))
-            if self.outstanding
-            else -1
-        )
-        if choice < 0:
-            return False
-        if choice < len(self.copies):
-            self.copies.pop(choice)()
+        if queues and self.schedule.completion is not Completion.LOADS_EARLY_MMAS_LATE:
+            self.rng.choice(queues).popleft()()
+        elif self.copies:
+            jumps = self.rng.random() < _OVERTAKING
+            self.copies.pop(self.rng.randrange(len(self.copies)) if jumps else 0)()
+        elif queues:
+            self.rng.choice(queues).popleft()()
         else:
-            queues[choice - len(self.copies)].popleft()()
+            return False
         return True
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fmha_gen.emulator.emitters import LANES
+from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
 from .kernels import FIRST_INPUT, OUT, execute, kinds, tensor_map
@@ -265,6 +265,13 @@ def test_deadlock_of_lanes_apart():
     assert found(body.format(test="setp.eq.u32 %p2, %r1, 999;")) == []
 
 
+def test_findings_name_the_source_line():
+    located = "\n.loc 1 12 4\nld.shared.b32 %r20, [%r31];"
+    assert first(located).endswith("[cta 0 warp 0, 1:12]")
+    stuck = "\n.loc 1 30 4\nbar.sync 1, 256;"
+    assert "PTX line 19 (1:30): bar.sync waits for barrier 1" in first(stuck)
+
+
 def test_livelock_ends():
     assert found("FOREVER: bra FOREVER;", max_steps=1000) == ["livelock"]
 
@@ -288,6 +295,35 @@ GO:"""
     ]
     assert ["barrier"] in gone
     assert found(setup.format(rank=2, stay=together), **options) == ["out-of-bounds"]
+
+
+def test_a_cta_stays_until_it_was_signalled():
+    body = """
+mov.u32 %r40, %cluster_ctarank; setp.eq.u32 %p4, %r40, 1;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 1; fence.mbarrier_init.release.cluster;
+READY: barrier.cluster.arrive.relaxed; barrier.cluster.wait;
+@%p4 bra SENDER;
+{stay}
+ret;
+SENDER: mapa.shared::cluster.u32 %r41, %r30, 0;
+@%p1 ret; mbarrier.arrive.shared::cluster.b64 _, [%r41];"""
+    wait = "STAY: mbarrier.try_wait.parity.shared.b64 %p5, [%r30], 0; @!%p5 bra STAY;"
+    options = {"grid": 2, "cluster": 2}
+    assert found(body.format(stay=wait), **options) == []
+    # Whether the arrive comes in time or not: the schedule does not matter.
+    for schedule in EVERY:
+        assert found(body.format(stay=""), schedule=schedule, **options) == ["barrier"]
+
+
+def test_a_load_that_nobody_waits_for():
+    alone = LOAD.replace(
+        "SECOND: mbarrier.try_wait.parity.shared.b64 %p2, [%r30+8], 0; @!%p2 bra SECOND;",
+        "",
+    )
+    assert alone != LOAD
+    assert "stay until a TMA load has signalled" in first(
+        alone.format(**RIGHT), DATA, maps=LOADED
+    )
 
 
 # -- memory
@@ -361,6 +397,23 @@ def test_products_need_their_fences_and_waits(schedule):
         BASE + MATRICES.format(**PRODUCT | {"wait": ""}), schedule=schedule
     )
     assert np.isnan(early.view(np.float32)).all()  # accumulators in flight are poison
+
+
+def test_accumulators_written_under_a_product_in_flight():
+    early = PRODUCT | {"wait": "mov.b32 %r50, 0;" + PRODUCT["wait"]}
+    assert found(MATRICES.format(**early)) == ["wgmma"]
+    assert "accumulators were written" in first(MATRICES.format(**early))
+
+
+def test_a_in_registers_written_under_a_product_in_flight():
+    late = Schedule(0, completion=Completion.LATE)
+    body = MATRICES.replace("%rd7, %rd7", "{{%r60, %r61, %r62, %r63}}, %rd7").replace(
+        ", 0, 0;", ", 0;"
+    )
+    body = "mov.b32 %r60, 0; mov.b32 %r61, 0; mov.b32 %r62, 0; mov.b32 %r63, 0;" + body
+    assert found(body.format(**PRODUCT), schedule=late) == []
+    wrong = PRODUCT | {"wait": "mov.b32 %r62, 1;" + PRODUCT["wait"]}
+    assert "A's registers were written" in first(body.format(**wrong), schedule=late)
 
 
 def test_only_a_copy_that_is_overwritten_needs_no_fence():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.barriers import ClusterBarrier, MBarrier, NamedBarrier
-from fmha_gen.emulator.emitters import LANES
+from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.lower import lower
 from fmha_gen.emulator.report import Fault, Finding, Kind, Report
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fmha_gen.emulator import ptx
-from fmha_gen.emulator.emitters import EMITTERS, LANES, UnsupportedInstruction
+from fmha_gen.emulator import numerics, ptx
+from fmha_gen.emulator.emitters import EMITTERS, UnsupportedInstruction
+from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.lower import lower
 
 from . import kernels
@@ -495,6 +496,47 @@ def test_product_from_shared_memory():
     data = bits.astype(np.uint16).view(np.uint32)
     assert 68720001088 == (1024 >> 4) | (128 >> 4) << 16 | (256 >> 4) << 32
     result = value(PRODUCT, data, register="%r51").view(np.float32)
+    lane = np.arange(LANES)
+    row = lane // 32 * 16 + lane % 32 // 4
+    np.testing.assert_array_equal(result, (a @ b.T)[row, lane % 4 * 2 + 1])
+
+
+def test_product_of_8_bit_floats():
+    a = RNG.integers(-4, 5, (64, 32)).astype(np.float32)
+    b = RNG.integers(-4, 5, (8, 32)).astype(np.float32)
+    flat = np.concatenate(
+        [x.reshape(-1, 8, 2, 16).transpose(0, 2, 1, 3).reshape(-1) for x in (a, b)]
+    )
+    data = numerics.e4m3_rn_satfinite(flat).astype(np.uint8).view(np.uint32)
+    body = PRODUCT.replace("k16.f32.bf16.bf16", "k32.f32.e4m3.e4m3").replace(
+        "1, 0, 0;", "1;"
+    )
+    result = value(body, data, register="%r51").view(np.float32)
+    lane = np.arange(LANES)
+    row = lane // 32 * 16 + lane % 32 // 4
+    np.testing.assert_array_equal(result, (a @ b.T)[row, lane % 4 * 2 + 1])
+
+
+def test_product_with_a_in_registers():
+    a = RNG.integers(-4, 5, (64, 16)).astype(np.float32)
+    b = RNG.integers(-4, 5, (8, 16)).astype(np.float32)
+    fragments = np.zeros((LANES, 4, 2), np.float32)
+    for lane in range(LANES):
+        warp, group, quad = lane // 32, lane % 32 // 4, lane % 4
+        for i in range(4):
+            row, column = 16 * warp + 8 * (i % 2) + group, 8 * (i // 2) + 2 * quad
+            fragments[lane, i] = a[row, column : column + 2]
+    bits = np.concatenate([fragments.reshape(-1), cores(b)]).view(
+        np.uint32
+    ) >> np.uint32(16)
+    body = PRODUCT.replace("%rd7, %rd8, ", "{%r60, %r61, %r62, %r63}, %rd8, ")
+    loaded = "ld.global.v4.b32 {%r32, %r33, %r34, %r35}, [%rd5];"
+    kept = "ld.global.v4.b32 {%r60, %r61, %r62, %r63}, [%rd5];"
+    body = body.replace(loaded, loaded + kept, 1)
+    body = body.replace(", 0, 0;", ", 0;")  # only B can be transposed
+    result = value(body, bits.astype(np.uint16).view(np.uint32), register="%r51").view(
+        np.float32
+    )
     lane = np.arange(LANES)
     row = lane // 32 * 16 + lane % 32 // 4
     np.testing.assert_array_equal(result, (a @ b.T)[row, lane % 4 * 2 + 1])

@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bulk tensor copies of a warpgroup: issued by its lanes, complete when the schedule says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import tma
+from .checks import Operation
+from .lanes import RANK_SHIFT, WARP, Lanes, Mask, warps_of
+from .report import Fault, Kind
+
+if TYPE_CHECKING:
+    from .machine import Cta
+    from .warpgroup import Warp, Warpgroup
+
+
+@dataclass(eq=False)
+class BulkStore:
+    """A TMA store that may still be reading shared memory."""
+
+    operation: Operation | None
+    line: int
+    done: bool = False
+
+
+class Copies:
+    """What `cp.async.bulk` instructions do; generated code calls the public methods."""
+
+    def __init__(self, group: Warpgroup) -> None:
+        self._group = group
+
+    def load(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        described: Lanes,
+        coordinates: Sequence[Lanes],
+        barrier_base: Lanes,
+        barrier_offset: int,
+        targets: Lanes | None,
+        mask: Mask,
+    ) -> None:
+        """cp.async.bulk.tensor into shared memory, by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            warp = self._group.warps[lane // WARP]
+            self._group.here(index, lane // WARP)
+            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
+            owner, barrier_place = self._group.cluster.locate(
+                int(barrier_base[lane]) + barrier_offset
+            )
+            tensor_map = self._group.machine.tensor_map(int(described[lane]))
+            where = [int(axis[lane]) for axis in coordinates]
+            if targets is None:
+                receivers = [(cta, owner)]
+            else:
+                ranks = self._ranks(int(targets[lane]))
+                receivers = [
+                    (self._group.cluster.ctas[rank], self._group.cluster.ctas[rank])
+                    for rank in ranks
+                ]
+            for _, signalled in receivers:
+                self._group.mbarrier(
+                    signalled.rank << RANK_SHIFT | barrier_place, warp, copies=True
+                )
+            barrier = self._group.cluster.mbarrier(
+                owner.rank << RANK_SHIFT | barrier_place
+            )
+            operation = self._start(warp, barrier.component)
+            self._group.machine.count("tensor loads", 1)
+            self._group.cluster.pending.load(
+                self._load_work(
+                    index,
+                    lane // WARP,
+                    tensor_map,
+                    where,
+                    place,
+                    barrier_place,
+                    receivers,
+                    operation,
+                )
+            )
+
+    def _ranks(self, bits: int) -> list[int]:
+        count = len(self._group.cluster.ctas)
+        if not bits or bits >> count:
+            raise Fault(
+                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
+            )
+        return [rank for rank in range(count) if bits >> rank & 1]
+
+    def _start(self, warp: Warp, component: int) -> Operation | None:
+        if warp.agent is None:
+            return None
+        return self._group.cluster.streams.start(
+            component, [warp.agent], self._group.line
+        )
+
+    def _load_work(
+        self,
+        index: int,
+        number: int,
+        tensor_map: tma.TensorMap,
+        coordinates: list[int],
+        place: int,
+        barrier_place: int,
+        receivers: list[tuple[Cta, Cta]],
+        operation: Operation | None,
+    ) -> Callable[[], None]:
+        def complete() -> None:
+            self._group.here(index, number)
+            memories = [cta.shared for cta, _ in receivers]
+            nbytes, touched = tma.load(
+                tensor_map, coordinates, self._group.machine.memory, memories, place
+            )
+            self._group.machine.count("tensor load bytes", nbytes)
+            for cta, signalled in receivers:
+                if cta.exited:
+                    raise Fault(
+                        Kind.OUTSTANDING,
+                        f"a TMA load into cta {cta.rank}, which exited",
+                    )
+                if operation is not None and cta.shadow is not None:
+                    cta.shadow.write(
+                        slice(touched.start // 4, -(-touched.stop // 4)),
+                        operation.component,
+                        operation.epoch,
+                        operation.clock,
+                        operation.line,
+                        "TMA load",
+                    )
+                barrier = self._group.cluster.mbarrier(
+                    signalled.rank << RANK_SHIFT | barrier_place
+                )
+                if operation is not None:
+                    signal = (operation.epoch, operation.line)
+                    barrier.last_signals[operation.component] = signal
+                barrier.complete(nbytes, operation.clock if operation else None)
+            self._group.cluster.progress += 1
+
+        return complete
+
+    def store(
+        self,
+        index: int,
+        described: Lanes,
+        coordinates: Sequence[Lanes],
+        base: Lanes,
+        offset: int,
+        mask: Mask,
+    ) -> None:
+        """cp.async.bulk.tensor from shared memory.
+
+        The hardware issues it once per warp, from uniform registers, even without an election:
+        lanes of a warp with the same operands are one store here.
+        """
+        issued = set()
+        for lane in np.flatnonzero(mask).tolist():
+            warp = self._group.warps[lane // WARP]
+            self._group.here(index, lane // WARP)
+            where = tuple(int(axis[lane]) for axis in coordinates)
+            key = (warp.number, int(described[lane]), int(base[lane]), where)
+            if key in issued:
+                continue
+            issued.add(key)
+            tensor_map = self._group.machine.tensor_map(int(described[lane]))
+            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
+            if cta is not self._group.cta:
+                raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")
+            operation = self._start(
+                warp, self._group.cluster.components.stores(warp.serial)
+            )
+            store = BulkStore(operation, self._group.line)
+            warp.open_stores.append(store)
+            self._group.machine.count("tensor stores", 1)
+            self._group.cluster.pending.store(
+                self._store_work(index, lane // WARP, tensor_map, where, place, store)
+            )
+
+    def _store_work(
+        self,
+        index: int,
+        number: int,
+        tensor_map: tma.TensorMap,
+        coordinates: tuple[int, ...],
+        place: int,
+        store: BulkStore,
+    ) -> Callable[[], None]:
+        def complete() -> None:
+            self._group.here(index, number)
+            touched = tma.store(
+                tensor_map,
+                coordinates,
+                self._group.machine.memory,
+                self._group.cta.shared,
+                place,
+            )
+            operation, shadow = store.operation, self._group.cta.shadow
+            if operation is not None and shadow is not None:
+                shadow.read(
+                    slice(touched.start // 4, -(-touched.stop // 4)),
+                    operation.component,
+                    operation.epoch,
+                    operation.clock,
+                    "TMA store",
+                )
+            store.done = True
+            self._group.cluster.progress += 1
+
+        return complete
+
+    def commit(self, index: int, mask: Mask) -> None:
+        """cp.async.bulk.commit_group, one group per warp."""
+        for number in warps_of(mask):
+            warp = self._group.warps[number]
+            warp.store_groups.append(warp.open_stores)
+            warp.open_stores = []
+
+    def wait(self, index: int, count: int, read: bool, mask: Mask) -> Mask | None:
+        """Gate of cp.async.bulk.wait_group: at most `count` groups of the warp are in flight.
+
+        A store has read and written at the same moment here, so `.read` makes no difference. Who
+        passes knows that the reads are over: the stores' clocks are acquired.
+        """
+        passed = []
+        for number in warps_of(mask):
+            warp = self._group.warps[number]
+            over = warp.store_groups[: len(warp.store_groups) - count]
+            if all(store.done for group in over for store in group):
+                for group in over:
+                    for store in group:
+                        if warp.agent and store.operation:
+                            warp.agent.acquire(store.operation.clock)
+                del warp.store_groups[: len(over)]
+                passed.append(number)
+        self._group.hold(lambda: "its bulk stores")
+        return self._group.only(passed, mask)

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The 128 lanes of a warpgroup, its warps, and addresses in a cluster's shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+LANES = 128  # [lanes of a warpgroup]
+WARP = 32  # [lanes of a warp]
+WARPS = LANES // WARP  # [warps of a warpgroup]
+
+Lanes = NDArray[Any]
+Mask = NDArray[np.bool_]
+
+ALL: Mask = np.ones(LANES, np.bool_)
+NONE: Mask = np.zeros(LANES, np.bool_)
+LEADERS: Mask = np.arange(LANES) % WARP == 0
+"""The first lane of each warp."""
+WARP_MASKS: list[Mask] = [np.arange(LANES) // WARP == warp for warp in range(WARPS)]
+
+RANK_SHIFT = 24
+"""Shared addresses carry the CTA's rank in its cluster from this bit on."""
+OFFSET_MASK = (1 << RANK_SHIFT) - 1
+
+
+def warps_of(mask: Mask) -> list[int]:
+    """The warps, 0 to 3, that have a lane in the mask."""
+    warps: list[int] = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
+    return warps
+
+
+def spread(per_warp: Any) -> Mask:
+    """One value per warp to one per lane."""
+    return np.repeat(np.asarray(per_warp, np.bool_), WARP)
