@@ -109,7 +109,9 @@ def run_worker(
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "events.jsonl"
         command = worker(kernel, file, options)
-        ending = children.run(command, timeout=timeout, env=os.environ)
+        # Workers run side by side, and their small products only lose by threads.
+        env = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
+        ending = children.run(command, timeout=timeout, env=env)
         return read_events(file), ending
 
 
