@@ -99,15 +99,20 @@ class Pending:
                 queue.popleft()()
 
     def force(self) -> bool:
-        """Completes one operation because nobody can go on; False when there is none."""
+        """Completes one operation because nobody can go on; False when there is none.
+
+        Which one, a random order leaves to chance. In an orderly one it is the oldest, as kernels
+        use what they load in the order of the loads: nothing lands before its user has to wait.
+        """
         queues = [queue for queue in self.products.values() if queue]
-        choice = (
-            self.rng.randrange(len(self.copies) + len(queues))
-            if self.outstanding
-            else -1
-        )
-        if choice < 0:
+        if not self.outstanding:
             return False
+        if self.schedule.order is Order.ROUND_ROBIN:
+            # What is to be early does not wait for what is to be late.
+            late = self.schedule.completion is Completion.LATE
+            choice = len(self.copies) if queues and (late or not self.copies) else 0
+        else:
+            choice = self.rng.randrange(len(self.copies) + len(queues))
         if choice < len(self.copies):
             self.copies.pop(choice)()
         else:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what the emulator notices of kernels that were damaged on purpose.
 
-``python -m tests.mutation.campaign LOG [--kernel NAME] [--kind ptx|source] [--every N]`` runs every mutant and
-appends one JSON object for each to LOG; mutants that LOG holds already are not run again.
-``--report`` prints LOG as the table of decision 0009.
+``python -m tests.mutation.campaign LOG [--kernel NAME] [--kind ptx|source] [--every N]`` runs the
+mutants and appends one JSON object for each to LOG; those that LOG holds are not run again.
 """
 
 from __future__ import annotations
@@ -36,10 +35,9 @@ KERNELS = (  # one for each structure
     "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
     "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
 )
-# The first has at least 3 KV blocks, more work tiles per CTA than Q stages and a key so large that
-# the reference of the softmax moves; it shows most. Then the two smallest with 3 KV blocks and 2
-# work tiles per CTA, and the one with more tiles of one block than Q stages.
-CASES = ("strided", "exact", "ragged", "short_kv")
+# The cases of `emulate` that show most come first, then all others. The first one has 3 KV blocks,
+# more work tiles per CTA than Q stages, and a key so large that the softmax's reference moves.
+CASES = ("strided", "exact", "ragged", "short_kv", "waves")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -52,6 +50,10 @@ SCHEDULES = (
     *(Schedule(seed, Order.RANDOM_WARPS, Completion.RANDOM) for seed in (1, 2)),
 )
 LONGEST = 4  # times the steps of the kernel as it is, then it does not end
+
+
+NOT_A_KERNEL = "does not compile"
+SAME = "the same PTX"
 
 
 class Noticed(Exception):
@@ -72,33 +74,40 @@ class Subject:
     """A kernel with what its mutants are held against."""
 
     def __init__(self, stem: str) -> None:
-        """Captures the kernel and runs it as it is; raises Noticed when it does not hold."""
+        """Captures the launches of every case."""
         self.path = GENERATED / f"{stem}.py"
         self.source = self.path.read_text(encoding="utf-8")
         constants = rehearsal.read_constants(self.source)
         self.spec = constants["SPEC"]
-        every = cases_for(self.spec, rehearsal.tiles_of(constants))
-        self.cases: list[Case] = [
-            next(case for case in every if case.name.startswith(f"{tag}_"))
-            for tag in CASES
-        ]
+        tags = [f"{tag}_" for tag in CASES]
+        self.cases: list[Case] = sorted(
+            cases_for(self.spec, rehearsal.tiles_of(constants)),
+            key=lambda case: [not case.name.startswith(tag) for tag in tags],
+        )
         self.problems: list[Problem] = [
             make_problem(self.spec, case) for case in self.cases
         ]
         self.text, self.launches = self._capture(self.path)
-        self._truths: list[Attention] = []
-        self._budgets: list[int] = []
-        program = lower.lower(ptx.parse(self.text))
-        for case, problem, launch in zip(
-            self.cases, self.problems, self.launches, strict=True
-        ):
-            whole = rehearsal.Rehearsal(self.spec, program, case, problem, launch)
-            truth = whole.truth()
-            self._truths.append(truth)
-            found = whole.run(SCHEDULES[-1], truth)
-            if found.findings:
-                raise Noticed(found.findings[0])
-            self._budgets.append(LONGEST * found.steps)
+        self.program = lower.lower(ptx.parse(self.text))
+        self._whole: dict[int, tuple[Attention, int]] = {}
+
+    def whole(self, number: int) -> tuple[Attention, int]:
+        """A case's truth, and the steps that the kernel as it is takes."""
+        if number in self._whole:
+            return self._whole[number]
+        subject = rehearsal.Rehearsal(
+            self.spec,
+            self.program,
+            self.cases[number],
+            self.problems[number],
+            self.launches[number],
+        )
+        truth = subject.truth()
+        ran = subject.run(SCHEDULES[-1], truth)
+        if ran.findings:
+            raise AssertionError(f"{self.path.stem} undamaged: {ran.findings[0]}")
+        self._whole[number] = truth, ran.steps
+        return truth, ran.steps
 
     def _capture(self, path: Path) -> tuple[str, list[Launch]]:
         calls = [
@@ -122,7 +131,7 @@ class Subject:
                 path.write_text(mutant.text, encoding="utf-8")
                 text, launches = self._capture(path)
         if kind == "source" and (text, launches) == (self.text, self.launches):
-            return "the same PTX"
+            return SAME
         try:
             program = lower.lower(ptx.parse(text))
             self._run(program, launches)
@@ -131,10 +140,10 @@ class Subject:
         return None
 
     def _run(self, program: lower.Program, launches: Sequence[Launch]) -> None:
-        for case, problem, launch, truth, budget in zip(
-            *(self.cases, self.problems, launches, self._truths, self._budgets),
-            strict=True,
+        for number, (case, problem, launch) in enumerate(
+            zip(self.cases, self.problems, launches, strict=True)
         ):
+            truth, steps = self.whole(number)
 
             def tell(event: str, data: Mapping[str, Any], case: Case = case) -> None:
                 if event == "run" and data["findings"]:
@@ -142,12 +151,8 @@ class Subject:
                     raise Noticed(f"{case.name} {data['schedule']}: {first}")
 
             known = Known(self.spec, program, case, problem, launch, truth)
-            bounded = functools.partial(machine.run, max_steps=budget)
+            bounded = functools.partial(machine.run, max_steps=LONGEST * steps)
             rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
-
-
-NOT_A_KERNEL = "does not compile"
-SAME = "the same PTX"
 
 
 def run(log: Path, kernels: Sequence[str], kinds: Sequence[str], every: int) -> None:

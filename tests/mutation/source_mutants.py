@@ -57,7 +57,11 @@ REPLACEMENTS = (
     ("every CTA loads the whole tile", r"(?<=, g[KV]), rank, CLUSTER_SIZE", ""),
     ("only CTA 0", r"(?<=, t[KV]s[KV], )peers", "cutlass.Int16(1)"),
     ("only CTA 1", r"(?<=, t[KV]s[KV], )peers", "cutlass.Int16(2)"),
-    ("releases only its own CTA", r"mcast_mode_mn=\(0, 1\)", "mcast_mode_mn=(0, 0)"),
+    (
+        "frees stages of its own CTA only",
+        r"mcast_mode_mn=\(0, 1\)",
+        "mcast_mode_mn=(1, 0)",
+    ),
     ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
 )
 
