@@ -35,8 +35,10 @@ KERNELS = (  # one for each structure
     "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
     "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
 )
-# The cases of `emulate` that show most come first, then all others. The first one has 3 KV blocks,
-# more work tiles per CTA than Q stages, and a key so large that the softmax's reference moves.
+# Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
+# tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
+# are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
+# stages; then a CTA with an odd number of tiles.
 CASES = ("strided", "exact", "ragged", "short_kv", "waves")
 SCHEDULES = (
     *(
@@ -74,16 +76,16 @@ class Subject:
     """A kernel with what its mutants are held against."""
 
     def __init__(self, stem: str) -> None:
-        """Captures the launches of every case."""
+        """Captures the launches of its cases."""
         self.path = GENERATED / f"{stem}.py"
         self.source = self.path.read_text(encoding="utf-8")
         constants = rehearsal.read_constants(self.source)
         self.spec = constants["SPEC"]
-        tags = [f"{tag}_" for tag in CASES]
-        self.cases: list[Case] = sorted(
-            cases_for(self.spec, rehearsal.tiles_of(constants)),
-            key=lambda case: [not case.name.startswith(tag) for tag in tags],
-        )
+        every = cases_for(self.spec, rehearsal.tiles_of(constants))
+        self.cases: list[Case] = [
+            next(case for case in every if case.name.startswith(f"{tag}_"))
+            for tag in CASES
+        ]
         self.problems: list[Problem] = [
             make_problem(self.spec, case) for case in self.cases
         ]
