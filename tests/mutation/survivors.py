@@ -27,7 +27,42 @@ class Accepted:
         )
 
 
-ACCEPTED: tuple[Accepted, ...] = ()
+PAIRS = "sm90_d128_bf16_full_c2x1_kvmc"
+CAUSAL = "sm90_d128_bf16_causal_lse"
+WIDE = "sm90_d256_bf16_full"
+GROUPS = "sm90_d128_bf16_causal_gqa8_c1x2_kvmc"
+
+_TAIL = """The producer stays until the last V stage is free. Each warp frees that one last of all
+stages, so waiting for the others says nothing more."""
+_FENCE = """The fence is PV's. QK was issued just before with a fence of its own, and nothing touches
+P or O in between."""
+_ONCE = """The fence of QK in the loop over masked blocks. With tiles of 128 rows and 128 keys it
+runs at most once per tile: S was last touched before other fences. PV's fence covers P
+and O."""
+_COMMIT = """QK of the next tile then joins the group of PV, and the only wait that follows is for
+both."""
+_NUMBER = """All who meet at this barrier meet at another one that nobody uses: a number is a name."""
+_IMPLIED = """A K stage of the tile before last. The producer has acquired the only Q stage since, which
+is freed after every product of that tile."""
+
+ACCEPTED = (
+    *(
+        Accepted(kernel, "ptx", name, "equivalent", " ".join(text.split()))
+        for kernel, name, text in (
+            (PAIRS, r"mbarrier\.try_wait#[567]: succeeds at once", _TAIL),
+            (PAIRS, r"wgmma\.fence#[35]: removed", _FENCE),
+            (PAIRS, r"wgmma\.commit_group#4: removed", _COMMIT),
+            (PAIRS, r"bar\.sync#3: another barrier", _NUMBER),
+            (CAUSAL, r"wgmma\.fence#2: removed", _ONCE),
+            (CAUSAL, r"wgmma\.fence#[357]: removed", _FENCE),
+            (CAUSAL, r"wgmma\.commit_group#6: removed", _COMMIT),
+            (CAUSAL, r"bar\.sync#[15]: another barrier", _NUMBER),
+            (WIDE, r"mbarrier\.try_wait#1: succeeds at once", _IMPLIED),
+            (WIDE, r"wgmma\.fence#3: removed", _FENCE),
+            (WIDE, r"bar\.sync#[15]: another barrier", _NUMBER),
+        )
+    ),
+)
 
 
 def reason(kernel: str, kind: str, name: str) -> Accepted | None:
