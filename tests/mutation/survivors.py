@@ -32,18 +32,19 @@ CAUSAL = "sm90_d128_bf16_causal_lse"
 WIDE = "sm90_d256_bf16_full"
 GROUPS = "sm90_d128_bf16_causal_gqa8_c1x2_kvmc"
 
-_TAIL = """The producer stays until the last V stage is free. Each warp frees that one last of all
-stages, so waiting for the others says nothing more."""
-_FENCE = """The fence is PV's. QK was issued just before with a fence of its own, and nothing touches
-P or O in between."""
-_ONCE = """The fence of QK in the loop over masked blocks. With tiles of 128 rows and 128 keys it
-runs at most once per tile: S was last touched before other fences. PV's fence covers P
-and O."""
-_COMMIT = """QK of the next tile then joins the group of PV, and the only wait that follows is for
-both."""
-_NUMBER = """All who meet at this barrier meet at another one that nobody uses: a number is a name."""
-_IMPLIED = """A K stage of the tile before last. The producer has acquired the only Q stage since, which
-is freed after every product of that tile."""
+_TAIL = """The producer stays until the last V stage is free. Each warp frees that one last
+of all stages, so waiting for the others says nothing more."""
+_FENCE = """The fence is PV's. QK was issued just before with a fence of its own, and
+nothing touches P or O in between."""
+_ONCE = """The fence of QK in the loop over masked blocks. With tiles of 128 rows and 128
+keys it runs at most once per tile: S was last touched before other fences. PV's
+fence covers P and O."""
+_COMMIT = """QK of the next tile then joins the group of PV, and the only wait that follows
+is for both."""
+_NUMBER = """All who meet at this barrier meet at another one that nobody uses: a number is a
+name."""
+_IMPLIED = """A K stage of the tile before last. The producer has acquired the only Q stage
+since, which is freed after every product of that tile."""
 
 ACCEPTED = (
     *(
@@ -57,6 +58,11 @@ ACCEPTED = (
             (CAUSAL, r"wgmma\.fence#[357]: removed", _FENCE),
             (CAUSAL, r"wgmma\.commit_group#6: removed", _COMMIT),
             (CAUSAL, r"bar\.sync#[15]: another barrier", _NUMBER),
+            (GROUPS, r"mbarrier\.try_wait#[567]: succeeds at once", _TAIL),
+            (GROUPS, r"wgmma\.fence#2: removed", _ONCE),
+            (GROUPS, r"wgmma\.fence#[357]: removed", _FENCE),
+            (GROUPS, r"wgmma\.commit_group#6: removed", _COMMIT),
+            (GROUPS, r"bar\.sync#4: another barrier", _NUMBER),
             (WIDE, r"mbarrier\.try_wait#1: succeeds at once", _IMPLIED),
             (WIDE, r"wgmma\.fence#3: removed", _FENCE),
             (WIDE, r"bar\.sync#[15]: another barrier", _NUMBER),
