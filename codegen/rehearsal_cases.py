@@ -101,8 +101,10 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
-        # Rows that see no key, with causal.
-        yield case("short_kv", ragged, block // 2 + 3, 1, 1)
+        # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
+        # then does nothing else that the producer waits for imply that a Q stage is free.
+        batch = math.ceil(3 / (work_of_head if group else 2))
+        yield case("short_kv", ragged, block // 2 + 3, batch, 1)
         yield case("one_key", ragged, 1, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1)

@@ -107,6 +107,18 @@ def test_late_work_is_forced_one_at_a_time(completion, early):
     assert not work.force()
 
 
+def test_orderly_late_work_is_forced_from_the_oldest_on():
+    work, done = pending(Completion.LATE)
+    work.load(lambda: done.append("another load"))
+    while work.force():
+        pass
+    assert done == ["first", "second", "load", "store", "another load"]
+    work, done = pending(Completion.LOADS_EARLY_MMAS_LATE)
+    while work.force():
+        pass
+    assert done == ["load", "store", "first", "second"]
+
+
 def test_random_completion_comes_by_itself():
     work, done = pending(Completion.RANDOM)
     for _ in range(100):

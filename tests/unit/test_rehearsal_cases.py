@@ -65,6 +65,17 @@ def test_no_case_costs_more_than_a_model_can_pay(constants):
 
 
 @every_kernel
+def test_tiles_of_one_block_outnumber_the_q_stages(constants):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    assert spec["seqlen"]["kv"] != "dynamic" or any(
+        blocks(tiles, case) == 1
+        and work_tiles(spec, tiles, case)
+        > constants["Q_STAGES"] * case.sm_count // tiles.ctas
+        for case in cases_for(spec, tiles)
+    )
+
+
+@every_kernel
 def test_fixed_lengths_are_kept(constants):
     spec, tiles = constants["SPEC"], tiles_of(constants)
     for case in cases_for(spec, tiles):

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts what the emulator notices of kernels that were damaged on purpose.
+
+``python -m tests.mutation.campaign LOG [--kernel NAME] [--kind ptx|source] [--every N]`` runs the
+mutants and appends one JSON object for each to LOG; those that LOG holds are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmha_gen import captures, rehearsal
+from fmha_gen.emulator import lower, machine, ptx
+from fmha_gen.emulator.launch import CaptureError, Launch
+from fmha_gen.emulator.scheduler import Completion, Order, Schedule
+from fmha_gen.numpy_attention import Attention
+from fmha_gen.rehearsal_cases import Case, cases_for
+from fmha_gen.tensors import Problem, arguments, make_problem
+
+from . import ptx_mutants, source_mutants
+from .ptx_mutants import Mutant
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+KERNELS = (  # one for each structure
+    "sm90_d128_bf16_full_c2x1_kvmc",  # cluster along the queries, multicast
+    "sm90_d128_bf16_causal_lse",  # two loops, and QK of the next tile beside PV of the last
+    "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
+    "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
+)
+# Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
+# tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
+# are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
+# stages; then a CTA with an odd number of tiles.
+CASES = ("strided", "exact", "ragged", "short_kv", "waves")
+SCHEDULES = (
+    *(
+        Schedule(0, Order.ROUND_ROBIN, how)
+        for how in (
+            Completion.EAGER,
+            Completion.LATE,
+            Completion.LOADS_EARLY_MMAS_LATE,
+        )
+    ),
+    *(Schedule(seed, Order.RANDOM_WARPS, Completion.RANDOM) for seed in (1, 2)),
+)
+LONGEST = 4  # times the steps of the kernel as it is, then it does not end
+
+
+NOT_A_KERNEL = "does not compile"
+SAME = "the same PTX"
+
+
+class Noticed(Exception):
+    """The first thing that shows that a kernel is wrong."""
+
+
+@dataclass(frozen=True)
+class Known(rehearsal.Rehearsal):
+    """A rehearsal whose truth is computed once for all mutants."""
+
+    attention: Attention
+
+    def truth(self) -> Attention:
+        return self.attention
+
+
+class Subject:
+    """A kernel with what its mutants are held against."""
+
+    def __init__(self, stem: str) -> None:
+        """Captures the launches of its cases."""
+        self.path = GENERATED / f"{stem}.py"
+        self.source = self.path.read_text(encoding="utf-8")
+        constants = rehearsal.read_constants(self.source)
+        self.spec = constants["SPEC"]
+        every = cases_for(self.spec, rehearsal.tiles_of(constants))
+        self.cases: list[Case] = [
+            next(case for case in every if case.name.startswith(f"{tag}_"))
+            for tag in CASES
+        ]
+        self.problems: list[Problem] = [
+            make_problem(self.spec, case) for case in self.cases
+        ]
+        self.text, self.launches = self._capture(self.path)
+        self.program = lower.lower(ptx.parse(self.text))
+        self._grids = [launch.grid for launch in self.launches]
+        self._whole: dict[int, tuple[Attention, int]] = {}
+
+    def whole(self, number: int) -> tuple[Attention, int]:
+        """A case's truth, and the steps that the kernel as it is takes."""
+        if number in self._whole:
+            return self._whole[number]
+        subject = rehearsal.Rehearsal(
+            self.spec,
+            self.program,
+            self.cases[number],
+            self.problems[number],
+            self.launches[number],
+        )
+        truth = subject.truth()
+        ran = subject.run(SCHEDULES[-1], truth)
+        if ran.findings:
+            raise AssertionError(f"{self.path.stem} undamaged: {ran.findings[0]}")
+        self._whole[number] = truth, ran.steps
+        return truth, ran.steps
+
+    def _capture(self, path: Path) -> tuple[str, list[Launch]]:
+        calls = [
+            arguments(self.spec, case, problem)
+            for case, problem in zip(self.cases, self.problems, strict=True)
+        ]
+        return captures.capture(path, calls, arch=self.spec["arch"])
+
+    def mutants(self, kind: str) -> Iterator[Mutant]:
+        """All mutants of one kind."""
+        if kind == "ptx":
+            return ptx_mutants.mutants(self.text)
+        return source_mutants.mutants(self.source)
+
+    def notice(self, kind: str, mutant: Mutant) -> str | None:
+        """What shows that a mutant is wrong; None when nothing does. Raises CaptureError."""
+        text, launches = mutant.text, self.launches
+        if kind == "source":
+            with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+                path = Path(folder) / self.path.name
+                path.write_text(mutant.text, encoding="utf-8")
+                text, launches = self._capture(path)
+        # Not the parameters: what descriptors hold beside their fields differs between captures.
+        grids = [launch.grid for launch in launches]
+        if kind == "source" and text == self.text and grids == self._grids:
+            return SAME
+        try:
+            program = lower.lower(ptx.parse(text))
+            self._run(program, launches)
+        except Noticed as noticed:
+            return str(noticed)
+        return None
+
+    def _run(self, program: lower.Program, launches: Sequence[Launch]) -> None:
+        for number, (case, problem, launch) in enumerate(
+            zip(self.cases, self.problems, launches, strict=True)
+        ):
+            truth, steps = self.whole(number)
+
+            def tell(event: str, data: Mapping[str, Any], case: Case = case) -> None:
+                if event == "run" and data["findings"]:
+                    first = data["findings"][0].split("\n")[0]
+                    raise Noticed(f"{case.name} {data['schedule']}: {first}")
+
+            known = Known(self.spec, program, case, problem, launch, truth)
+            bounded = functools.partial(machine.run, max_steps=LONGEST * steps)
+            rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
+
+
+def run(log: Path, kernels: Sequence[str], kinds: Sequence[str], every: int) -> None:
+    """Every n-th mutant, unless the log holds it."""
+    done = {(row["kernel"], row["kind"], row["name"]) for row in read(log)}
+    with log.open("a", encoding="utf-8") as file:
+        for stem in kernels:
+            subject = Subject(stem)
+            for kind in kinds:
+                for mutant in list(subject.mutants(kind))[::every]:
+                    if (stem, kind, mutant.name) in done:
+                        continue
+                    begin = time.perf_counter()
+                    try:
+                        noticed = subject.notice(kind, mutant)
+                    except CaptureError as error:
+                        last = str(error).strip().split("\n")[-1]
+                        noticed = f"{NOT_A_KERNEL}: {last}"
+                    except Exception as error:
+                        noticed = f"the emulator failed: {error!r}"
+                    row = {
+                        "kernel": stem,
+                        "kind": kind,
+                        "name": mutant.name,
+                        "line": mutant.line,
+                        "before": mutant.before,
+                        "noticed": noticed,
+                        "seconds": round(time.perf_counter() - begin, 2),
+                    }
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+
+
+def read(log: Path) -> list[dict[str, Any]]:
+    """What a log holds."""
+    if not log.exists():
+        return []
+    return [json.loads(line) for line in log.read_text("utf-8").splitlines()]
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutation.campaign")
+    parser.add_argument("log", type=Path)
+    parser.add_argument("--kernel", choices=KERNELS, action="append")
+    parser.add_argument("--kind", choices=("ptx", "source"), action="append")
+    parser.add_argument("--every", type=int, default=1)
+    options = parser.parse_args()
+    kinds = options.kind or ("ptx", "source")
+    run(options.log, options.kernel or KERNELS, kinds, options.every)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generated kernels with one synchronisation of their source dropped, or one index wrong."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+
+from .ptx_mutants import Mutant
+
+# Statements that are a call of one of these are dropped.
+CALLS = frozenset(
+    (
+        "advance",
+        "barrier",
+        "barrier_arrive",
+        "commit_group",
+        "consumer_release",
+        "consumer_wait",
+        "cp_async_bulk_commit_group",
+        "cp_async_bulk_wait_group",
+        "fence",
+        "fence_proxy",
+        "order_arrive",
+        "order_wait",
+        "pipeline_init_arrive",
+        "pipeline_init_wait",
+        "producer_acquire",
+        "producer_tail",
+        "wait_group",
+    )
+)
+
+# (what, pattern, instead): each match is one mutant.
+REPLACEMENTS = (
+    ("release count + 1", r"(?<=^[KV]_RELEASES = )(\d+)", r"\1 + 1"),
+    ("release count - 1", r"(?<=^[KV]_RELEASES = )(\d+)", r"\1 - 1"),
+    ("release count + 1", r"(?<=Q_TX_BYTES, )WARPGROUPS", "WARPGROUPS + 1"),
+    ("release count - 1", r"(?<=Q_TX_BYTES, )WARPGROUPS", "WARPGROUPS - 1"),
+    ("half the bytes", r"(?<=^[QKV]_TX_BYTES = )(\d+)", r"\1 // 2"),
+    ("half the threads", r"(?<=^ORDER_THREADS = )(\d+)", r"\1 // 2"),
+    ("one order barrier more", r"(?<=ORDER_BARRIER \+ \()warpgroup_idx", "1"),
+    ("a store barrier for all", r"STORE_BARRIER \+ mma.warpgroup_idx", "STORE_BARRIER"),
+    ("one group more stays in flight", r"wait_group\((\d)", r"wait_group(1 + \1"),
+    ("always block 0", r"(?<=t[KV]g[KV]\[None, )[^\]]+", "0"),
+    ("the block after", r"(?<=t[KV]g[KV]\[None, )([^\]]+)", r"\1 + 1"),
+    ("the block before", r"(?<=t[KV]g[KV]\[None, )([^\]]+)", r"\1 - 1"),
+    ("always stage 0", r"(?<=smem\[None, )state.index", "0"),
+    ("always stage 0", r"(?<=, )[qkv]_(?:state.index|stage)(?=[,)\]])", "Int32(0)"),
+    ("the next Q stage", r"q_state_done(?=\.index)", "q_state"),
+    ("another KV head", r"(?<=head_kv = )head // Q_PER_KV", "Int32(0)"),
+    ("a query head's number", r"(?<=head_kv = )head // Q_PER_KV(?#gqa)", "head"),
+    ("always batch 0", r"(?<=head_kv, )batch", "Int32(0)"),
+    ("the slice of rank 0", r"(?<=, g[KV], )rank", "0"),
+    ("every CTA loads the whole tile", r"(?<=, g[KV]), rank, CLUSTER_SIZE", ""),
+    ("only CTA 0", r"(?<=, t[KV]s[KV], )peers", "cutlass.Int16(1)"),
+    ("only CTA 1", r"(?<=, t[KV]s[KV], )peers", "cutlass.Int16(2)"),
+    (
+        "frees stages of its own CTA only",
+        r"mcast_mode_mn=\(0, 1\)",
+        "mcast_mode_mn=(1, 0)",
+    ),
+    ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
+)
+
+
+def mutants(source: str) -> Iterator[Mutant]:
+    """All mutants of a generated kernel, in the order of their lines."""
+    seen: Counter[str] = Counter()
+    found = [*_dropped(source), *_replaced(source)]
+    for line, what, text in sorted(found, key=lambda mutant: mutant[0]):
+        before = source.split("\n")[line - 1].strip()
+        key = f"{before}: {what}"
+        seen[key] += 1
+        number = f" #{seen[key]}" if seen[key] > 1 else ""
+        yield Mutant(f"{before}{number}: {what}", line, before, text)
+
+
+def _dropped(source: str) -> Iterator[tuple[int, str, str]]:
+    lines = source.split("\n")
+    for node in ast.walk(ast.parse(source)):
+        if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+            continue
+        called = node.value.func
+        name = called.attr if isinstance(called, ast.Attribute) else None
+        name = called.id if isinstance(called, ast.Name) else name
+        if name in CALLS:
+            assert node.end_lineno is not None
+            indent = " " * node.col_offset
+            kept = lines[: node.lineno - 1], lines[node.end_lineno :]
+            yield node.lineno, "dropped", "\n".join(
+                [*kept[0], f"{indent}pass", *kept[1]]
+            )
+
+
+def _replaced(source: str) -> Iterator[tuple[int, str, str]]:
+    for what, pattern, instead in REPLACEMENTS:
+        if "#gqa" in pattern and re.search(r"^Q_PER_KV = 1\b", source, re.M):
+            continue  # the same number
+        for match in re.finditer(pattern, source, re.M):
+            if source[: match.start()].rpartition("\n")[2].startswith("def "):
+                continue  # a parameter's name
+            line = source.count("\n", 0, match.start()) + 1
+            changed = match.expand(instead)
+            yield line, what, source[: match.start()] + changed + source[match.end() :]

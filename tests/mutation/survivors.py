@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mutants that nothing shows to be wrong, and why: they are not, or a check or schedule lacks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Survivors of some kernels. kernels, name: patterns of the whole name."""
+
+    kernels: str
+    kind: Literal["ptx", "source"]
+    name: str
+    verdict: Literal["equivalent", "not checked", "missed"]
+    reason: str
+
+    def covers(self, kernel: str, kind: str, name: str) -> bool:
+        """Whether this is one of them."""
+        return (
+            kind == self.kind
+            and re.fullmatch(self.kernels, kernel) is not None
+            and re.fullmatch(self.name, name) is not None
+        )
+
+
+PAIRS = "sm90_d128_bf16_full_c2x1_kvmc"
+CAUSAL = "sm90_d128_bf16_causal_lse"
+WIDE = "sm90_d256_bf16_full"
+GROUPS = "sm90_d128_bf16_causal_gqa8_c1x2_kvmc"
+
+_TAIL = """The producer stays until the last V stage is free. Each warp frees that one last
+of all stages, so waiting for the others says nothing more."""
+_FENCE = """The fence is PV's. QK was issued just before with a fence of its own, and
+nothing touches P or O in between."""
+_ONCE = """The fence of QK in the loop over masked blocks. With tiles of 128 rows and 128
+keys it runs at most once per tile: S was last touched before other fences. PV's
+fence covers P and O."""
+_COMMIT = """QK of the next tile then joins the group of PV, and the only wait that follows
+is for both."""
+_NUMBER = """All who meet at this barrier meet at another one that nobody uses: a number is a
+name."""
+_IMPLIED = """A K stage of the tile before last. The producer has acquired the only Q stage
+since, which is freed after every product of that tile."""
+_LATE = """A deadlock when the producer comes to its tail after the stage was freed. None of the
+schedules here holds the producer back that long in this kernel."""
+_ORDER = """The order of the warpgroups at the tensor cores is for speed. Without its waits the
+arrivals at each order barrier complete it among themselves, which a check could forbid:
+no one waits for that barrier then."""
+
+ACCEPTED = (
+    Accepted(
+        ".*",
+        "source",
+        r"cute\.arch\.barrier\(barrier_id=turn, .*\): dropped",
+        "not checked",
+        " ".join(_ORDER.split()),
+    ),
+    Accepted(
+        GROUPS,
+        "ptx",
+        r"mbarrier\.try_wait#6: the other phase",
+        "missed",
+        " ".join(_LATE.split()),
+    ),
+    Accepted(
+        f"{PAIRS}|{GROUPS}",
+        "source",
+        r"rings\.k\.producer_tail\(k_state\): dropped",
+        "equivalent",
+        " ".join(_TAIL.split()),
+    ),
+    *(
+        Accepted(kernel, "ptx", name, "equivalent", " ".join(text.split()))
+        for kernel, name, text in (
+            (PAIRS, r"mbarrier\.try_wait#[567]: succeeds at once", _TAIL),
+            (PAIRS, r"wgmma\.fence#[35]: removed", _FENCE),
+            (PAIRS, r"wgmma\.commit_group#4: removed", _COMMIT),
+            (PAIRS, r"bar\.sync#3: another barrier", _NUMBER),
+            (CAUSAL, r"wgmma\.fence#2: removed", _ONCE),
+            (CAUSAL, r"wgmma\.fence#[357]: removed", _FENCE),
+            (CAUSAL, r"wgmma\.commit_group#6: removed", _COMMIT),
+            (CAUSAL, r"bar\.sync#[15]: another barrier", _NUMBER),
+            (GROUPS, r"mbarrier\.try_wait#[567]: succeeds at once", _TAIL),
+            (GROUPS, r"wgmma\.fence#2: removed", _ONCE),
+            (GROUPS, r"wgmma\.fence#[357]: removed", _FENCE),
+            (GROUPS, r"wgmma\.commit_group#6: removed", _COMMIT),
+            (GROUPS, r"bar\.sync#4: another barrier", _NUMBER),
+            (WIDE, r"mbarrier\.try_wait#1: succeeds at once", _IMPLIED),
+            (WIDE, r"wgmma\.fence#3: removed", _FENCE),
+            (WIDE, r"bar\.sync#[15]: another barrier", _NUMBER),
+        )
+    ),
+)
+
+
+def reason(kernel: str, kind: str, name: str) -> Accepted | None:
+    """Why a mutant may survive; None when it must be noticed."""
+    return next((a for a in ACCEPTED if a.covers(kernel, kind, name)), None)

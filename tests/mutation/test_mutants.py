@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is damaged: each mutant differs from the kernel in one place, and has a name of its own."""
+
+from __future__ import annotations
+
+import pytest
+from fmha_gen.emulator import lower, ptx
+
+from . import ptx_mutants, source_mutants
+from .campaign import GENERATED, KERNELS
+
+PTX = """
+.version 8.8
+.target sm_90a
+.address_size 64
+.extern .shared .align 1024 .b8 smem[];
+.visible .entry k(.param .u32 k_0)
+{
+	.reg .pred %p<4>;
+	.reg .b16 %rs<4>;
+	.reg .b32 %r<8>;
+	.reg .b64 %rd<4>;
+	mov.b32 %r1, smem;
+	mov.b32 %r2, 4;
+	STATEMENT
+	ret;
+}
+"""
+
+
+def damages(statement):
+    """What is done to a statement and what stands there then; the results are PTX."""
+    found = {}
+    for mutant in ptx_mutants.mutants(PTX.replace("STATEMENT", statement)):
+        lower.lower(ptx.parse(mutant.text))
+        assert mutant.before == statement
+        name, what = mutant.name.split("#1: ")
+        assert statement.split(" ", 1)[-1].startswith(name) or name in statement
+        found[what] = mutant.text.split("\n")[mutant.line - 1]
+    return found
+
+
+def test_counts_are_off_by_one_and_the_guard_stays():
+    found = damages("@%p1 mbarrier.init.shared.b64 [%r1+8], %r2;")
+    assert found.pop("removed") == ""
+    assert set(found) == {"count + 1", "count - 1"}
+    assert "mov.b32 Given, %r2; add.s32 Damaged, Given, 1;" in found["count + 1"]
+    assert "sub.s32 Damaged, Given, 1;" in found["count - 1"]
+    for text in found.values():
+        assert "@%p1 mbarrier.init.shared.b64 [%r1+8], Damaged;" in text
+
+
+def test_a_wait_succeeds_or_waits_for_the_other_phase():
+    found = damages("mbarrier.try_wait.parity.shared.b64 %p1, [%r1], %r2, 10000000;")
+    assert found["succeeds at once"] == "setp.eq.s32 %p1, 0, 0;"
+    assert "xor.b32 Damaged, Given, 1;" in found["the other phase"]
+    assert "%p1, [%r1], Damaged, 10000000;" in found["the other phase"]
+
+
+def test_more_groups_stay_in_flight():
+    found = damages("wgmma.wait_group.sync.aligned 1;")
+    assert found == {
+        "removed": "",
+        "one group more stays in flight": "wgmma.wait_group.sync.aligned 2;",
+    }
+
+
+def test_barriers_without_a_count_keep_having_none():
+    assert set(damages("bar.sync 0;")) == {"removed", "another barrier"}
+    found = damages("bar.arrive %r2, 256;")
+    assert "bar.arrive %r2, Damaged;" in found["128 threads more"]
+    assert "sub.s32 Damaged, Given, 32;" in found["32 threads fewer"]
+
+
+def test_only_a_multicast_loses_bits_of_its_mask():
+    load = (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+        "{} [%r1], [%rd1, {{%r2, %r2}}], [%r1]{};"
+    )
+    assert damages(load.format("", "")) == {}
+    found = damages(load.format(".multicast::cluster", ", %rs1"))
+    assert "and.b16 Damaged, Given, 2;" in found["mask bit 0 lost"]
+    assert "and.b16 Damaged, Given, 1;" in found["mask bit 1 lost"]
+
+
+@pytest.mark.parametrize("stem", KERNELS)
+def test_source_mutants_are_python_and_unlike_each_other(stem):
+    source = (GENERATED / f"{stem}.py").read_text(encoding="utf-8")
+    found = list(source_mutants.mutants(source))
+    assert len(found) > 80
+    assert len({mutant.name for mutant in found}) == len(found)
+    assert len({mutant.text for mutant in found} | {source}) == len(found) + 1
+    for mutant in found:
+        compile(mutant.text, stem, "exec")

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gate: a sample of the damaged kernels is noticed, and who may survive is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from .campaign import KERNELS, Subject
+from .ptx_mutants import Mutant
+from .survivors import ACCEPTED, reason
+
+EVERY = {"ptx": 20, "source": 60}  # decision 0009 has all of them
+
+
+@pytest.fixture(scope="module", params=KERNELS)
+def subject(request):
+    return Subject(request.param)
+
+
+@pytest.mark.parametrize("kind", EVERY)
+def test_damage_is_noticed(subject, kind):
+    sample = list(subject.mutants(kind))[:: EVERY[kind]]
+    stem = subject.path.stem
+    able = [m for m in sample if reason(stem, kind, m.name) is None]
+    assert len(able) >= 2
+    missed = [mutant.name for mutant in able if subject.notice(kind, mutant) is None]
+    assert missed == []
+
+
+def test_a_kernel_that_is_not_damaged_is_clean():
+    subject = Subject("sm90_d256_bf16_full")
+    whole = Mutant("nothing", line=0, before="", text=subject.text)
+    assert subject.notice("ptx", whole) is None
+
+
+def test_every_accepted_survivor_is_a_mutant_of_its_kernels():
+    names = [
+        (subject.path.stem, kind, mutant.name)
+        for subject in map(Subject, KERNELS)
+        for kind in EVERY
+        for mutant in subject.mutants(kind)
+    ]
+    for accepted in ACCEPTED:
+        assert any(accepted.covers(*name) for name in names), accepted
