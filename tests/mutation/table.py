@@ -9,9 +9,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fmha_gen.emulator.report import Kind
+
 from .campaign import KERNELS, NOT_A_KERNEL, SAME, read
 from .survivors import reason
 
+KINDS = {kind.value for kind in Kind}
 COLUMNS = (
     "kernel",
     "damage to",
@@ -87,8 +90,10 @@ def kinds_of_findings(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     words: Counter[str] = Counter()
     for row in rows:
         if verdict(row) == "noticed":
-            words[row["noticed"].split(": ")[1].split(" ")[0]] += 1
-    yield ", ".join(f"{word} {count}" for word, count in words.most_common())
+            word = row["noticed"].split(": ")[1]
+            words[word if word in KINDS else "wrong result"] += 1
+    counts = ", ".join(f"{word} {count}" for word, count in words.most_common())
+    yield f"First to show it: {counts}."
 
 
 def main() -> None:
