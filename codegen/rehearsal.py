@@ -83,7 +83,8 @@ def schedules(
 ) -> list[Schedule]:
     """The schedules of a case: every orderly one, and ``randoms`` random ones by their seeds.
 
-    The random ones take the completions in turn. A completion or a seed asks for that one only.
+    The random ones take the completions in turn, and every other one starves somebody. A
+    completion or a seed asks for that one only.
     """
     if completion is not None or seed is not None:
         return [_schedule(Completion(completion or Completion.RANDOM), seed)]
@@ -95,10 +96,14 @@ def schedules(
 
 
 def _schedule(completion: Completion, seed: int | None) -> Schedule:
-    """Warpgroups take turns without a seed; with one, single warps run on at random."""
+    """Warpgroups take turns without a seed; with one, single warps run on or are held back."""
     if seed is None and completion is not Completion.RANDOM:
         return Schedule(0, Order.ROUND_ROBIN, completion)
-    return Schedule(seed or 0, Order.RANDOM_WARPS, completion)
+    seed = seed or 0
+    # Both orders meet every completion: 0 to 3 are one of each, 4 to 7 the other.
+    starves = (seed + seed // len(COMPLETIONS)) % 2
+    order = Order.STARVATION if starves else Order.RANDOM_WARPS
+    return Schedule(seed, order, completion)
 
 
 def name_of(schedule: Schedule) -> str:

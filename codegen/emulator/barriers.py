@@ -90,11 +90,17 @@ class NamedBarrier:
     """How often it completed."""
     arrived: int = 0
     """[threads] of this generation."""
+    awaited: bool = False
+    """Whether one of them waits."""
     clock: Clock | None = None
     released: Clock | None = None
 
-    def arrive(self, threads: int, clock: Clock | None) -> int:
-        """One warp arrives at a barrier of `threads`; returns the generation it belongs to."""
+    def arrive(self, threads: int, clock: Clock | None, *, waits: bool) -> int:
+        """One warp arrives at a barrier of `threads`; returns the generation it belongs to.
+
+        waits: whether it stays until the barrier opens. One that opens for nobody has lost a wait:
+        its arrivals were meant for warps that did not come.
+        """
         if threads <= 0 or threads % 32:
             raise Fault(Kind.BARRIER, f"barrier {self.number} of {threads} threads")
         if not self.arrived:
@@ -105,11 +111,19 @@ class NamedBarrier:
                 f"barrier {self.number} of {self.expected} threads met one of {threads}",
             )
         self.arrived += 32
+        self.awaited |= waits
         self.clock = join(self.clock, clock)
         generation = self.generation
         if self.arrived == self.expected:
+            if not self.awaited:
+                raise Fault(
+                    Kind.BARRIER,
+                    f"barrier {self.number} of {threads} threads opens by arrivals alone, "
+                    "nobody waits for it",
+                )
             self.generation += 1
             self.arrived = 0
+            self.awaited = False
             self.released, self.clock = self.clock, None
         return generation
 

@@ -16,12 +16,21 @@ from numpy.typing import NDArray
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import HAPPENED, Agent, Components, Shadow, Streams
 from .emitters import PARAM_WINDOW
-from .lanes import LANES, OFFSET_MASK, RANK_SHIFT, WARP, WARPS
+from .lanes import (
+    ALL,
+    LANES,
+    NONE,
+    OFFSET_MASK,
+    RANK_SHIFT,
+    WARP,
+    WARP_MASKS,
+    WARPS,
+)
 from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
-from .scheduler import Pending, Schedule, Turns
+from .scheduler import Order, Pending, Schedule, Turns
 from .tma import MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
@@ -33,6 +42,12 @@ REGISTER_FILE = 65536  # [registers of an SM]
 LARGEST_ALLOCATION = 255  # [registers of a thread], before setmaxnreg
 MAX_STEPS = 200_000_000
 """[warp instructions] after which a run that still goes on is called a livelock."""
+LONGEST_POLLING = 100_000
+"""[warp instructions] of the same kind after which late work completes and a victim is let go though
+somebody can go on: it may be polling for what they do."""
+LONGEST_SILENCE = 1_000_000
+"""[warp instructions] of a cluster without an arrival, a completed copy or product or an exit, after
+which it is called one: seconds of our time, and far more than lies between two of these."""
 
 
 @dataclass(frozen=True)
@@ -272,6 +287,10 @@ class Cluster:
         self.machine = machine
         self.progress = 0
         """Counts everything that could let somebody else go on."""
+        self._heard = 0
+        """The progress that there was at the last look,"""
+        self._heard_at = machine.steps
+        """and the steps when it changed."""
         self.timed = machine.timeline is not None and first == (0, 0, 0)
         size = launch.cluster
         threads = int(np.prod(launch.block))
@@ -287,6 +306,9 @@ class Cluster:
                     place = (first[0] + x, first[1] + y, first[2] + z)
                     self.ctas.append(Cta(self, len(self.ctas), place))
         self.groups: list[Warpgroup] = []
+        self._victim: Warpgroup | None = None
+        self._blocks_left = 0
+        """[blocks] that the victim runs before there is another one."""
         for cta in self.ctas:
             cta.groups = [
                 Warpgroup(self, cta, number) for number in range(cta.groups_per_cta)
@@ -304,24 +326,56 @@ class Cluster:
             live = [group for group in self.groups if group.strands]
             if not live:
                 break
+            self._starve(live, turns)
             before = self.progress
             ran = 0
             for position in turns.arrange(len(live)):
                 ran += live[position].run(turns)
             self.pending.turn()
-            if ran == 0 and self.progress == before and not self.pending.force():
+            silent = self.machine.steps - self._heard_at
+            if self.progress != before or (ran and silent < LONGEST_POLLING):
+                continue
+            if self.pending.force():
+                continue
+            if ran:
+                self._blocks_left = 0
+            elif not self._relieve(turns):
                 self._deadlock(live)
                 return
         self._finish()
+
+    def _starve(self, live: list[Warpgroup], turns: Turns) -> None:
+        """Chooses another victim when the order wants one and there is none, or it is over."""
+        if turns.order is not Order.STARVATION:
+            return
+        if self._victim is not None:
+            if self._victim.strands and self._blocks_left > 0:
+                return
+            self._victim.starve(NONE)
+        victim = turns.victim(len(live), WARPS)
+        self._victim = live[victim.position]
+        self._victim.starve(ALL if victim.warp is None else WARP_MASKS[victim.warp])
+        self._blocks_left = victim.blocks
+
+    def _relieve(self, turns: Turns) -> bool:
+        """Lets the victim run a block; False when there is none or when it cannot either."""
+        self._blocks_left -= 1
+        return self._victim is not None and self._victim.run_starved(turns)
 
     def ran(self, group: Warpgroup, block: Block, mask: NDArray[np.bool_]) -> None:
         """Counts a block that some lanes ran."""
         begin = self.machine.steps
         warps = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
         self.machine.steps = begin + block.weight * len(warps)
-        if self.machine.steps > self.machine.max_steps:
-            self.machine.index = block.begin
-            raise Fault(Kind.LIVELOCK, f"still running after {begin} instructions")
+        if self.progress != self._heard:
+            self._heard, self._heard_at = self.progress, begin
+        silent = self.machine.steps - self._heard_at > LONGEST_SILENCE
+        if silent or self.machine.steps > self.machine.max_steps:
+            group.here(block.begin, warps[0] % WARPS)
+            why = f"nothing but this for {LONGEST_SILENCE} instructions"
+            if not silent:
+                why = f"still running after {begin} instructions"
+            raise Fault(Kind.LIVELOCK, f"{why} under {self.machine.schedule}")
         if self.timed and group.cta.rank == 0:
             self._time(group, block, warps, begin)
 

@@ -18,6 +18,8 @@ class Order(str, Enum):
     """Random warpgroups, for a random number of blocks."""
     RANDOM_WARPS = "random_warps"
     """The same, and often one warp only: the warps of a warpgroup drift apart."""
+    STARVATION = "starvation"
+    """One victim, a warpgroup or one warp of it, runs only when nobody else can go on."""
 
 
 class Completion(str, Enum):
@@ -48,8 +50,13 @@ _RANDOM_COMPLETION = 0.3
 """Chance of each pending operation, each turn, to complete under Completion.RANDOM."""
 _OVERTAKING = 0.25
 """Chance that a copy that is forced to complete is not the oldest."""
+_WHOLE_TURN = 1 << 12
+"""[blocks] of a turn that ends when everything is held back: more than lie between two waits, and
+who polls for ever does not keep others from what it polls for."""
 _LONGEST_TURN = 8  # [blocks] of one warpgroup in the random orders
 _LONE_WARP = 0.5  # chance that only one warp of a strand runs
+_LONGEST_STARVATION = 400  # [blocks] that a victim runs before there is another one
+_STARVED_WARP = 0.3  # chance that the victim is one warp, not a warpgroup
 
 
 Work = Callable[[], None]
@@ -124,6 +131,18 @@ class Pending:
         return len(self.copies) + sum(map(len, self.products.values()))
 
 
+@dataclass(frozen=True)
+class Victim:
+    """Who is starved under Order.STARVATION, and for how long."""
+
+    position: int
+    """Of the warpgroup among those that live."""
+    warp: int | None
+    """Of the warpgroup; None for all."""
+    blocks: int
+    """That it runs before there is another victim."""
+
+
 @dataclass
 class Turns:
     """Deals out turns: which warpgroup runs, for how many blocks, and whether one warp only."""
@@ -140,9 +159,18 @@ class Turns:
 
     def length(self) -> int:
         """[blocks] of one turn; a blocked warpgroup's turn ends anyway."""
-        if self.order is Order.ROUND_ROBIN:
-            return 1 << 30
+        if self.order in (Order.ROUND_ROBIN, Order.STARVATION):
+            return _WHOLE_TURN
         return self.rng.randint(1, _LONGEST_TURN)
+
+    def victim(self, count: int, warps: int) -> Victim:
+        """The next one to be starved, of `count` warpgroups of `warps` warps."""
+        alone = self.rng.random() < _STARVED_WARP
+        return Victim(
+            self.rng.randrange(count),
+            self.rng.randrange(warps) if alone else None,
+            self.rng.randint(1, _LONGEST_STARVATION),
+        )
 
     def lone_warp(self, warps: list[int]) -> int | None:
         """The one of these warps that runs, or None for all of them."""

@@ -89,6 +89,7 @@ class Warpgroup:
             for warp in range(WARPS)
         ]
         self.strands: dict[int, Mask] = {0: self.live}
+        self._starved: Mask = NONE
         self.phase_complete: Mask = NONE
         self._holds: dict[int, tuple[int, int]] = {}
         self._reasons: dict[int, Callable[[], str]] = {}
@@ -110,6 +111,19 @@ class Warpgroup:
             if not self.strands or not self._step(turns):
                 break
             ran += 1
+        return ran
+
+    def starve(self, lanes: Mask) -> None:
+        """Holds these lanes back, whole warps, except in `run_starved`."""
+        self._starved = lanes
+        self._holds.clear()
+
+    def run_starved(self, turns: Turns) -> bool:
+        """Runs one block without regard to who is starved; False when that changes nothing."""
+        starved = self._starved
+        self.starve(NONE)
+        ran = bool(self.strands) and self._step(turns)
+        self.starve(starved)
         return ran
 
     def _step(self, turns: Turns) -> bool:
@@ -134,6 +148,11 @@ class Warpgroup:
     def _may_run(self, block: Block, mask: Mask, turns: Turns) -> Mask | None:
         """The lanes of a strand that run its block now."""
         running = mask
+        if self._starved is not NONE:
+            running = mask & ~self._starved
+            whole = block.aligned < ALIGNED_GROUP or bool((running == mask).all())
+            if not whole or not running.any():
+                return None
         if block.aligned:
             missing = self.live & ~mask
             if missing.any():
@@ -143,7 +162,7 @@ class Warpgroup:
                     )
                     return None
                 apart = missing.reshape(WARPS, WARP).any(axis=1)
-                running = mask & ~spread(apart)
+                running = running & ~spread(apart)
                 if not running.any():
                     self._reasons[block.index] = lambda: "the other lanes of its warp"
                     return None
@@ -558,7 +577,7 @@ class Warpgroup:
             if state.ticket is None:
                 self.here(index, warp)
                 barrier = self._named(int(number[WARP * warp]))
-                state.ticket = self._enter(barrier, warp, threads)
+                state.ticket = self._enter(barrier, warp, threads, waits=True)
         passed = []
         for warp in warps:
             state = self.warps[warp]
@@ -583,19 +602,22 @@ class Warpgroup:
         """bar.arrive: each warp arrives and goes on."""
         for warp in warps_of(mask):
             self.here(index, warp)
-            self._enter(self._named(int(number[WARP * warp])), warp, threads)
+            barrier = self._named(int(number[WARP * warp]))
+            self._enter(barrier, warp, threads, waits=False)
 
     def _named(self, number: int) -> NamedBarrier:
         if number > 15:
             raise Fault(Kind.BARRIER, f"barrier {number} of 16")
         return self.cta.named.setdefault(number, NamedBarrier(number))
 
-    def _enter(self, barrier: NamedBarrier, warp: int, threads: Lanes | None) -> int:
+    def _enter(
+        self, barrier: NamedBarrier, warp: int, threads: Lanes | None, *, waits: bool
+    ) -> int:
         state = self.warps[warp]
         count = self.cta.threads if threads is None else int(threads[WARP * warp])
         self.cluster.progress += 1
         clock = state.agent.release() if state.agent else None
-        return barrier.arrive(count, clock)
+        return barrier.arrive(count, clock, waits=waits)
 
     def only(self, warps: list[int], mask: Mask) -> Mask | None:
         """The lanes of these warps, None when there are no such warps."""

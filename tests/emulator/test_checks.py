@@ -177,6 +177,13 @@ def test_load_is_waited_for_on_its_own_mbarrier(schedule):
     assert set(wrong) <= {"race", "read-before-write"} and wrong
 
 
+@pytest.mark.parametrize("order", Order)
+def test_a_late_load_that_is_polled_for_arrives(order):
+    polls = LOAD.format(**RIGHT).replace("0, 1000000", "0").replace("try_", "test_")
+    late = Schedule(1, order, Completion.LATE)
+    assert found(polls, DATA, maps=LOADED, schedule=late) == []
+
+
 def test_initialisation_must_be_visible():
     no_fence = LOAD.format(**RIGHT | {"fence": ""})
     assert "visible to the copy" in first(no_fence, DATA, maps=LOADED)
@@ -235,6 +242,24 @@ def test_named_barriers_agree_on_their_threads():
     wrong = split.format(first="bar.arrive 1, 96;", second=sync)
     assert "barrier 1 of 96 threads met one of 128" in first(wrong)
     assert found("barrier.sync 16;") == ["barrier"]
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_a_named_barrier_opens_for_somebody(schedule):
+    split = """setp.gt.u32 %p2, %r1, 63; @%p2 bra OTHER{0}; {1} bra DONE{0};
+OTHER{0}: {2} DONE{0}:
+"""
+    arrive, sync = "bar.arrive 1, 128;", "bar.sync 1, 128;"
+    for first_half, second_half in ((arrive, sync), (sync, arrive)):
+        twice = [split.format(n, first_half, second_half) for n in range(2)]
+        assert found("bar.sync 0;".join(twice), schedule=schedule) == []
+    assert found(split.format(0, arrive, arrive), schedule=schedule) == ["barrier"]
+    # Without their wait the arrivals of two rounds open it among themselves.
+    halves = "setp.gt.u32 %p2, %r1, 63; @%p2 bra DONE; bar.arrive 1, 128; {} DONE:"
+    assert found(halves.format(""), schedule=schedule) == []
+    assert found(halves.format(arrive), schedule=schedule) == ["barrier"]
+    message = first(halves.format(arrive), schedule=schedule)
+    assert "barrier 1 of 128 threads opens by arrivals alone" in message
 
 
 def test_deadlock_says_who_waits_where_and_for_what():

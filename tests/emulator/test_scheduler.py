@@ -8,10 +8,11 @@ import random
 
 import numpy as np
 import pytest
+from fmha_gen.emulator import machine
 from fmha_gen.emulator.report import Event
 from fmha_gen.emulator.scheduler import Completion, Order, Pending, Schedule, Turns
 
-from .kernels import execute
+from .kernels import LINES_BEFORE, execute
 
 SCHEDULES = [
     Schedule(7, order, done) for order, done in itertools.product(Order, Completion)
@@ -142,3 +143,89 @@ def test_turns():
 def test_a_schedule_says_how_to_replay_it():
     schedule = Schedule(9, Order.RANDOM_WARPS, Completion.LATE)
     assert str(schedule) == "order=random_warps completion=late seed=9"
+
+
+# Warpgroup 1 waits for a phase that is over once warpgroup 0 has arrived, long after the start.
+LATECOMER = """
+mov.b32 %r30, smem; setp.ne.u32 %p1, %r1, 0; setp.lt.u32 %p2, %r1, 128; mov.b32 %r31, 0;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 128; READY: bar.sync 0;
+@%p2 bra WORK;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [%r30], {parity}; @!%p3 bra WAIT;
+bra DONE;
+WORK: add.s32 %r31, %r31, 1; setp.lt.u32 %p4, %r31, 200; @%p4 bra WORK;
+mbarrier.arrive.shared.b64 _, [%r30];
+DONE:
+"""
+TWO_GROUPS = {"threads": 256, "out": np.zeros(256, np.uint32)}
+
+
+def deadlocks(parity: int, schedule: Schedule) -> bool:
+    body = LATECOMER.format(parity=parity)
+    _, result = execute(body, schedule=schedule, **TWO_GROUPS)
+    return [finding.kind.value for finding in result.findings] == ["deadlock"]
+
+
+def test_only_starvation_lets_a_warpgroup_come_that_late():
+    others = [schedule for schedule in SCHEDULES if schedule.order != Order.STARVATION]
+    starving = [Schedule(seed, Order.STARVATION) for seed in range(10)]
+    assert not any(deadlocks(1, schedule) for schedule in others)
+    late = [deadlocks(1, schedule) for schedule in starving]
+    assert any(late) and not all(late)  # not when the other warpgroup is the victim
+    assert not any(deadlocks(0, schedule) for schedule in starving)
+
+
+def test_the_victim_is_any_warpgroup_or_any_warp_of_one():
+    turns = Turns(Order.STARVATION, random.Random(4))
+    victims = [turns.victim(3, 4) for _ in range(300)]
+    assert {victim.position for victim in victims} == {0, 1, 2}
+    assert {victim.warp for victim in victims} == {None, 0, 1, 2, 3}
+    assert min(victim.blocks for victim in victims) > 0
+
+
+def test_a_starved_warp_comes_last():
+    body = "bra ONE; ONE: bra TWO; TWO: st.global.b32 [%rd2], %r1;"
+    last = set()
+    for seed in range(30):
+        timeline: list[Event] = []
+        execute(body, schedule=Schedule(seed, Order.STARVATION), timeline=timeline)
+        begins = {
+            warp: [event.begin for event in timeline if event.warp == warp]
+            for warp in range(4)
+        }
+        # Either all of them are starved together, or one of them waits for the other three.
+        late = [warp for warp in begins if min(begins[warp]) > 0]
+        assert len(late) <= 1
+        for warp in late:
+            last.add(warp)
+            assert min(begins[warp]) > max(max(begins[w]) for w in begins if w != warp)
+    assert len(last) > 1
+
+
+def test_code_that_never_ends_is_found_wherever_it_is(monkeypatch):
+    monkeypatch.setattr(machine, "LONGEST_SILENCE", 5000)
+    body = "mov.b32 %r31, 0;\nLOOP: add.s32 %r31, %r31, 1;\nbra LOOP;"
+    for schedule in SCHEDULES:
+        _, result = execute(body, schedule=schedule)
+        (finding,) = result.findings
+        assert finding.kind.value == "livelock"
+        assert finding.line in (LINES_BEFORE + 2, LINES_BEFORE + 3)
+        assert f"nothing but this for 5000 instructions under {schedule}" in str(
+            finding
+        )
+        assert "cta 0 warp" in finding.where
+    # Who works as long between two signals is not accused, nor is a long run.
+    counted = "setp.lt.u32 %p1, %r31, 100; @%p1 bra LOOP;"
+    ends = body.replace("bra LOOP;", f"{counted} bar.sync 0;")
+    again = ends.replace("LOOP", "MORE")
+    steps = execute(f"{ends}\n{again}")[1].steps
+    monkeypatch.setattr(machine, "LONGEST_SILENCE", steps - steps // 3)
+    assert execute(f"{ends}\n{again}")[1].findings == ()
+    _, result = execute(f"{ends}\n{again}", max_steps=steps - 1)
+    assert [finding.kind.value for finding in result.findings] == ["livelock"]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_who_polls_does_not_keep_others_from_what_it_polls_for(schedule):
+    body = LATECOMER.format(parity=0).replace("try_wait", "test_wait")
+    _, result = execute(body, schedule=schedule, **TWO_GROUPS)
+    assert result.findings == ()

@@ -203,7 +203,8 @@ def test_random_schedules_meet_every_completion():
     for completion in Completion:
         mine = [plan for plan in plans if plan.completion is completion]
         assert len({plan.seed for plan in mine}) == 20
-        assert {plan.order for plan in mine} == {Order.RANDOM_WARPS}
+        orders = [plan.order for plan in mine]
+        assert orders.count(Order.RANDOM_WARPS) == orders.count(Order.STARVATION) == 10
 
 
 @pytest.mark.parametrize("plan", schedules(8), ids=name_of)
