@@ -43,11 +43,11 @@ LARGEST_ALLOCATION = 255  # [registers of a thread], before setmaxnreg
 MAX_STEPS = 200_000_000
 """[warp instructions] after which a run that still goes on is called a livelock."""
 LONGEST_POLLING = 100_000
-"""[warp instructions] of the same kind after which late work completes and a victim is let go though
-somebody can go on: it may be polling for what they do."""
+"""[warp instructions] of such silence as below after which late work completes and a victim is let
+go though somebody can go on: it may be polling for what they do."""
 LONGEST_SILENCE = 1_000_000
-"""[warp instructions] of a cluster without an arrival, a completed copy or product or an exit, after
-which it is called one: seconds of our time, and far more than lies between two of these."""
+"""[warp instructions] of a cluster without an arrival, a completed copy or product or an exit: then
+it is called one. Seconds of our time, and far more than lies between two of these."""
 
 
 @dataclass(frozen=True)
