@@ -140,6 +140,7 @@ class Rehearsal:
     """A kernel that is ready to run a case."""
 
     spec: Mapping[str, Any]
+    tiles: Tiles
     program: lower.Program
     case: Case
     problem: Problem
@@ -190,7 +191,25 @@ class Rehearsal:
             schedule=schedule,
             clusters=self.case.clusters,
             timeline=events,
+            tiles=self._tiles_of_tensors(),
         )
+
+    def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
+        """By address, what a tile takes of dimensions 0 (of a head) and 1 (rows) of a tensor.
+
+        The CTAs of a cluster load parts of a KV tile, and work on query tiles beyond the last row
+        while another one has rows; nothing else reaches outside.
+        """
+        problem = self.problem
+        queries, keys = (problem.q, problem.out), (problem.k, problem.v)
+        return {
+            tensor.address: (1, rows)
+            for tensors, rows in (
+                (queries, self.tiles.cluster_rows),
+                (keys, self.tiles.kv),
+            )
+            for tensor in tensors
+        }
 
     def _compare(self, result: RunEvent, truth: Attention) -> None:
         out, lse = self.problem.out.view, self.problem.lse
@@ -275,7 +294,8 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
 
         constants = read_constants(options.kernel.read_text(encoding="utf-8"))
         spec = constants["SPEC"]
-        cases = cases_for(spec, tiles_of(constants))
+        tiles = tiles_of(constants)
+        cases = cases_for(spec, tiles)
         if options.case is not None:
             chosen = [case for case in cases if case.name == options.case]
             if not chosen:
@@ -311,7 +331,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         events: list[Event] | None = [] if options.timeline is not None else None
         for case, problem, launch in zip(cases, problems, launches, strict=True):
             rehearse(
-                Rehearsal(spec, program, case, problem, launch),
+                Rehearsal(spec, tiles, program, case, problem, launch),
                 plans,
                 tell,
                 events=events,

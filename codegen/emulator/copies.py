@@ -56,6 +56,7 @@ class Copies:
             )
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
             where = [int(axis[lane]) for axis in coordinates]
+            self._check_box(tensor_map, where)
             if targets is None:
                 receivers = [(cta, owner)]
             else:
@@ -85,6 +86,15 @@ class Copies:
                     operation,
                 )
             )
+
+    def _check_box(self, tensor_map: tma.TensorMap, coordinates: Sequence[int]) -> None:
+        """A load of zeros, or a store of nothing, for which no ragged tile is the reason."""
+        machine = self._group.machine
+        astray = tensor_map.astray(
+            coordinates, machine.tiles.get(tensor_map.address, ())
+        )
+        if astray:
+            machine.report(Kind.OUT_OF_BOUNDS, astray)
 
     def _ranks(self, bits: int) -> list[int]:
         count = len(self._group.cluster.ctas)
@@ -169,6 +179,7 @@ class Copies:
                 continue
             issued.add(key)
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
+            self._check_box(tensor_map, where)
             cta, place = self._group.cluster.locate(int(base[lane]) + offset)
             if cta is not self._group.cta:
                 raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +70,22 @@ def run(
     timeline: list[Event] | None = None,
     max_steps: int = MAX_STEPS,
     clusters: Collection[int] | None = None,
+    tiles: Mapping[int, Sequence[int]] | None = None,
 ) -> RunResult:
     """Executes a launch; its results are in `memory` afterwards.
 
     A Program (see `lower.lower`) may be run many times; from a Module one is made. Stops at the
     first finding after which there is nothing sensible to execute. `timeline` receives what the
     warps of the first cluster's first CTA did. `clusters`: only these run, numbered with x
-    fastest, though the kernel sees the whole grid. Raises UnsupportedInstruction.
+    fastest, though the kernel sees the whole grid. `tiles`: for tensors of tensor maps, by address,
+    the elements of a tile along each dimension, the contiguous one first. TMA fills with zeros in
+    silence; a box that is wholly outside its tensor is only right in the ragged last tile of a
+    dimension, and is a finding in dimensions without tiles. Raises UnsupportedInstruction.
     """
     program = module if isinstance(module, Program) else lower(module)
     machine = Machine(
-        program, launch, memory, schedule or Schedule(), checks, timeline, max_steps
+        *(program, launch, memory, schedule or Schedule()),
+        *(checks, timeline, max_steps, tiles or {}),
     )
     machine.run(clusters)
     return RunResult(tuple(machine.findings), machine.steps, dict(machine.statistics))
@@ -98,6 +103,7 @@ class Machine:
         checks: bool,
         timeline: list[Event] | None,
         max_steps: int,
+        tiles: Mapping[int, Sequence[int]],
     ) -> None:
         self.program = program
         self.launch = launch
@@ -106,6 +112,7 @@ class Machine:
         self.checks = checks
         self.timeline = timeline
         self.max_steps = max_steps
+        self.tiles = tiles
         self.rng = random.Random(schedule.seed)
         self.findings = Report()
         self.statistics: Counter[str] = Counter()

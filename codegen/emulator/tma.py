@@ -144,6 +144,24 @@ class TensorMap:
             inside = (((index >= 0) & (index < limit))[:, None] & inside).reshape(-1)
         return self.relative_offsets + first, inside
 
+    def astray(self, coordinates: Sequence[int], tiles: Sequence[int]) -> str:
+        """Why no element of a box can have been meant; empty when some lie in a tile of the tensor.
+
+        tiles: [elements] along each dimension that the tensor is cut into, the last of them ragged;
+        a box may lie in its part beyond the end. 1, as in dimensions without one, allows none.
+        """
+        for axis, (start, edge, limit) in enumerate(
+            zip(coordinates, self.box, self.dimensions, strict=True)
+        ):
+            tile = tiles[axis] if axis < len(tiles) else 1
+            if start + edge <= 0 or start >= -(-limit // tile) * tile:
+                return (
+                    f"a box at {tuple(coordinates)} is wholly outside the tensor: dimension "
+                    f"{axis} has {limit} elements"
+                    + (f" in tiles of {tile}" * (tile > 1))
+                )
+        return ""
+
     def swizzle(self, addresses: I64) -> I64:
         """Where the bytes of a dense box go: shared-memory byte addresses in and out."""
         return swizzle(addresses, self.swizzle_bits)

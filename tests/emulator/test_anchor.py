@@ -60,9 +60,9 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
     for case, problem, launch in zip(cases, problems, launches, strict=True):
         for output in problem.outputs:
             output.poison()
-        ran = Rehearsal(spec, program, case, problem, launch)._execute(
-            schedules(0)[0], machine.run, None
-        )
+        ran = Rehearsal(
+            spec, tiles_of(constants), program, case, problem, launch
+        )._execute(schedules(0)[0], machine.run, None)
         assert not ran.findings
         name, kept = f"{path.stem}/{case.name}", sampled_rows(case.q)
         out = problem.out.view[:, kept]

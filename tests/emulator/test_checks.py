@@ -362,6 +362,32 @@ def test_writes_outside_every_buffer():
     assert found("st.global.b32 [%rd2+2], 1;") == ["misaligned"]
 
 
+def test_boxes_wholly_outside_their_tensor():
+    def loaded(axis: int, row: int, **options) -> list[str]:
+        body = LOAD.format(**RIGHT).replace("{0, 8}", f"{{{axis}, {row}}}")
+        return found(body, DATA, maps=LOADED, **options)
+
+    assert loaded(0, 31) == loaded(0, -7) == loaded(12, 24) == []
+    # The tensor is 16 x 32, the box 16 x 8. This is what a wrong slice does: zeros, no fault.
+    assert loaded(16, 8) == loaded(0, 32) == loaded(0, -8) == ["out-of-bounds"]
+    tiles = {FIRST_INPUT: (1, 20)}
+    assert loaded(0, 39, tiles=tiles) == []
+    assert loaded(0, 40, tiles=tiles) == loaded(16, 8, tiles=tiles) == ["out-of-bounds"]
+    wrong = LOAD.format(**RIGHT).replace("{0, 8}", "{0, 40}")
+    message = first(wrong, DATA, maps=LOADED, tiles=tiles)
+    assert "at (0, 40) is wholly outside the tensor: dimension 1 has 32" in message
+
+
+def test_stores_wholly_outside_their_tensor():
+    options = {"maps": STORED, "out": np.zeros(LANES, np.uint32)}
+    head = "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;"
+    body = head + STORE + WAIT + "DONE:"
+    beyond = body.replace("{0, 0}", "{0, 8}")
+    assert found(body, **options) == []
+    assert found(beyond, **options) == ["out-of-bounds"]
+    assert found(beyond, tiles={OUT: (1, 16)}, **options) == []
+
+
 def test_shared_memory_has_an_end_and_a_reserved_start():
     assert found("st.shared.b32 [%r31], 1;", smem_bytes=512) == []
     assert found("st.shared.b32 [%r31+4], 1;", smem_bytes=512) == ["out-of-bounds"]

@@ -139,11 +139,11 @@ def test_mbarrier_releases_what_earlier_phases_did():
 
 def test_named_barrier_takes_a_warp_twice():
     barrier = NamedBarrier(1)
-    assert barrier.arrive(64, None) == 0
-    assert barrier.arrive(64, None) == 0
+    assert barrier.arrive(64, None, waits=True) == 0
+    assert barrier.arrive(64, None, waits=False) == 0
     assert barrier.generation == 1
     with pytest.raises(Fault, match="barrier 1 of 33 threads"):
-        barrier.arrive(33, None)
+        barrier.arrive(33, None, waits=True)
 
 
 def test_cluster_barrier_does_not_wait_for_who_left():

@@ -50,6 +50,7 @@ SCHEDULES = (
         )
     ),
     *(Schedule(seed, Order.RANDOM_WARPS, Completion.RANDOM) for seed in (1, 2)),
+    Schedule(1, Order.STARVATION, Completion.EAGER),
 )
 LONGEST = 4  # times the steps of the kernel as it is, then it does not end
 
@@ -81,7 +82,8 @@ class Subject:
         self.source = self.path.read_text(encoding="utf-8")
         constants = rehearsal.read_constants(self.source)
         self.spec = constants["SPEC"]
-        every = cases_for(self.spec, rehearsal.tiles_of(constants))
+        self.tiles = rehearsal.tiles_of(constants)
+        every = cases_for(self.spec, self.tiles)
         self.cases: list[Case] = [
             next(case for case in every if case.name.startswith(f"{tag}_"))
             for tag in CASES
@@ -100,6 +102,7 @@ class Subject:
             return self._whole[number]
         subject = rehearsal.Rehearsal(
             self.spec,
+            self.tiles,
             self.program,
             self.cases[number],
             self.problems[number],
@@ -155,7 +158,7 @@ class Subject:
                     first = data["findings"][0].split("\n")[0]
                     raise Noticed(f"{case.name} {data['schedule']}: {first}")
 
-            known = Known(self.spec, program, case, problem, launch, truth)
+            known = Known(self.spec, self.tiles, program, case, problem, launch, truth)
             bounded = functools.partial(machine.run, max_steps=LONGEST * steps)
             rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
 

@@ -96,6 +96,14 @@ def _mask_bits(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]
             yield from change(guard, opcode, operands)
 
 
+def _swapped_axes(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]:
+    """A wrong slice: the number of a block of rows counts columns."""
+    text = f"{guard}{opcode} {', '.join(operands)};"
+    swapped = re.sub(r"\{(%?\w+), (%?\w+)", r"{\2, \1", text)
+    if swapped != text:
+        yield "rows and columns swapped", swapped
+
+
 def _all(*damages: Damages) -> Damages:
     def together(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]:
         for damage in damages:
@@ -126,7 +134,7 @@ _DAMAGES: dict[str, Damages] = {  # a longer name before its beginning
     "mapa": _first_cta,
     "cp.async.bulk.commit_group": _removed,
     "cp.async.bulk.wait_group": _all(_removed, _more_in_flight),
-    "cp.async.bulk.tensor": _mask_bits,
+    "cp.async.bulk.tensor": _all(_mask_bits, _swapped_axes),
     "fence.proxy.async": _removed,
     "fence.mbarrier_init": _removed,
     "wgmma.fence": _removed,

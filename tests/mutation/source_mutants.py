@@ -47,6 +47,9 @@ REPLACEMENTS = (
     ("always block 0", r"(?<=t[KV]g[KV]\[None, )[^\]]+", "0"),
     ("the block after", r"(?<=t[KV]g[KV]\[None, )([^\]]+)", r"\1 + 1"),
     ("the block before", r"(?<=t[KV]g[KV]\[None, )([^\]]+)", r"\1 - 1"),
+    # A wrong slice: the block number counts tiles of the head, of which there is only one.
+    ("blocks along the head", r"(?<=HEAD_DIM_QK\), )\(None, 0\)", "(0, None)"),
+    ("blocks along the head", r"(?<=HEAD_DIM_V\), )\(None, 0\)", "(0, None)"),
     ("always stage 0", r"(?<=smem\[None, )state.index", "0"),
     ("always stage 0", r"(?<=, )[qkv]_(?:state.index|stage)(?=[,)\]])", "Int32(0)"),
     ("the next Q stage", r"q_state_done(?=\.index)", "q_state"),

@@ -57,6 +57,16 @@ def test_a_wait_succeeds_or_waits_for_the_other_phase():
     assert "%p1, [%r1], Damaged, 10000000;" in found["the other phase"]
 
 
+def test_a_copy_swaps_rows_and_columns():
+    load = (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes "
+    )
+    found = damages(f"{load}[%r1], [%rd1, {{%r2, %r3}}], [%r4];")
+    assert found == {
+        "rows and columns swapped": f"{load}[%r1], [%rd1, {{%r3, %r2}}], [%r4];"
+    }
+
+
 def test_more_groups_stay_in_flight():
     found = damages("wgmma.wait_group.sync.aligned 1;")
     assert found == {

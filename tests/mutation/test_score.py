@@ -27,6 +27,17 @@ def test_damage_is_noticed(subject, kind):
     assert missed == []
 
 
+def test_a_wrong_slice_is_noticed_as_such_and_not_only_by_its_result():
+    """TMA fills a box of which nothing is in the tensor with zeros, and says nothing."""
+    subject = Subject("sm90_d128_bf16_full_c2x1_kvmc")
+    swapped = [m for m in subject.mutants("ptx") if m.name.endswith("swapped")]
+    assert len(swapped) >= 8
+    for mutant in (swapped[0], swapped[-1]):  # a load of K, a store of the output
+        noticed = subject.notice("ptx", mutant)
+        assert noticed is not None and "out-of-bounds" in noticed
+        assert "is wholly outside the tensor: dimension 0 has 128" in noticed
+
+
 def test_a_kernel_that_is_not_damaged_is_clean():
     subject = Subject("sm90_d256_bf16_full")
     whole = Mutant("nothing", line=0, before="", text=subject.text)

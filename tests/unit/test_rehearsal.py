@@ -22,7 +22,7 @@ from fmha_gen.rehearsal import (
     schedules,
     tiles_of,
 )
-from fmha_gen.rehearsal_cases import Case
+from fmha_gen.rehearsal_cases import Case, Tiles
 
 SPEC = {
     "dtype": "bf16",
@@ -32,10 +32,11 @@ SPEC = {
     "mask": "causal",
 }
 CASE = Case("some", batch=2, kv_heads=1, q=9, kv=7, sm_count=1)
+TILES = Tiles(q=8, kv=4, cluster=(2, 1))
 
 
 def rehearsal(case=CASE):
-    return Rehearsal(SPEC, None, case, tensors.make_problem(SPEC, case), None)
+    return Rehearsal(SPEC, TILES, None, case, tensors.make_problem(SPEC, case), None)
 
 
 class Machine:
@@ -44,8 +45,9 @@ class Machine:
     def __init__(self, made, spoil=lambda made, schedule: None, findings=()):
         self.made, self.spoil, self.findings = made, spoil, findings
         self.clusters = []
+        self.tiles = {}
 
-    def run(self, _program, _launch, _memory, *, schedule, clusters, timeline):
+    def run(self, _program, _launch, _memory, *, schedule, clusters, timeline, tiles):
         truth, problem = self.made.truth(), self.made.problem
         problem.out.view[...] = tensors.TO_BITS["bf16"](
             truth.rounded.astype(np.float32)
@@ -53,6 +55,7 @@ class Machine:
         problem.lse.view[...] = truth.lse.astype(np.float32).view(np.uint32)
         self.spoil(problem, schedule)
         self.clusters.append(clusters)
+        self.tiles = tiles
         return RunResult(tuple(self.findings), steps=7)
 
 
@@ -166,6 +169,17 @@ def events_of(spoil, plans):
         made, plans, lambda kind, data: events.append((kind, data)), run=machine.run
     )
     return events
+
+
+def test_the_machine_is_told_how_rows_are_cut():
+    made = rehearsal()
+    ran = Machine(made)
+    made.run(schedules(0)[0], made.truth(), run=ran.run)
+    problem = made.problem
+    assert ran.tiles == {
+        **{tensor.address: (1, 16) for tensor in (problem.q, problem.out)},
+        **{tensor.address: (1, 4) for tensor in (problem.k, problem.v)},
+    }
 
 
 def test_every_schedule_is_run_and_told():
