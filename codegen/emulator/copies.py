@@ -11,6 +11,7 @@ import numpy as np
 
 from . import tma
 from .checks import Operation
+from .global_shadow import Place
 from .lanes import RANK_SHIFT, WARP, Lanes, Mask, warps_of
 from .report import Fault, Kind
 
@@ -129,6 +130,7 @@ class Copies:
                 tensor_map, coordinates, self._group.machine.memory, memories, place
             )
             self._group.machine.count("tensor load bytes", nbytes)
+            self._note_global(tensor_map, coordinates, operation, stored=False)
             for cta, signalled in receivers:
                 if cta.exited:
                     raise Fault(
@@ -220,10 +222,33 @@ class Copies:
                     operation.clock,
                     "TMA store",
                 )
+            self._note_global(tensor_map, coordinates, operation, stored=True)
             store.done = True
             self._group.cluster.progress += 1
 
         return complete
+
+    def _note_global(
+        self,
+        tensor_map: tma.TensorMap,
+        coordinates: Sequence[int],
+        operation: Operation | None,
+        *,
+        stored: bool,
+    ) -> None:
+        """Checks what a copy touches of global memory."""
+        machine = self._group.machine
+        shadow = machine.global_shadow
+        if operation is None or shadow is None:
+            return
+        part = tma.in_bounds(tensor_map, coordinates, machine.memory, stored=stored)
+        if part is None:
+            return
+        note, what = (
+            (shadow.write, "TMA store") if stored else (shadow.read, "TMA load")
+        )
+        clock, line = operation.clock, operation.line
+        note(Place(*part), operation.component, operation.epoch, clock, line, what)
 
     def commit(self, index: int, mask: Mask) -> None:
         """cp.async.bulk.commit_group, one group per warp."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import HAPPENED, Agent, Components, Shadow, Streams
 from .emitters import PARAM_WINDOW
+from .global_shadow import GlobalShadow
 from .lanes import (
     ALL,
     LANES,
@@ -115,6 +116,7 @@ class Machine:
         self.tiles = tiles
         self.rng = random.Random(schedule.seed)
         self.findings = Report()
+        self.global_shadow = GlobalShadow(self.report) if checks else None
         self.statistics: Counter[str] = Counter()
         self.steps = 0
         self.index = 0
@@ -303,6 +305,8 @@ class Cluster:
         threads = int(np.prod(launch.block))
         groups = -(-threads // LANES) * int(np.prod(size))
         self.components = Components(groups * WARPS, groups, int(np.prod(size)))
+        if machine.global_shadow is not None:
+            machine.global_shadow.begin(self.components)
         self.streams = Streams(self.components)
         self.barrier = ClusterBarrier(groups * WARPS)
         self.pending = Pending(machine.schedule, machine.rng)

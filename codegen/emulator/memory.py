@@ -258,7 +258,7 @@ class GlobalMemory:
     ) -> list[Values]:
         """`count` consecutive values of each lane: ld.global.v2 and .v4."""
         results = [np.zeros(addresses.shape, _TYPE[width]) for _ in range(count)]
-        for buffer, lanes, index in self._split(addresses, width * count, mask):
+        for buffer, lanes, index in self.split(addresses, width * count, mask):
             for i, result in enumerate(results):
                 result[lanes] = buffer.words[width][index // width + i]
         return results
@@ -278,7 +278,7 @@ class GlobalMemory:
     ) -> None:
         """Consecutive values of each lane: st.global.v2 and .v4."""
         nbytes = width * len(values)
-        parts = self._split(addresses, nbytes, mask)
+        parts = self.split(addresses, nbytes, mask)
         for buffer, lanes, _ in parts:
             if not buffer.writable:
                 address = int(addresses[lanes[0]])
@@ -289,10 +289,10 @@ class GlobalMemory:
             for i, value in enumerate(values):
                 buffer.words[width][index // width + i] = value[lanes]
 
-    def _split(
+    def split(
         self, addresses: I64, nbytes: int, mask: Mask | None
     ) -> list[tuple[Buffer, NDArray[np.intp], I64]]:
-        """Which lanes access which buffer, and at which byte of it."""
+        """Which lanes access which buffer, and at which byte of it; or MemoryFault."""
         lanes = np.arange(len(addresses)) if mask is None else np.flatnonzero(mask)
         _check_alignment("global", addresses[lanes], nbytes)
         parts = []

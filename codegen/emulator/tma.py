@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from .memory import GlobalMemory, MemoryFault, SharedMemory
+from .memory import Buffer, GlobalMemory, MemoryFault, SharedMemory
 
 I64 = NDArray[np.int64]
 Mask = NDArray[np.bool_]
@@ -265,6 +265,28 @@ def store(
     first = (base - part.low + part.first) // part.granule
     buffer.words[part.granule][offsets + first] = dense
     return region
+
+
+def in_bounds(
+    tensor_map: TensorMap,
+    coordinates: Sequence[int],
+    memory: GlobalMemory,
+    *,
+    stored: bool,
+) -> tuple[Buffer, I64, int] | None:
+    """What of a box is in its tensor, and written when it is stored: words of a buffer.
+
+    Returns the buffer, the numbers of the words, and their width in bytes; None when there are
+    none. MemoryFault as for `load`.
+    """
+    part = _clip(tensor_map, coordinates, whole_chunks=stored)
+    if part.empty:
+        return None
+    buffer, base = memory.find(tensor_map.address + part.low, part.high - part.low)
+    moved = _moved(tensor_map, part.granule, 0)
+    first = (base - part.low + part.first) // part.granule
+    offsets = moved.offsets.reshape(moved.shape)[part.slices]
+    return buffer, offsets.reshape(-1) + first, part.granule
 
 
 _PERIOD = 1024  # [bytes] after which every swizzle repeats

@@ -19,6 +19,7 @@ from .barriers import MBarrier, NamedBarrier
 from .checks import HAPPENED, Agent, granules_of
 from .copies import BulkStore, Copies
 from .emitters import ALIGNED_GROUP
+from .global_shadow import Place
 from .lanes import (
     ALL,
     LANES,
@@ -384,7 +385,9 @@ class Warpgroup:
         """ld.global: `count` values of `width` bytes per lane."""
         self.here(index, warps_of(mask)[0] if mask.any() else 0)
         addresses = base.astype(np.int64) + offset
-        return self.machine.memory.load_vector(addresses, width, count, mask)
+        values = self.machine.memory.load_vector(addresses, width, count, mask)
+        self._note_global(index, addresses, width * count, mask, stored=False)
+        return values
 
     def store_global(
         self,
@@ -401,6 +404,26 @@ class Warpgroup:
         self.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
         self.machine.memory.store_vector(addresses, width, values, mask)
+        self._note_global(index, addresses, width * len(values), mask, stored=True)
+
+    def _note_global(
+        self, index: int, addresses: Lanes, nbytes: int, mask: Mask, *, stored: bool
+    ) -> None:
+        """Checks what lanes touch of global memory."""
+        shadow = self.machine.global_shadow
+        if shadow is None:
+            return
+        note, what = (
+            (shadow.write, "st.global") if stored else (shadow.read, "ld.global")
+        )
+        for number in warps_of(mask):
+            agent = self._agent(index, number)
+            lanes = mask & WARP_MASKS[number]
+            for buffer, _, offsets in self.machine.memory.split(
+                addresses, nbytes, lanes
+            ):
+                place = Place(buffer, offsets // nbytes, nbytes)
+                note(place, agent.warp, agent.epoch, agent.clock, self.line, what)
 
     def _agent(self, index: int, warp: int) -> Agent:
         self.here(index, warp)

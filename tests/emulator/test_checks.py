@@ -90,6 +90,87 @@ def test_read_before_write():
     assert found("ld.shared.b32 %r20, [%r31];") == ["read-before-write"]
 
 
+# -- races on global memory
+
+OTHERS = """
+and.b32 %r40, %r1, 31; shl.b32 %r40, %r40, 2; cvt.u64.u32 %rd6, %r40; add.s64 %rd6, %rd1, %rd6;
+setp.gt.u32 %p2, %r1, 31; setp.eq.u32 %p3, %r1, 32;
+"""  # %rd6: the place of the lane in warp 0, %p2: not of warp 0
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_global_memory_is_written_and_read_in_order(schedule):
+    def seen(body: str) -> list[str]:
+        return found(OTHERS + body, schedule=schedule)
+
+    own, theirs = "st.global.b32 [%rd2], %r1;", "@%p3 st.global.b32 [%rd1], 5;"
+    read, sync = "@%p2 ld.global.b32 %r20, [%rd6];", "bar.sync 0;"
+    assert seen(own) == seen(own + own) == seen(f"{own} {sync} {theirs}") == []
+    assert seen(own + theirs) == ["race"]
+    assert seen(f"{own} {sync} {read}") == []
+    assert seen(own + read) == ["race"]
+    assert seen(f"{own} {sync} {read} {sync} {own}") == []
+    assert seen(f"{own} {sync} {read} {own}") == ["race"]
+
+
+def test_neighbouring_bytes_of_global_memory_are_no_race():
+    narrow = """cvt.u16.u32 %rs1, %r1; cvt.u64.u32 %rd6, %r1; shl.b64 %rd7, %rd6, {shift};
+add.s64 %rd6, %rd1, %rd7; st.global.b{bits} [%rd6], %rs1;"""
+    for shift, bits in ((0, 8), (1, 16)):
+        assert found(narrow.format(shift=shift, bits=bits)) == []
+    # A word of warp 0 and a byte of it, written by warp 1.
+    byte = "@%p3 st.global.b8 [%rd1+3], %rs1;"
+    assert found(f"{OTHERS} st.global.b32 [%rd2], 1; {byte}") == ["race"]
+
+
+def test_clusters_run_in_no_order():
+    place = """mov.u32 %r40, %ctaid.x; {}
+shl.b32 %r40, %r40, 9; cvt.u64.u32 %rd6, %r40; add.s64 %rd6, %rd2, %rd6;"""
+    own, first_cta = place.format(""), place.format("mov.u32 %r40, 0;")
+    write, read = "st.global.b32 [%rd6], %r1;", "ld.global.b32 %r20, [%rd6];"
+    single = "mov.u32 %r41, %ctaid.x; setp.eq.u32 %p4, %r41, 0;"
+
+    def seen(body: str, **options) -> list[str]:
+        return found(body, grid=2, out=np.zeros(256, np.uint32), **options)
+
+    assert seen(own + write) == []
+    assert seen(first_cta + write) == ["race"]
+    assert seen(first_cta + write, checks=False) == []
+    assert seen(f"{single} {first_cta} @%p4 {write} @!%p4 {read}") == ["race"]
+    assert seen(f"{single} {first_cta} @%p4 {read} @!%p4 {write}") == ["race"]
+    assert seen(f"{first_cta} {read}") == []
+    message = first(first_cta + write, grid=2)
+    assert "that cta 0 warp 0 of another cluster writes (line" in message
+    # In one cluster a barrier of the cluster orders them.
+    barrier = "barrier.cluster.arrive; barrier.cluster.wait;"
+    turns = f"{single} {first_cta} @%p4 {write} {barrier} @!%p4 {write}"
+    assert seen(turns, cluster=2) == []
+    assert seen(turns.replace(barrier, ""), cluster=2) == ["race"]
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_copies_race_on_global_memory_too(schedule):
+    options = {"maps": STORED, "out": np.zeros(LANES, np.uint32), "schedule": schedule}
+    fill = "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;"
+    store, write = f"{fill} {STORE} {WAIT} DONE:", "st.global.b32 [%rd2], %r1;"
+    assert found(store, **options) == []
+    assert found(f"{store} bar.sync 0; {write}", **options) == []
+    assert found(f"{store} {write}", **options) == ["race"]
+    assert found(f"{write} {store}", **options) == []  # bar.sync lies in between
+    half = write.replace("[%rd2]", "[%rd2+512]")
+    wide = options | {"out": np.zeros(2 * LANES, np.uint32)}
+    assert found(f"{store} {half}", **wide) == []
+    inputs = np.zeros(512, np.uint32)
+    options |= {"maps": LOADED, "out": np.zeros(LANES, np.uint32)}
+    into = "add.s64 %rd6, %rd4, 0; @%p3 st.global.b32 [%rd6], 5;"
+    source = "ld.param.b64 %rd4, [k_param_1];" + OTHERS.replace("%rd6", "%rd8")
+    load = LOAD.format(**RIGHT)
+    assert found(f"{source} {load} bar.sync 0; {into}", inputs, **options) == []
+    assert found(f"{source} {into} {load}", inputs, **options) == []
+    early = load.replace("WAIT: ", f"WAIT: {into}")
+    assert found(f"{source} {early}", inputs, **options) == ["race"]
+
+
 # -- the asynchronous proxy
 
 STORE = """

@@ -49,7 +49,12 @@ def emulate(
         smem_bytes=micro.smem_bytes,
         params=pointers.ljust(64, b"\0") + raw_map,
     )
-    run = machine.run(ptx.parse(micro.ptx), launch, memory, schedule=schedule)
+    beyond = {
+        predict.TENSOR_ADDRESS: (256,) * 5
+    }  # where some of the boxes are meant to lie
+    run = machine.run(
+        ptx.parse(micro.ptx), launch, memory, schedule=schedule, tiles=beyond
+    )
     return results, run.findings
 
 
