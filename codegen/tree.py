@@ -100,7 +100,11 @@ def exclusive(root: Path) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise CheckFailed(f"{root}: another build is writing there") from error
-        yield
+        try:
+            yield
+        finally:
+            # A process that another thread is starting may hold the folder open until its exec.
+            fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
         os.close(handle)
 

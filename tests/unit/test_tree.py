@@ -133,6 +133,21 @@ def test_two_builds_at_once_are_refused(tmp_path):
         pass
 
 
+def test_a_process_that_was_started_meanwhile_does_not_keep_the_lock(tmp_path):
+    """Until its exec, a child that another thread starts has a copy of every open file."""
+    with tree.exclusive(tmp_path):
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+    try:
+        with tree.exclusive(tmp_path):
+            pass
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 class Died(BaseException):
     pass
 
