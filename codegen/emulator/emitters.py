@@ -166,6 +166,10 @@ class Emitter:
     mask: str = "mask"
     """The Python name of the lanes that the instruction runs for."""
     gate: bool = False
+    reads: set[int] = field(default_factory=set)
+    """Accumulators' slots that the instruction reads."""
+    known: set[int] = field(default_factory=set)
+    """Those of which the block has asked before whether their product is over."""
 
     def emit(self, index: int, *, gate: bool = False) -> None:
         """Writes one instruction."""
@@ -185,8 +189,23 @@ class Emitter:
             invert = "~" if instruction.guard.negated else ""
             self.lines.append(f"guard = {invert}R[{slot}] & mask")
             self.mask, self.masked = "guard", True
+        self.reads.clear()
+        before = len(self.lines)
         function(self, instruction)
+        self.lines[before:before] = self._await_accumulators()
+        if instruction.opcode == "wgmma":
+            self.known.clear()
         self.masked = merged
+
+    def _await_accumulators(self) -> list[str]:
+        """What finds an instruction that reads accumulators of a product in flight."""
+        fresh = sorted(self.reads - self.known)
+        if not fresh:
+            return []
+        if self.mask == "mask":
+            self.known |= self.reads
+        early = " or ".join(f"R[{slot}] is IN_FLIGHT" for slot in fresh)
+        return [f"if {early}: {self.call('products.read_early')}"]
 
     def home(self, operand: Operand) -> str:
         """The dtype that a destination is kept in."""
@@ -206,6 +225,8 @@ class Emitter:
                 )
                 return f"ctx.special[{operand.name[1:]!r}]{wide}"
             slot = program.slots[operand.name]
+            if slot in program.accumulators:
+                self.reads.add(slot)
             if BITS[program.homes[slot]] != BITS[dtype]:
                 raise self.unsupported(f"{operand.name} is not {BITS[dtype]} bits wide")
             return f"R[{slot}]{_view(program.homes[slot], dtype)}"

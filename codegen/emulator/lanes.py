@@ -21,6 +21,9 @@ LEADERS: Mask = np.arange(LANES) % WARP == 0
 """The first lane of each warp."""
 WARP_MASKS: list[Mask] = [np.arange(LANES) // WARP == warp for warp in range(WARPS)]
 
+IN_FLIGHT = np.full(LANES, np.nan, np.float32)
+"""What an accumulator's register holds, this very array, from its product to the wait for it."""
+
 RANK_SHIFT = 24
 """Shared addresses carry the CTA's rank in its cluster from this bit on."""
 OFFSET_MASK = (1 << RANK_SHIFT) - 1

@@ -30,7 +30,7 @@ from .emitters import (
     is_special,
     unsigned,
 )
-from .lanes import LANES
+from .lanes import IN_FLIGHT, LANES
 from .ptx import (
     Address,
     Instruction,
@@ -80,12 +80,15 @@ class Program:
         self.slots: dict[str, int] = {}
         self.homes: list[str] = []
         self.mmas: dict[int, Mma] = {}
+        self.accumulators: set[int] = set()
+        """Slots that some product accumulates into."""
         self.params = {param.name: param.offset for param in module.params}
         self.shared, self.static_shared_bytes = _place_shared(module.shared)
         self._namespace: dict[str, Any] = {
             "np": np,
             "numerics": numerics,
             "where": np.where,
+            "IN_FLIGHT": IN_FLIGHT,
         }
         self._constants: dict[tuple[int, str], str] = {}
         self._functions: dict[tuple[int, str], BlockFunction] = {}
@@ -172,13 +175,19 @@ class Program:
             for register in _registers(instruction):
                 if not is_special(register.name):
                     votes[register.name][wanted] += 1
-            if instruction.opcode == "wgmma" and instruction.has("mma_async"):
-                for register in _registers_of(instruction.operands[0]):
-                    votes[register.name]["f32"] += 1 << 20  # accumulators are floats
+        accumulators = {
+            register.name
+            for instruction in self.instructions
+            if instruction.opcode == "wgmma" and instruction.has("mma_async")
+            for register in _registers_of(instruction.operands[0])
+        }
         for name, counts in votes.items():
             kind = self.module.register_type(name)
             self.slots[name] = len(self.homes)
-            if kind == "b32":
+            if name in accumulators:
+                self.accumulators.add(self.slots[name])
+                self.homes.append("f32")
+            elif kind == "b32":
                 # Untyped uses (`mov.b32`) do not vote.
                 typed = {dtype: counts[dtype] for dtype in ("u32", "i32", "f32")}
                 self.homes.append(max(typed, key=lambda dtype: typed[dtype]))

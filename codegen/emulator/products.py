@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matrix products of a warpgroup: wgmma with its fence, groups and waits.
 
-From its issue to the wait for its group a product owns its accumulators: their registers hold NaN.
+From its issue to the wait for its group a product owns its accumulators: their registers hold NaN,
+and whoever reads one is told.
 """
 
 from __future__ import annotations
@@ -15,16 +16,12 @@ import numpy as np
 from . import numerics, wgmma
 from .checks import Clock, Operation
 from .emitters import Mma
-from .lanes import LANES, Lanes, Mask, warps_of
+from .lanes import IN_FLIGHT, Lanes, Mask, warps_of
 from .memory import SharedMemory
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
     from .warpgroup import Warpgroup
-
-
-_IN_FLIGHT = np.full(LANES, np.nan, np.float32)
-"""What accumulators hold between their product and the wait for it."""
 
 
 @dataclass(eq=False)
@@ -114,7 +111,7 @@ class Products:
             values = [registers[slot] for slot in mma.accumulators]
             accumulator = Accumulator(mma.accumulators, values)
             for slot in mma.accumulators:
-                registers[slot] = _IN_FLIGHT
+                registers[slot] = IN_FLIGHT
             self._accumulators[mma.accumulators] = accumulator
         return accumulator
 
@@ -200,6 +197,14 @@ class Products:
             )
         return wgmma.gather(memory, descriptor, rows, mma.k, dtype, transposed)
 
+    def read_early(self, index: int, mask: Mask) -> None:
+        """An instruction reads an accumulator before the wait for its product."""
+        if mask.any():
+            self._group.here(index, warps_of(mask)[0])
+            self._group.machine.report(
+                Kind.WGMMA, "reads an accumulator whose product is in flight"
+            )
+
     def commit(self, index: int, mask: Mask) -> None:
         """wgmma.commit_group."""
         self._groups.append(self._open)
@@ -241,7 +246,7 @@ class Products:
 
     def _give_back(self, accumulator: Accumulator) -> None:
         registers = self._group.registers
-        if any(registers[slot] is not _IN_FLIGHT for slot in accumulator.slots):
+        if any(registers[slot] is not IN_FLIGHT for slot in accumulator.slots):
             self._group.machine.report(
                 Kind.WGMMA,
                 "accumulators were written while their product was in flight",

@@ -531,6 +531,36 @@ def test_products_need_their_fences_and_waits(schedule):
     assert np.isnan(early.view(np.float32)).all()  # accumulators in flight are poison
 
 
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_accumulators_read_under_a_product_in_flight(schedule):
+    def seen(reading: str, wait: str = PRODUCT["wait"]) -> list[str]:
+        parts = PRODUCT | {"wait": f"{reading} {wait}"}
+        return found(MATRICES.format(**parts), schedule=schedule)
+
+    # Whoever reads them, even if the value goes nowhere; what is no accumulator may be read.
+    assert seen("add.f32 %r55, %r60, %r60;") == []
+    assert seen("mov.b32 %r55, %r52;") == ["wgmma"]
+    assert seen("setp.gt.f32 %p4, %r51, 0f00000000;") == ["wgmma"]
+    assert seen("@%p1 add.f32 %r55, %r50, %r50;") == ["wgmma"]
+    assert seen("setp.ne.s32 %p4, 0, 0; @%p4 add.f32 %r55, %r50, %r50;") == []
+    # A wait that leaves the group in flight is none; nor does one wait help the next product.
+    assert seen("", "wgmma.wait_group.sync.aligned 1; " + PRODUCT["wait"]) == []
+    late = "wgmma.wait_group.sync.aligned 1; add.f32 %r55, %r50, %r50;"
+    assert seen(late) == ["wgmma"]
+    again = f"""{PRODUCT["wait"]} add.f32 %r55, %r50, %r50; {PRODUCT["fence"]}
+wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16
+  {{%r50, %r51, %r52, %r53}}, %rd7, %rd7, 1, 1, 1, 0, 0;
+wgmma.commit_group.sync.aligned; """
+    assert seen(again) == []
+    assert seen(f"{again} add.f32 %r55, %r50, %r50;") == ["wgmma"]
+
+
+def test_an_early_read_names_the_instruction():
+    early = PRODUCT | {"wait": "mul.f32 %r55, %r50, %r50;" + PRODUCT["wait"]}
+    message = first(MATRICES.format(**early))
+    assert "mul.f32: reads an accumulator whose product is in flight" in message
+
+
 def test_accumulators_written_under_a_product_in_flight():
     early = PRODUCT | {"wait": "mov.b32 %r50, 0;" + PRODUCT["wait"]}
     assert found(MATRICES.format(**early)) == ["wgmma"]
