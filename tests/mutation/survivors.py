@@ -45,27 +45,7 @@ _NUMBER = """All who meet at this barrier meet at another one that nobody uses: 
 name."""
 _IMPLIED = """A K stage of the tile before last. The producer has acquired the only Q stage
 since, which is freed after every product of that tile."""
-_LATE = """A deadlock when the producer comes to its tail after the stage was freed. None of the
-schedules here holds the producer back that long in this kernel."""
-_ORDER = """The order of the warpgroups at the tensor cores is for speed. Without its waits the
-arrivals at each order barrier complete it among themselves, which a check could forbid:
-no one waits for that barrier then."""
-
 ACCEPTED = (
-    Accepted(
-        ".*",
-        "source",
-        r"cute\.arch\.barrier\(barrier_id=turn, .*\): dropped",
-        "not checked",
-        " ".join(_ORDER.split()),
-    ),
-    Accepted(
-        GROUPS,
-        "ptx",
-        r"mbarrier\.try_wait#6: the other phase",
-        "missed",
-        " ".join(_LATE.split()),
-    ),
     Accepted(
         f"{PAIRS}|{GROUPS}",
         "source",
