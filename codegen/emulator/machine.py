@@ -220,6 +220,9 @@ class Cta:
         if cluster.machine.checks:
             self.shadow = Shadow(size, cluster.components, cluster.machine.report)
         self.mbarriers: dict[int, MBarrier] = {}
+        self.visits: dict[int, tuple[int, int]] = {}
+        """Clock component of each warp of another CTA that accessed this CTA's shared memory, to
+        the epoch and PTX line of the last access: it must happen before the CTA exits."""
         self.named: dict[int, NamedBarrier] = {}
         warps = -(-self.threads // WARP)
         self.free_registers = (
@@ -377,23 +380,27 @@ class Cluster:
             self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
 
     def _check_exit(self, cta: Cta) -> None:
-        """What signals an mbarrier of a CTA must do so before the CTA's last warp exits."""
+        """Who uses a CTA's shared memory must do so before the CTA's last warp exits."""
         agents = [warp.agent for group in cta.groups for warp in group.warps]
         clocks = [agent.clock[HAPPENED] for agent in agents if agent is not None]
         if not clocks:
             return
         known = np.max(clocks, axis=0)
-        for barrier in cta.mbarriers.values():
-            for component, (epoch, line) in barrier.last_signals.items():
+
+        def check(kind: Kind, last: Mapping[int, tuple[int, int]], what: str) -> None:
+            for component, (epoch, line) in last.items():
                 if known[component] < epoch:
                     who = self.components.name(component)
                     self.machine.findings.add(
-                        Kind.BARRIER,
-                        f"nothing makes cta {cta.rank} stay until {who} has signalled its "
-                        "mbarrier here",
+                        kind,
+                        f"nothing makes cta {cta.rank} stay until {who} has {what} here",
                         line=line,
                         where=f"cta {cta.rank}",
                     )
+
+        check(Kind.RACE, cta.visits, "accessed its shared memory")
+        for barrier in cta.mbarriers.values():
+            check(Kind.BARRIER, barrier.last_signals, "signalled its mbarrier")
 
     def _deadlock(self, live: list[Warpgroup]) -> None:
         lines = [line for group in live for line in group.waiting()]
