@@ -59,7 +59,7 @@ class Copies:
             if targets is None:
                 receivers = [(cta, owner)]
             else:
-                ranks = self._ranks(int(targets[lane]))
+                ranks = self.ranks(int(targets[lane]), Kind.TMA)
                 receivers = [
                     (self._group.cluster.ctas[rank], self._group.cluster.ctas[rank])
                     for rank in ranks
@@ -86,12 +86,11 @@ class Copies:
                 )
             )
 
-    def _ranks(self, bits: int) -> list[int]:
+    def ranks(self, bits: int, kind: Kind) -> list[int]:
+        """The CTAs of a multicast mask; Fault of this kind when it names none or others."""
         count = len(self._group.cluster.ctas)
         if not bits or bits >> count:
-            raise Fault(
-                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
-            )
+            raise Fault(kind, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
     def _start(self, warp: Warp, component: int) -> Operation | None:

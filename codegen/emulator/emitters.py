@@ -133,7 +133,8 @@ def alignment(instruction: Instruction) -> int:
         "setmaxnreg",
     )
     barrier = instruction.opcode in ("bar", "barrier", "wgmma")
-    return ALIGNED_WARP if collective or barrier else ALIGNED_NONE
+    tensor = instruction.opcode == "tcgen05" and instruction.has("sync")
+    return ALIGNED_WARP if collective or barrier or tensor else ALIGNED_NONE
 
 
 # --- the table -----------------------------------------------------------------------------
