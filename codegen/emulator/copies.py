@@ -100,17 +100,16 @@ class Copies:
                     f"a copy into cta {cta.rank} that signals an mbarrier of cta {owner.rank}",
                 )
             return [(cta, owner)]
-        ranks = self._ranks(bits)
+        ranks = self.ranks(bits, Kind.TMA)
         if pair:
             return [(ctas[rank], ctas[rank & ~1 | owner.rank & 1]) for rank in ranks]
         return [(ctas[rank], ctas[rank]) for rank in ranks]
 
-    def _ranks(self, bits: int) -> list[int]:
+    def ranks(self, bits: int, kind: Kind) -> list[int]:
+        """The CTAs of a multicast mask; Fault of this kind when it names none or others."""
         count = len(self._group.cluster.ctas)
         if not bits or bits >> count:
-            raise Fault(
-                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
-            )
+            raise Fault(kind, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
     def _start(self, warp: Warp, component: int) -> Operation | None:

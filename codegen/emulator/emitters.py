@@ -13,7 +13,7 @@ beyond rounding is not right, and the comparison with a float64 reference is wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,8 @@ def alignment(instruction: Instruction) -> int:
         "setmaxnreg",
     )
     barrier = instruction.opcode in ("bar", "barrier", "wgmma")
-    return ALIGNED_WARP if collective or barrier else ALIGNED_NONE
+    tensor = instruction.opcode == "tcgen05" and instruction.has("sync")
+    return ALIGNED_WARP if collective or barrier or tensor else ALIGNED_NONE
 
 
 # --- the table -----------------------------------------------------------------------------
@@ -272,6 +273,12 @@ class Emitter:
         if isinstance(base, Register) and self.home(base) == "u64":
             dtype = "u64"
         return f"{self.value(base, dtype)}, {operand.offset}"
+
+    def only(self, instruction: Instruction, allowed: Iterable[str]) -> None:
+        """Refuses modifiers that the table lists for other forms of the opcode."""
+        for modifier in instruction.modifiers:
+            if modifier not in allowed:
+                raise UnsupportedInstruction(instruction, f".{modifier}")
 
     def unsupported(self, why: str) -> UnsupportedInstruction:
         """The error for the instruction that is being written."""

@@ -154,13 +154,21 @@ def _e4m3_values() -> F32:
 _E4M3 = _e4m3_values()
 _E5M2 = (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
 
+
+def tf32_to_f32(bits: U32) -> F32:
+    """What a product reads of a float32: the low 13 bits are not there."""
+    kept: U32 = bits & np.uint32(0xFFFFE000)
+    return kept.view(np.float32)
+
+
 TO_F32: dict[str, Callable[[NDArray[Any]], F32]] = {
     "bf16": bf16_to_f32,
     "f16": f16_to_f32,
     "e4m3": e4m3_to_f32,
     "e5m2": e5m2_to_f32,
+    "tf32": tf32_to_f32,
 }
-ELEMENT_SIZE = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}  # [bytes]
+ELEMENT_SIZE = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "tf32": 4}  # [bytes]
 
 
 def f32_to_s32(x: F32, rounding: str) -> U32:

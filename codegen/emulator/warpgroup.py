@@ -39,6 +39,8 @@ from .memory import store_matrices
 from .products import Products
 from .report import Fault, Kind
 from .scheduler import Turns
+from .tensor_products import TensorProducts
+from .tensor_transfers import TensorTransfers
 
 if TYPE_CHECKING:
     from .machine import Cluster, Cta
@@ -96,6 +98,8 @@ class Warpgroup:
         self._block = 0
         self.copies = Copies(self)
         self.products = Products(self)
+        self.tensor_products = TensorProducts(self)
+        self.tensor_transfers = TensorTransfers(self)
         if not self.live.all():
             for warp in self.warps:
                 if not self.live[WARP * (warp.number - first)]:
@@ -746,6 +750,10 @@ class Warpgroup:
             for group in [*warp.store_groups, warp.open_stores]
             for store in group
         ]
+        untracked = self.tensor_products.untracked(warp)
+        if untracked is not None:
+            message = "the warp exits with a product that no tcgen05.commit tracks"
+            found.append((untracked, message))
         if not self.live.any():
             found += [
                 (line, "the warpgroup exits without waiting for this product")

@@ -62,8 +62,8 @@ def test_every_modifier_is_tested(opcode):
         ),
         ("add.s64 %r1, %r2, %r3;", "add.s64 is not modelled: %r2 is not 64 bits wide"),
         (
-            "tcgen05.wait::ld.sync.aligned;",
-            "tcgen05.wait::ld.sync.aligned is not modelled",
+            "tcgen05.shift.cta_group::1.down [%r1];",
+            "tcgen05.shift.cta_group::1.down is not modelled: .shift",
         ),
     ],
 )
