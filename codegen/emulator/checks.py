@@ -285,8 +285,10 @@ class Shadow:
         self._line[granules] = line
 
     def forget(self, granules: Granules) -> None:
-        """Nobody has written this memory from here on."""
+        """Starts anew: nobody has touched this memory."""
         self._writer[granules] = NOBODY
+        self._written[granules] = 0
+        self._read[:, granules] = 0
 
     def _check_writes(
         self, granules: Granules, writer: Any, component: int, clock: Clock, what: str

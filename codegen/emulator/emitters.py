@@ -123,7 +123,8 @@ def alignment(instruction: Instruction) -> int:
     """Which lanes must execute the instruction together."""
     if instruction.opcode == "wgmma" and instruction.modifiers[0] in _GROUP_ALIGNED:
         return ALIGNED_GROUP
-    # `bar.sync` counts threads; the warps of our kernels always arrive whole.
+    # Barriers count threads; here warps arrive whole, at `barrier` without `.aligned` too: its
+    # lanes wait for the others of their warp first, which a deadlock would tell.
     collective = instruction.opcode in (
         "elect",
         "shfl",
@@ -156,7 +157,7 @@ EMITTERS: dict[str, Entry] = {}
 
 
 def emits(
-    *opcodes: str, modifiers: str = ""
+    *opcodes: str, modifiers: str
 ) -> Callable[[EmitterFunction], EmitterFunction]:
     """Registers the function that writes the Python of these opcodes with these modifiers."""
 
@@ -351,9 +352,8 @@ def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
     if len(instruction.modifiers) > 1:
         raise UnsupportedInstruction(instruction)
     destination, *sources = instruction.operands
-    dtype = unsigned(
-        _dtype(instruction)
-    )  # sums wrap the same way, and need fewer views
+    # Signed sums wrap the same way, and unsigned ones need fewer views.
+    dtype = unsigned(_dtype(instruction))
     first, second = (emitter.value(source, dtype) for source in sources)
     sign = {"add": "+", "sub": "-"}[instruction.opcode]
     emitter.assign(destination, f"{first} {sign} {second}", dtype)

@@ -74,9 +74,12 @@ def _relinquish(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def _movement(
-    emitter: Emitter, instruction: Instruction, packing: str, split: int
+    emitter: Emitter, instruction: Instruction, packing: str, offset: list[Operand]
 ) -> str:
-    """The name of the Movement of a load or store, of as many registers as it says."""
+    """The name of the Movement of a load or store, of as many registers as it says.
+
+    `offset` is the distance of the two halves of .16x32bx2, which no other shape has.
+    """
     modifiers = instruction.modifiers
     if len(modifiers) < 6 or modifiers[1:3] != ("sync", "aligned"):
         raise UnsupportedInstruction(instruction)  # tcgen05.ld.red, too
@@ -85,9 +88,14 @@ def _movement(
         raise UnsupportedInstruction(instruction, f".{shape}.{count}")
     emitter.only(instruction, (action, *_COLLECTIVE, shape, count, packing))
     repetitions, packed = int(count[1:]), instruction.has(packing)
-    registers = instruction.operands[0 if action == "ld" else -1]
-    if len(_elements(registers)) != SHAPES[shape][0] * repetitions:
-        raise UnsupportedInstruction(instruction, f"{registers} are not .{count}")
+    registers = _elements(instruction.operands[0 if action == "ld" else -1])
+    if len(registers) != SHAPES[shape][0] * repetitions:
+        raise emitter.unsupported(f"{len(registers)} registers")
+    split = 0
+    if shape == "16x32bx2" and len(offset) == 1 and isinstance(offset[0], Immediate):
+        split = offset[0].value
+    elif shape == "16x32bx2" or offset:
+        raise emitter.unsupported("its offset")
     name = f"MOVED_{shape}_{count}_{int(packed)}_{split}".replace("-", "m")
     return emitter.program.bind(
         name, lambda: movement(shape, repetitions, packed, split)
@@ -98,19 +106,9 @@ def _elements(operand: Operand) -> tuple[Operand, ...]:
     return operand.elements if isinstance(operand, Vector) else (operand,)
 
 
-def _split(emitter: Emitter, operands: Iterable[Operand]) -> int:
-    """The distance of the two halves of .16x32bx2, which no other shape has."""
-    split = 0
-    for operand in operands:
-        if not isinstance(operand, Immediate):
-            raise emitter.unsupported("an offset that is not a constant")
-        split = operand.value
-    return split
-
-
 def _load(emitter: Emitter, instruction: Instruction) -> None:
     destination, source, *offset = instruction.operands
-    moved = _movement(emitter, instruction, "pack::16b", _split(emitter, offset))
+    moved = _movement(emitter, instruction, "pack::16b", offset)
     call = emitter.call("tensor_transfers.load", emitter.address(source), moved)
     emitter.lines.append(f"loaded = {call}")
     for number, register in enumerate(_elements(destination)):
@@ -119,7 +117,7 @@ def _load(emitter: Emitter, instruction: Instruction) -> None:
 
 def _store(emitter: Emitter, instruction: Instruction) -> None:
     destination, *offset, source = instruction.operands
-    moved = _movement(emitter, instruction, "unpack::16b", _split(emitter, offset))
+    moved = _movement(emitter, instruction, "unpack::16b", offset)
     values = ", ".join(emitter.value(register, "u32") for register in _elements(source))
     address = emitter.address(destination)
     emitter.lines.append(

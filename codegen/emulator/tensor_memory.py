@@ -67,7 +67,7 @@ class Allocation:
 
 @dataclass(frozen=True)
 class Request:
-    """A warp's tcgen05.alloc or .dealloc; in a CTA pair a warp of each must come."""
+    """A tcgen05.alloc or .dealloc that a warp has come to; in a CTA pair a warp of each must."""
 
     warp: int
     columns: int
@@ -86,7 +86,8 @@ class TensorMemory:
         self.floats = self.words.view(np.float32)
         self.allocations: list[Allocation] = []
         self.relinquished = False
-        self.request: Request | None = None
+        self.requests: dict[bool, Request] = {}
+        """The one tcgen05.alloc (false) and the one .dealloc (true) that are under way."""
         self._largest = COLUMNS
 
     def check_request(self, columns: int) -> None:

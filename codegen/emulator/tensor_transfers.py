@@ -15,6 +15,7 @@ where mbarriers are acquired and released anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -112,35 +113,33 @@ class TensorTransfers:
 
         Of a CTA pair each has to ask for it; the one that comes second does it for both.
         """
-        cta = self._group.cta
-        memories = [
-            other.tensor_memory for other in self._group.cluster.pair(cta, ctas)
-        ]
-        memory = cta.tensor_memory
-        if memory.request is None:
-            memory.request = Request(number, columns, first)
-        mine = memory.request
+        cta, cluster = self._group.cta, self._group.cluster
+        memories = [other.tensor_memory for other in cluster.pair(cta, ctas)]
+        kind = first is not None
+        mine = cta.tensor_memory.requests.setdefault(
+            kind, Request(number, columns, first)
+        )
         if mine.warp != number:
-            return None  # another warp of this CTA waits for the peer
-        if mine.granted is None:
-            requests = [other.request for other in memories]
-            if any(
-                request is None or request.granted is not None for request in requests
-            ):
-                return None
-            if any(request != mine for request in requests):
-                raise Fault(
-                    Kind.TENSOR_MEMORY,
-                    "the CTAs of a pair do not ask for the same, or not by the same warp",
-                )
+            return None  # another warp of this CTA came first
+        granted = mine.granted
+        if granted is None:
+            requests = [memory.requests.get(kind) for memory in memories]
+            for request in requests:
+                if request is None or request.granted is not None:
+                    return None
+                if (request.columns, request.first) != (columns, first):
+                    raise Fault(
+                        Kind.TENSOR_MEMORY, "the CTAs of a pair do not ask for the same"
+                    )
             granted = self._carry_out(memories, columns, first)
             if granted is None:
                 return None
-            for other in memories:
-                other.request = Request(number, columns, first, granted)
-            self._group.cluster.progress += 1
-        memory.request = None
-        return granted if mine.granted is None else mine.granted
+            for memory in memories:
+                request = memory.requests[kind]
+                memory.requests[kind] = replace(request, granted=granted)
+            cluster.progress += 1
+        del cta.tensor_memory.requests[kind]
+        return granted
 
     def _carry_out(
         self, memories: list[TensorMemory], columns: int, first: int | None

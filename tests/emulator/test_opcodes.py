@@ -502,6 +502,8 @@ WITHOUT_EFFECT = (
     "griddepcontrol.wait;",
     "griddepcontrol.launch_dependents;",
     "bar.warp.sync -1;",
+    "tcgen05.fence::before_thread_sync;",
+    "tcgen05.fence::after_thread_sync;",
 )
 
 
@@ -795,6 +797,51 @@ def test_product_of_16_bit_floats():
     lane = np.arange(LANES)
     row = lane // 32 * 16 + lane % 32 // 4
     np.testing.assert_array_equal(result, (a @ b.T)[row, lane % 4 * 2 + 1])
+
+
+@pytest.mark.parametrize("n", range(8, 257, 8))
+@pytest.mark.parametrize("kind", ["bf16", "e5m2"])
+def test_product_of_each_width(kind, n):
+    """Every accumulator of every thread, of random matrices of small integers."""
+    k = {"bf16": 16, "e5m2": 32}[kind]
+    a = RNG.integers(-4, 5, (64, k)).astype(np.float32)
+    b = RNG.integers(-4, 5, (n, k)).astype(np.float32)
+    width = k // 2  # of a core matrix
+    held = [
+        x.reshape(-1, 8, 2, width).transpose(0, 2, 1, 3).reshape(-1) for x in (a, b)
+    ]
+    flat = np.concatenate(held)
+    narrow = {"bf16": numerics.bf16_rn(flat), "e5m2": NARROW["e5m2"](flat).astype("u1")}
+    data = narrow[kind].view(np.uint32)
+    copies = "".join(
+        f"""setp.lt.u32 %p1, %r1, {data.size // 4 - start};
+@%p1 ld.global.v4.b32 {{%r32, %r33, %r34, %r35}}, [%rd5+{16 * start}];
+@%p1 st.shared.v4.b32 [%r31+{16 * start}], {{%r32, %r33, %r34, %r35}};"""
+        for start in range(0, data.size // 4, LANES)
+    )
+    registers = [f"%r{100 + i}" for i in range(n // 2)]
+    transposes = ", 0, 0" if kind == "bf16" else ""
+    stores = "".join(
+        f"st.global.b32 [%rd2+{512 * i}], {register};"
+        for i, register in enumerate(registers)
+    )
+    body = f"""
+mov.b32 %r30, smem; shl.b32 %r31, %r1, 4; add.s32 %r31, %r31, %r30;
+ld.param.b64 %rd5, [k_param_1]; mul.wide.u32 %rd6, %r1, 16; add.s64 %rd5, %rd5, %rd6;
+{copies}
+fence.proxy.async; bar.sync 0; mov.b64 %rd7, 68720001088; mov.b64 %rd8, 68720001216;
+wgmma.fence.sync.aligned;
+wgmma.mma_async.sync.aligned.m64n{n}k{k}.f32.{kind}.{kind}
+  {{{', '.join(registers)}}}, %rd7, %rd8, 0, 1, 1{transposes};
+wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+{stores}"""
+    out = np.zeros((n // 2, LANES), np.float32)
+    _, result = execute(body, data, out=out)
+    assert result.findings == ()
+    i, lane = np.arange(n // 2)[:, None], np.arange(LANES)
+    row = lane // 32 * 16 + lane % 32 // 4 + 8 * (i // 2 % 2)
+    column = 8 * (i // 4) + 2 * (lane % 4) + i % 2
+    np.testing.assert_array_equal(out, (a @ b.T)[row, column])
 
 
 def from_registers(body):

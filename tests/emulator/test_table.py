@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from fmha_gen.emulator.emitters import EMITTERS, UnsupportedInstruction
 from fmha_gen.emulator.lower import lower
 
 from . import kernels
+from .test_tensor_memory import FORMS
 
 # The modules whose tests run kernels and look at what the instructions did.
 TESTS = (
@@ -21,30 +24,69 @@ TESTS = (
     "test_clusters.py",
     "test_checks.py",
     "test_machine.py",
+    "tensor_kernels.py",
 )
+# Modifiers that tests take from lists of all of them: test_opcodes the shapes of products,
+# test_tensor_memory the shapes of loads and stores (see below), test_tcgen05_checks the hints.
+LISTED = {
+    "wgmma": r"m64n\d+k\d+",
+    "tcgen05": r"\d+x\d+b(x2)?|x\d+|(un)?pack::16b|collector::a::\w+",
+}
 
 
-def exercised() -> set[tuple[str, str]]:
-    """(opcode, modifier) of every instruction in a string of those modules."""
+def strings(tree: ast.AST) -> Iterator[str]:
+    """The strings of a module; a hole of an f-string is `{}`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+        elif isinstance(node, ast.JoinedStr):
+            yield "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}"
+                for part in node.values
+            )
+
+
+@functools.cache
+def exercised() -> frozenset[tuple[str, str]]:
+    """(opcode, modifier) of every instruction in a string of those modules.
+
+    `cta_group::{}` stands for both groups and `kind::{}` for all kinds, by which its users are
+    parametrised.
+    """
     found = set()
     for name in TESTS:
         tree = ast.parse(Path(__file__).with_name(name).read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                for opcode, modifiers in re.findall(
-                    r"\b([a-z]\w*)((?:\.[A-Za-z0-9_:]+)+)", node.value
-                ):
-                    found |= {
-                        (opcode, modifier) for modifier in modifiers[1:].split(".")
-                    }
-    return found
+        for opcode, modifiers in re.findall(
+            r"\b([a-z]\w*)((?:\.[A-Za-z0-9_:{}]+)+)", " ".join(strings(tree))
+        ):
+            found |= {(opcode, modifier) for modifier in modifiers[1:].split(".")}
+    return frozenset(found)
+
+
+def is_exercised(opcode: str, modifier: str) -> bool:
+    family = re.match(r"(cta_group|kind)::", modifier)
+    return any(
+        name == modifier or (family and name.startswith(f"{family[0]}{{}}"))
+        for known, name in exercised()
+        if known == opcode
+    )
 
 
 @pytest.mark.parametrize("opcode", sorted(EMITTERS))
 def test_every_modifier_is_tested(opcode):
-    """Of each opcode all that its emitter accepts; the shapes of products are in `test_wgmma`."""
-    accepted = {m for m in EMITTERS[opcode].modifiers if not re.match(r"m64n\d", m)}
-    assert accepted <= {modifier for name, modifier in exercised() if name == opcode}
+    """Of each opcode all that its emitter accepts."""
+    listed = LISTED.get(opcode, "$")
+    assert [
+        modifier
+        for modifier in sorted(EMITTERS[opcode].modifiers)
+        if not re.fullmatch(listed, modifier) and not is_exercised(opcode, modifier)
+    ] == []
+
+
+def test_loads_and_stores_of_tensor_memory_are_tested_in_every_shape():
+    tested = {name for shape, count, _ in FORMS for name in (shape, f"x{count}")}
+    accepted = EMITTERS["tcgen05"].modifiers
+    assert {name for name in accepted if re.match(r"\d+x|x\d", name)} == tested
 
 
 @pytest.mark.parametrize(

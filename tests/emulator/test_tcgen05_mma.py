@@ -59,7 +59,7 @@ def places(m: int, n: int, ctas: int, upper: bool = False):
 
 def put_a(image: np.ndarray, bits: np.ndarray, ctas: int, column: int, upper: bool):
     """A's rows into tensor memory [ctas, columns, lanes], packed along k; layout B twice."""
-    m, k = bits.shape
+    m = len(bits)
     words = np.ascontiguousarray(bits).view(np.uint32)
     for row in range(m):
         if (m, ctas) == (64, 1):
