@@ -197,6 +197,8 @@ class Shadow:
         self._line = np.zeros(granules, np.int32)
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
         self._read = np.zeros((components.readers, granules), np.int32)
+        self._readers: set[int] = set()
+        """Components that ever read: few of those there are."""
 
     def read(
         self, granules: Granules, component: int, epoch: int, clock: Clock, what: str
@@ -209,6 +211,7 @@ class Shadow:
             )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         self._read[component, granules] = epoch
+        self._readers.add(component)
 
     def write(
         self,
@@ -223,15 +226,13 @@ class Shadow:
         self._check_writes(
             granules, self._writer[granules], component, clock, f"{what} writes"
         )
-        readers = (
-            self._read[:, granules] > clock[HAPPENED, : self._components.readers, None]
-        )
-        if readers.any():
-            reader = int(np.argmax(readers.any(axis=1)))
-            self._report(
-                Kind.RACE,
-                f"{what} writes shared memory that {self._name(reader)} may still be reading",
-            )
+        for reader in sorted(self._readers):
+            if (self._read[reader, granules] > clock[HAPPENED, reader]).any():
+                self._report(
+                    Kind.RACE,
+                    f"{what} writes shared memory that {self._name(reader)} may still be reading",
+                )
+                break
         self._writer[granules] = component
         self._written[granules] = epoch
         self._line[granules] = line
