@@ -246,6 +246,8 @@ class Shadow:
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
         rows = self._readers.stop - self._readers.start
         self._read = np.zeros((rows, granules), np.int32)
+        self._seen: set[int] = set()
+        """Readers that ever read: few of those there are."""
 
     def read(
         self, granules: Granules, component: int, epoch: int, clock: Clock, what: str
@@ -258,6 +260,7 @@ class Shadow:
             )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         self._read[component - self._readers.start, granules] = epoch
+        self._seen.add(component)
 
     def write(
         self,
@@ -272,14 +275,15 @@ class Shadow:
         self._check_writes(
             granules, self._writer[granules], component, clock, f"{what} writes"
         )
-        readers = self._read[:, granules] > clock[HAPPENED, self._readers, None]
-        if readers.any():
-            reader = int(np.argmax(readers.any(axis=1))) + self._readers.start
-            self._report(
-                Kind.RACE,
-                f"{what} writes {self._space} that {self._components.name(reader)} may still "
-                "be reading",
-            )
+        for reader in sorted(self._seen):
+            read = self._read[reader - self._readers.start, granules]
+            if (read > clock[HAPPENED, reader]).any():
+                self._report(
+                    Kind.RACE,
+                    f"{what} writes {self._space} that {self._components.name(reader)} may still "
+                    "be reading",
+                )
+                break
         self._writer[granules] = component
         self._written[granules] = epoch
         self._line[granules] = line

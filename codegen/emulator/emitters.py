@@ -553,11 +553,17 @@ def _move(emitter: Emitter, instruction: Instruction) -> None:
     elif isinstance(source, Vector):
         parts = source.elements
         narrow = f"u{BITS[dtype] // len(parts)}"
-        values = ", ".join(emitter.value(part, narrow) for part in parts)
-        joined = (
-            f"np.stack(({values}), axis=1).reshape(-1).view(np.{_np(unsigned(dtype))})"
+        wide = unsigned(dtype)
+        # The first part is the lowest.
+        joined = " | ".join(
+            f"{emitter.value(part, narrow)}.astype(np.{_np(wide)})"
+            + (
+                f" << {emitter.program.constant(number * BITS[narrow], wide)}"
+                * bool(number)
+            )
+            for number, part in enumerate(parts)
         )
-        emitter.assign(destination, joined, unsigned(dtype))
+        emitter.assign(destination, joined, wide)
     else:
         home = emitter.home(destination)
         if BITS[home] == BITS[dtype]:

@@ -29,10 +29,19 @@ RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
 
 
+_NO_LANES = bytes(LANES)
+_NO_WARP = bytes(WARP)
+
+
+def some(mask: Mask) -> bool:
+    """Whether a mask of 128 lanes has one: a comparison of bytes is faster than any of numpy's."""
+    return mask.tobytes() != _NO_LANES
+
+
 def warps_of(mask: Mask) -> list[int]:
     """The warps, 0 to 3, that have a lane in the mask."""
-    warps: list[int] = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
-    return warps
+    lanes = mask.tobytes()
+    return [w for w in range(WARPS) if lanes[WARP * w : WARP * (w + 1)] != _NO_WARP]
 
 
 def spread(per_warp: Any) -> Mask:

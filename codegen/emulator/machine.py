@@ -26,6 +26,7 @@ from .lanes import (
     WARP,
     WARP_MASKS,
     WARPS,
+    warps_of,
 )
 from .lower import Block, Program, lower
 from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
@@ -397,7 +398,7 @@ class Cluster:
     def ran(self, group: Warpgroup, block: Block, mask: NDArray[np.bool_]) -> None:
         """Counts a block that some lanes ran."""
         begin = self.machine.steps
-        warps = np.flatnonzero(mask.reshape(WARPS, WARP).any(axis=1)).tolist()
+        warps = warps_of(mask)
         self.machine.steps = begin + block.weight * len(warps)
         if self.progress != self._heard:
             self._heard, self._heard_at = self.progress, begin

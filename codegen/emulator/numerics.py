@@ -54,9 +54,14 @@ def bf16_rn(x: F32) -> U16:
     bits = x.view(np.uint32)
     # Adding just less than half an ulp, or half of one when the result would be odd, carries into
     # the upper half exactly when rounding up does; from the largest finite it carries to infinity.
-    rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-    result: U16 = np.where(x != x, NAN_16, rounded.astype(np.uint16))
-    return result
+    rounded = bits >> 16
+    rounded &= 1
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= 16
+    result: U16 = rounded.astype(np.uint16)
+    nan = x != x
+    return np.where(nan, NAN_16, result) if nan.any() else result
 
 
 def bf16x2_rn(high: F32, low: F32) -> U32:

@@ -32,6 +32,7 @@ from .lanes import (
     WARPS,
     Lanes,
     Mask,
+    some,
     spread,
     warps_of,
 )
@@ -156,11 +157,11 @@ class Warpgroup:
         if self._starved is not NONE:
             running = mask & ~self._starved
             whole = block.aligned < ALIGNED_GROUP or bool((running == mask).all())
-            if not whole or not running.any():
+            if not whole or not some(running):
                 return None
         if block.aligned:
             missing = self.live & ~mask
-            if missing.any():
+            if some(missing):
                 if block.aligned == ALIGNED_GROUP:
                     self._reasons[block.index] = (
                         lambda: "the other warps of its warpgroup"
@@ -168,7 +169,7 @@ class Warpgroup:
                     return None
                 apart = missing.reshape(WARPS, WARP).any(axis=1)
                 running = running & ~spread(apart)
-                if not running.any():
+                if not some(running):
                     self._reasons[block.index] = lambda: "the other lanes of its warp"
                     return None
         if block.aligned < ALIGNED_GROUP:
@@ -185,7 +186,7 @@ class Warpgroup:
             return mask
         self._block = block.index
         passed: Mask | None = self.program.gate(block)(self, self.registers, mask)
-        return passed if passed is not None and passed.any() else None
+        return passed if passed is not None and some(passed) else None
 
     def _run(self, block: Block, mask: Mask, running: Mask) -> None:
         whole = running is self.live or bool((running == self.live).all())
@@ -196,7 +197,7 @@ class Warpgroup:
         self.cluster.ran(self, block, running)
         rest = mask & ~running if running is not mask else NONE
         del self.strands[block.index]
-        if rest is not NONE and rest.any():
+        if rest is not NONE and some(rest):
             self.strands[block.index] = rest
         if block.predicate < 0:
             taken, falls = running, NONE
@@ -206,13 +207,13 @@ class Warpgroup:
             predicate = self.registers[block.predicate]
             taken = running & (~predicate if block.negated else predicate)
             falls = running & ~taken
-        if taken is not NONE and taken.any():
+        if taken is not NONE and some(taken):
             if block.exits:
                 self._exit(taken)
             else:
-                self._arrive(block.target, running if not falls.any() else taken)
-        if falls is not NONE and falls.any():
-            self._arrive(block.index + 1, running if not taken.any() else falls)
+                self._arrive(block.target, running if not some(falls) else taken)
+        if falls is not NONE and some(falls):
+            self._arrive(block.index + 1, running if not some(taken) else falls)
 
     def _arrive(self, place: int, mask: Mask) -> None:
         if place >= len(self.program.blocks):
@@ -346,7 +347,7 @@ class Warpgroup:
         mask: Mask,
     ) -> list[Lanes]:
         """ld.shared: `count` values of `width` bytes per lane."""
-        self.here(index, warps_of(mask)[0] if mask.any() else 0)
+        self.here(index, warps_of(mask)[0] if some(mask) else 0)
         values: list[Lanes] = []
         for cta, addresses, lanes in self._shared(base, offset, remote, mask):
             loaded = cta.shared.load_vector(addresses, width, count, lanes)
@@ -376,7 +377,7 @@ class Warpgroup:
         mask: Mask,
     ) -> None:
         """st.shared: values of `width` bytes per lane."""
-        if not mask.any():
+        if not some(mask):
             return
         self.here(index, warps_of(mask)[0])
         for cta, addresses, lanes in self._shared(base, offset, remote, mask):
@@ -399,7 +400,7 @@ class Warpgroup:
         mask: Mask,
     ) -> None:
         """stmatrix by whole warps."""
-        if not mask.any():
+        if not some(mask):
             return
         self.here(index, warps_of(mask)[0])
         ((cta, addresses, _),) = self._shared(base, offset, False, mask)
@@ -430,7 +431,7 @@ class Warpgroup:
         self, index: int, base: Lanes, offset: int, width: int, count: int, mask: Mask
     ) -> list[Lanes]:
         """ld.global: `count` values of `width` bytes per lane."""
-        self.here(index, warps_of(mask)[0] if mask.any() else 0)
+        self.here(index, warps_of(mask)[0] if some(mask) else 0)
         addresses = base.astype(np.int64) + offset
         values = self.machine.memory.load_vector(addresses, width, count, mask)
         self._note_global(index, addresses, width * count, mask, stored=False)
@@ -446,7 +447,7 @@ class Warpgroup:
         mask: Mask,
     ) -> None:
         """st.global: values of `width` bytes per lane."""
-        if not mask.any():
+        if not some(mask):
             return
         self.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
