@@ -326,7 +326,9 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-gemm_kernel.set_name_prefix("gemm_one_cta", remove_cutlass_symbol=True, keep_mangled_name=False)
+gemm_kernel.set_name_prefix(
+    "gemm_one_cta", remove_cutlass_symbol=True, keep_mangled_name=False
+)
 
 
 @functools.cache

@@ -269,9 +269,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
         for k_tile in cutlass.range(k_tiles, unroll=1):
             pipelines.ab.consumer_wait(ab_state)
             for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                mma.set(
-                    tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True
-                )
+                mma.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
                 place = (None, None, k_block, ab_state.index)
                 cute.gemm(mma, tCtC, tCrA[place], tCrB[place], tCtC)
             pipelines.ab.consumer_release(ab_state)
@@ -339,7 +337,9 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
     cute.arch.cp_async_bulk_wait_group(0, read=True)
 
 
-gemm_kernel.set_name_prefix("gemm_two_cta", remove_cutlass_symbol=True, keep_mangled_name=False)
+gemm_kernel.set_name_prefix(
+    "gemm_two_cta", remove_cutlass_symbol=True, keep_mangled_name=False
+)
 
 
 @functools.cache
