@@ -8,12 +8,12 @@ and the reference of the exponentials is 0, not the row's maximum: scores must b
 Roles: warps 0 to 7, a warpgroup per query tile, turn S into P and store O; warp 8 loads by TMA;
 warp 9 owns the tensor memory and issues the MMAs. A CTA takes Q_TILES query tiles at a time.
 
-Pipelines (full mbarrier: the producer's arrow, empty mbarrier: the way back):
-  q[t]   load --TMA--> mma       query tile t        <--commit--   QK of the last KV block was issued
-  kv[s]  load --TMA--> mma       K, V, K, V, ...     <--commit--   QK or PV of both query tiles
-  s[t]   mma --commit--> softmax S of query tile t   <-- 128 thr.  P is where S was
-  o[t]   mma --commit--> softmax O of query tile t   <-- 128 thr.  O is in registers
-QK of the next block may overwrite P without asking: the tensor core works in order.
+Pipelines (what fills a stage, and what frees it):
+  q[t]   load -> mma      query tile t by TMA        freed by commit, after QK of the last block
+  kv[s]  load -> mma      K, V, K, V, ... by TMA     freed by commit, after both query tiles
+  s[t]   mma -> softmax   S of query tile t, commit  freed by 128 threads: P is where S was
+  o[t]   mma -> softmax   O of query tile t, commit  freed by 128 threads: O is in registers
+QK of the next block overwrites P without asking: the tensor core works in order.
 """
 
 import functools

@@ -39,6 +39,13 @@ TILE_K = 128 // (AB_DTYPE.width // 8)  # [elements: a row of the 128-byte swizzl
 AB_TX_BYTES = (TILE_M + TILE_N) * 128  # [bytes per stage and CTA]
 STORE_N = 128 // (D_DTYPE.width // 8)  # [columns of D in one TMA store]
 WARP_ROWS = TILE_M // 4  # [rows of D that an epilogue warp stores]
+# M = 64 leaves half of each warp's lanes unused, which only the 16-lane shapes pass over.
+LOAD_OP = (
+    tcgen05.Ld32x32bOp(tcgen05.Repetition.x32)
+    if TILE_M == 128
+    else tcgen05.Ld16x256bOp(tcgen05.Repetition.x16)
+)
+LOAD_COLUMNS = 8 if TILE_M == 128 else 2  # [columns of D that a thread stores at once]
 # --- constants: of the kernel
 EPILOGUE_WARPS = 4  # warps 0 to 3: a warp reaches lanes 32 * (warp % 4) and on
 EPILOGUE_THREADS = 128
@@ -47,10 +54,7 @@ MMA_WARP = 5
 THREADS = 192
 TMEM_BARRIER = 1  # [named barrier] the address of the tensor memory is known
 TMEM_THREADS = 160  # the MMA warp and the epilogue
-STORE_BARRIER = 2  # [named barrier] D is in shared memory
 # --- constants: of the architecture
-TMEM_LANES = 128
-TMEM_LANE_STRIDE = 1 << 16  # [32-bit columns] the lane is the upper half of an address
 TMA_ALIGN = 16  # [bytes]
 SMEM_ALIGN = 1024  # [bytes: of a swizzled tile]
 
@@ -146,6 +150,7 @@ def launch(
         grid=[m // TILE_M, n // TILE_N, 1],
         cluster=[CLUSTER_M, 1, 1],
         block=[THREADS, 1, 1],
+        min_blocks_per_mp=1,
         stream=stream,
     )
 
@@ -254,8 +259,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     mma = make_mma()
     tCrA = mma.make_fragment_A(sA)
     tCrB = mma.make_fragment_B(sB)
-    shape = mma.partition_shape_C((TILE_M, TILE_N))
-    tCtC = cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+    tCtC = accumulator(tmem)
     ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
     pipelines.acc.producer_acquire(acc_state)
@@ -275,6 +279,13 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     cute.arch.dealloc_tmem(tmem, TILE_N)
 
 
+def accumulator(tmem):
+    """The accumulator as the MMA writes it: (MMA, MMA_M, MMA_N)."""
+    mma = make_mma()
+    shape = mma.partition_shape_C((TILE_M, TILE_N))
+    return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+
+
 def tensor_memory(tmem_address):
     """The accumulator's address, once its owner has allocated it."""
     cute.arch.barrier(barrier_id=TMEM_BARRIER, number_of_threads=TMEM_THREADS)
@@ -283,31 +294,32 @@ def tensor_memory(tmem_address):
 
 @cute.jit
 def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
-    """Consumers: a thread takes a lane of the accumulator, a warp stores its rows."""
+    """Consumers: a warp takes its quarter of the accumulator and stores its rows of D."""
     thread_idx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    lane_idx = cute.arch.lane_idx()
-    lanes = cute.make_layout((TMEM_LANES, TILE_N), stride=(TMEM_LANE_STRIDE, 1))
-    tC = cute.make_tensor(tensor_memory(tmem_address), lanes)
-    load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32)
-    copy = tcgen05.make_tmem_copy(load, tC).get_slice(thread_idx)
-    tDtC = copy.partition_S(tC)  # (LD, 1, LDs)
-    rC = cute.make_rmem_tensor((((32, 1), 1), 1, TILE_N // 32), Float32)
+    tCtC = accumulator(tensor_memory(tmem_address))
+    load = tcgen05.make_tmem_copy(cute.make_copy_atom(LOAD_OP, Float32), tCtC)
+    store = cute.make_tiled_copy_D(
+        cute.make_copy_atom(
+            CopyUniversalOp(), D_DTYPE, num_bits_per_copy=D_DTYPE.width * LOAD_COLUMNS
+        ),
+        load,
+    )
+    thr_load, thr_store = load.get_slice(thread_idx), store.get_slice(thread_idx)
+    thr_mma = make_mma().get_slice(0)
+    tDtC = thr_load.partition_S(tCtC)
+    tDsD = thr_store.partition_D(thr_mma.partition_C(sD))
+    coordinates = cute.make_identity_tensor((TILE_M, TILE_N))
+    shape = thr_load.partition_D(thr_mma.partition_C(coordinates)).shape
+    rC = cute.make_rmem_tensor(shape, Float32)
+    rD = cute.make_rmem_tensor(shape, D_DTYPE)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
     pipelines.acc.consumer_wait(state)
-    cute.copy(copy, tDtC, rC)
+    cute.copy(load, tDtC, rC)
     cute.arch.fence_view_async_tmem_load()
     pipelines.acc.consumer_release(state)
-    rD = cute.make_rmem_tensor(TILE_N, D_DTYPE)
-    rD.store(rC.load().reshape(TILE_N).to(D_DTYPE))
-    # M = 64 leaves the upper half of each warp's lanes unused.
-    if lane_idx < WARP_ROWS:
-        row = sD[warp_idx * WARP_ROWS + lane_idx, None]
-        store = cute.make_copy_atom(CopyUniversalOp(), D_DTYPE, num_bits_per_copy=128)
-        vectors = (128 // D_DTYPE.width,)
-        cute.copy(
-            store, cute.zipped_divide(rD, vectors), cute.zipped_divide(row, vectors)
-        )
+    rD.store(rC.load().to(D_DTYPE))
+    cute.copy(store, thr_store.retile(rD), tDsD)
     # All lanes make their rows visible to TMA before the warp stores them.
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()

@@ -53,10 +53,7 @@ MMA_WARP = 5
 THREADS = 192
 TMEM_BARRIER = 1  # [named barrier] the address of the tensor memory is known
 TMEM_THREADS = 160  # the MMA warp and the epilogue
-STORE_BARRIER = 2  # [named barrier] D is in shared memory
 # --- constants: of the architecture
-TMEM_LANES = 128
-TMEM_LANE_STRIDE = 1 << 16  # [32-bit columns] the lane is the upper half of an address
 TMA_ALIGN = 16  # [bytes]
 SMEM_ALIGN = 1024  # [bytes: of a swizzled tile]
 
@@ -149,6 +146,7 @@ def launch(
         grid=[m // CTA_ROWS, n // TILE_N, 1],
         cluster=[CTAS, 1, 1],
         block=[THREADS, 1, 1],
+        min_blocks_per_mp=1,
         stream=stream,
     )
 
@@ -259,8 +257,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     mma = make_mma()
     tCrA = mma.make_fragment_A(sA)
     tCrB = mma.make_fragment_B(sB)
-    shape = mma.partition_shape_C((TILE_M, TILE_N))
-    tCtC = cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+    tCtC = accumulator(tmem)
     ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
     _, _, rank = locate()
@@ -280,6 +277,13 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
         pipelines.acc.producer_acquire(acc_state)
 
 
+def accumulator(tmem):
+    """The accumulator as the MMA writes it: (MMA, MMA_M, MMA_N)."""
+    mma = make_mma()
+    shape = mma.partition_shape_C((TILE_M, TILE_N))
+    return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+
+
 def tensor_memory(tmem_address):
     """The accumulator's address, once its owner has allocated it."""
     cute.arch.barrier(barrier_id=TMEM_BARRIER, number_of_threads=TMEM_THREADS)
@@ -288,33 +292,34 @@ def tensor_memory(tmem_address):
 
 @cute.jit
 def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
-    """Consumers: a thread takes a lane of this CTA's accumulator, a warp stores its rows.
+    """Consumers: a warp takes its quarter of this CTA's accumulator and stores that of D.
 
     With M = 256 a lane holds a whole row. With M = 128 the CTA has 64 rows: lanes 0 to 63 hold
     their first half, lanes 64 to 127 their second.
     """
     thread_idx, _, _ = cute.arch.thread_idx()
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-    lanes = cute.make_layout((TMEM_LANES, LANE_N), stride=(TMEM_LANE_STRIDE, 1))
-    tC = cute.make_tensor(tensor_memory(tmem_address), lanes)
-    load = cute.make_copy_atom(tcgen05.Ld32x32bOp(tcgen05.Repetition.x32), Float32)
-    copy = tcgen05.make_tmem_copy(load, tC).get_slice(thread_idx)
-    tDtC = copy.partition_S(tC)  # (LD, 1, LDs)
-    rC = cute.make_rmem_tensor((((32, 1), 1), 1, LANE_N // 32), Float32)
+    tCtC = accumulator(tensor_memory(tmem_address))
+    op = tcgen05.Ld32x32bOp(tcgen05.Repetition.x32)
+    load = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), tCtC)
+    store = cute.make_tiled_copy_D(
+        cute.make_copy_atom(CopyUniversalOp(), D_DTYPE, num_bits_per_copy=128), load
+    )
+    thr_load, thr_store = load.get_slice(thread_idx), store.get_slice(thread_idx)
+    tDtC = thr_load.partition_S(tCtC)
+    # As partition_C has it, (MMA, MMA_M, MMA_N): this CTA's part of D is all there is of it.
+    tCsD = cute.group_modes(cute.flat_divide(sD, (CTA_ROWS, TILE_N)), 0, 2)
+    tDsD = thr_store.partition_D(tCsD)
+    shape = thr_load.partition_D(tCsD).shape
+    rC = cute.make_rmem_tensor(shape, Float32)
+    rD = cute.make_rmem_tensor(shape, D_DTYPE)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
     pipelines.acc.consumer_wait(state)
-    cute.copy(copy, tDtC, rC)
+    cute.copy(load, tDtC, rC)
     cute.arch.fence_view_async_tmem_load()
     pipelines.acc.consumer_release(state)
-    rD = cute.make_rmem_tensor(LANE_N, D_DTYPE)
-    rD.store(rC.load().reshape(LANE_N).to(D_DTYPE))
-    row, half = thread_idx % CTA_ROWS, thread_idx // CTA_ROWS
-    sD_lane = cute.local_tile(sD, (1, LANE_N), (row, half))[0, None]
-    store = cute.make_copy_atom(CopyUniversalOp(), D_DTYPE, num_bits_per_copy=128)
-    vectors = (128 // D_DTYPE.width,)
-    cute.copy(
-        store, cute.zipped_divide(rD, vectors), cute.zipped_divide(sD_lane, vectors)
-    )
+    rD.store(rC.load().to(D_DTYPE))
+    cute.copy(store, thr_store.retile(rD), tDsD)
     # All lanes make their rows visible to TMA before the warp stores them.
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()

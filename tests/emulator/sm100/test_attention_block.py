@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention with S, P and O in tensor memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fmha_gen.emulator import launch
+
+from . import harness
+
+PLANES, SEQLEN_Q, SEQLEN_KV, HEAD_DIM = 3, 256, 3 * 128, 64
+CTAS = 2  # for 3 work tiles, so one CTA takes two
+SCALE = 0.125
+
+
+def attention(q, k, v):
+    """softmax(SCALE q k^T) v in float64."""
+    scores = SCALE * np.einsum("pqd,pkd->pqk", q, k)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    return np.einsum("pqk,pkd->pqd", weights / weights.sum(axis=-1, keepdims=True), v)
+
+
+def make_kernel(path):
+    """(kernel, what O must be)"""
+    rng = np.random.default_rng(7)
+    q, k, v = (
+        rng.integers(-4, 5, (PLANES, seqlen, HEAD_DIM)) / 4
+        for seqlen in (SEQLEN_Q, SEQLEN_KV, SEQLEN_KV)
+    )
+    kernel = harness.Kernel(
+        path,
+        {"q": ("bf16", q), "k": ("bf16", k), "v": ("bf16", v)},
+        ("out", "bf16", (PLANES, SEQLEN_Q, HEAD_DIM)),
+        {
+            "planes": launch.int32(PLANES),
+            "seqlen_q": launch.int32(SEQLEN_Q),
+            "seqlen_kv": launch.int32(SEQLEN_KV),
+            "softmax_scale": launch.float32(SCALE),
+            "ctas": launch.int32(CTAS),
+        },
+    )
+    return kernel, attention(q, k, v)
+
+
+@pytest.fixture(scope="module")
+def case():
+    return make_kernel(harness.HERE / "attention_block.py")
+
+
+@pytest.mark.parametrize("schedule", harness.SCHEDULES, ids=str)
+def test_attention_is_right_under_every_schedule(case, schedule):
+    kernel, want = case
+    got, findings = kernel.run(schedule)
+    assert findings == ()
+    # P is rounded to bf16 before it is multiplied, O after.
+    bound = harness.HALF_ULP["bf16"] * (abs(want) + abs(want).max())
+    assert (abs(got - want) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("(TILE_KV, HEAD_DIM), (None, 0)", "(TILE_KV, HEAD_DIM), (0, None)"),
+        ("(HEAD_DIM, TILE_KV), (0, None)", "(HEAD_DIM, TILE_KV), (None, 0)"),
+    ],
+    ids=["k", "v"],
+)
+def test_a_slice_of_the_wrong_mode_is_noticed(tmp_path, right, wrong):
+    """The block's index then walks along head_dim, so that all blocks but one are beyond it."""
+    text = (harness.HERE / "attention_block.py").read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    path = tmp_path / "attention_block.py"
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    kernel, _ = make_kernel(path)
+    _, findings = kernel.run(harness.SCHEDULES[0])
+    assert [finding.kind.value for finding in findings] == ["tma"]
