@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""D = A B^T on sm_100a: a pair of CTAs multiplies one tile together.
+"""D = A B^T on sm_100a: pairs of CTAs multiply a row of tiles together.
 
 A: [m, k]  B: [n, k]  D: [m, n], all row-major; m, n and k are multiples of the tile.
 
@@ -81,6 +81,13 @@ class Tma(NamedTuple):
     tensor: cute.Tensor
 
 
+class Tiles(NamedTuple):
+    """Counts that are known at run time only."""
+
+    n: Int32  # that a pair multiplies, one after another
+    k: Int32
+
+
 @dataclass(frozen=True)
 class Pipelines:
     """Who hands what to whom."""
@@ -123,7 +130,7 @@ def launch(
     k: Int32,
     stream: cuda.CUstream,
 ):
-    """Builds the TMA descriptors and launches one CTA per tile of D."""
+    """Builds the TMA descriptors and launches a pair of CTAs per TILE_M rows of D."""
     mma = make_mma()
     tiler = (TILE_M, TILE_N, TILE_K)
     mA, mB, mD = row_major(a, m, k), row_major(b, n, k), row_major(d, m, n)
@@ -142,8 +149,9 @@ def launch(
     tma_d = cpasync.make_tiled_tma_atom(
         cpasync.CopyBulkTensorTileS2GOp(), mD, store_layout, store_tile
     )
-    gemm_kernel(Tma(*tma_a), Tma(*tma_b), Tma(*tma_d), k // TILE_K).launch(
-        grid=[m // CTA_ROWS, n // TILE_N, 1],
+    tiles = Tiles(n // TILE_N, k // TILE_K)
+    gemm_kernel(Tma(*tma_a), Tma(*tma_b), Tma(*tma_d), tiles).launch(
+        grid=[m // CTA_ROWS, 1, 1],
         cluster=[CTAS, 1, 1],
         block=[THREADS, 1, 1],
         min_blocks_per_mp=1,
@@ -160,7 +168,7 @@ def row_major(pointer, rows, columns):
 
 
 @cute.kernel
-def gemm_kernel(a: Tma, b: Tma, d: Tma, k_tiles: Int32):
+def gemm_kernel(a: Tma, b: Tma, d: Tma, tiles: Tiles):
     """Device entry: barriers, then one branch per role."""
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     if warp_idx == LOAD_WARP:
@@ -197,11 +205,11 @@ def gemm_kernel(a: Tma, b: Tma, d: Tma, k_tiles: Int32):
     pipeline.pipeline_init_wait(cluster_shape_mn=(CTAS, 1))
 
     if warp_idx == LOAD_WARP:
-        load_ab(a, b, sA, sB, pipelines.ab, k_tiles)
+        load_ab(a, b, sA, sB, pipelines.ab, tiles)
     if warp_idx == MMA_WARP:
-        multiply(sA, sB, pipelines, storage.tmem_address, k_tiles)
+        multiply(sA, sB, pipelines, storage.tmem_address, tiles)
     if warp_idx < EPILOGUE_WARPS:
-        store_d(d, sD, pipelines, storage.tmem_address)
+        store_d(d, sD, pipelines, storage.tmem_address, tiles)
     # Neither CTA signals the other's barriers or touches its tensor memory any more.
     cute.arch.cluster_arrive()
     cute.arch.cluster_wait()
@@ -211,30 +219,32 @@ def gemm_kernel(a: Tma, b: Tma, d: Tma, k_tiles: Int32):
 
 
 @cute.jit
-def load_ab(a: Tma, b: Tma, sA, sB, ab, k_tiles: Int32):
+def load_ab(a: Tma, b: Tma, sA, sB, ab, tiles: Tiles):
     """Producer, one warp: this CTA's halves of A's and B's tiles."""
-    m_tile, n_tile, rank = locate()
+    m_tile, rank = locate()
     thr_mma = make_mma().get_slice(rank)
     gA = cute.local_tile(a.tensor, (TILE_M, TILE_K), (m_tile, None))
-    gB = cute.local_tile(b.tensor, (TILE_N, TILE_K), (n_tile, None))
+    gB = cute.local_tile(b.tensor, (TILE_N, TILE_K), (None, None))
     tAsA, tAgA = partition(a.atom, sA, thr_mma.partition_A(gA))
     tBsB, tBgB = partition(b.atom, sB, thr_mma.partition_B(gB))
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-    for k_tile in cutlass.range(k_tiles, unroll=1):
-        # Only the leader's barrier is armed and signalled, for the bytes of both CTAs.
-        ab.producer_acquire(state)
-        full = ab.producer_get_barrier(state)
-        cute.copy(a.atom, tAgA[None, k_tile], tAsA[None, state.index], tma_bar_ptr=full)
-        cute.copy(b.atom, tBgB[None, k_tile], tBsB[None, state.index], tma_bar_ptr=full)
-        state.advance()
+    for n_tile in cutlass.range(tiles.n, unroll=1):
+        for k_tile in cutlass.range(tiles.k, unroll=1):
+            # Only the leader's barrier is armed and signalled, for the bytes of both.
+            ab.producer_acquire(state)
+            full, stage = ab.producer_get_barrier(state), state.index
+            gA_tile, gB_tile = tAgA[None, k_tile], tBgB[None, n_tile, k_tile]
+            cute.copy(a.atom, gA_tile, tAsA[None, stage], tma_bar_ptr=full)
+            cute.copy(b.atom, gB_tile, tBsB[None, stage], tma_bar_ptr=full)
+            state.advance()
     # The leader's MMA still signals these barriers: stay until every stage is free.
     ab.producer_tail(state)
 
 
 def locate():
-    """(m tile, n tile, rank): the pair's tile of D and this CTA's rank in the pair."""
-    cta, n_tile, _ = cute.arch.block_idx()
-    return cta // CTAS, n_tile, cta % CTAS
+    """(m tile, rank): the pair's rows of D and this CTA's rank in the pair."""
+    cta, _, _ = cute.arch.block_idx()
+    return cta // CTAS, cta % CTAS
 
 
 def partition(atom, smem, gmem):
@@ -249,7 +259,7 @@ def partition(atom, smem, gmem):
 
 
 @cute.jit
-def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
+def multiply(sA, sB, pipelines: Pipelines, tmem_address, tiles: Tiles):
     """Allocates tensor memory in both CTAs; one thread of the leader issues the MMAs."""
     cute.arch.alloc_tmem(TILE_N, tmem_address.ptr, is_two_cta=True)
     cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
@@ -260,21 +270,22 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     tCtC = accumulator(tmem)
     ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
-    _, _, rank = locate()
+    _, rank = locate()
     if rank == 0:
-        pipelines.acc.producer_acquire(acc_state)
-        for k_tile in cutlass.range(k_tiles, unroll=1):
-            pipelines.ab.consumer_wait(ab_state)
-            for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
-                mma.set(tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True)
-                place = (None, None, k_block, ab_state.index)
-                cute.gemm(mma, tCtC, tCrA[place], tCrB[place], tCtC)
-            pipelines.ab.consumer_release(ab_state)
-            ab_state.advance()
-        pipelines.acc.producer_commit(acc_state)
-        acc_state.advance()
-        # The peer's epilogue still signals this barrier.
-        pipelines.acc.producer_acquire(acc_state)
+        for _ in cutlass.range(tiles.n, unroll=1):
+            pipelines.acc.producer_acquire(acc_state)
+            for k_tile in cutlass.range(tiles.k, unroll=1):
+                pipelines.ab.consumer_wait(ab_state)
+                for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    mma.set(
+                        tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True
+                    )
+                    place = (None, None, k_block, ab_state.index)
+                    cute.gemm(mma, tCtC, tCrA[place], tCrB[place], tCtC)
+                pipelines.ab.consumer_release(ab_state)
+                ab_state.advance()
+            pipelines.acc.producer_commit(acc_state)
+            acc_state.advance()
 
 
 def accumulator(tmem):
@@ -291,7 +302,7 @@ def tensor_memory(tmem_address):
 
 
 @cute.jit
-def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
+def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address, tiles: Tiles):
     """Consumers: a warp takes its quarter of this CTA's accumulator and stores that of D.
 
     With M = 256 a lane holds a whole row. With M = 128 the CTA has 64 rows: lanes 0 to 63 hold
@@ -313,33 +324,39 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
     shape = thr_load.partition_D(tCsD).shape
     rC = cute.make_rmem_tensor(shape, Float32)
     rD = cute.make_rmem_tensor(shape, D_DTYPE)
+    m_tile, rank = locate()
+    gD = cute.local_tile(
+        d.tensor, (CTA_ROWS, TILE_N), (m_tile * CTAS + rank, None)
+    )  # (CTA_ROWS, TILE_N, n tiles)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
-    pipelines.acc.consumer_wait(state)
-    cute.copy(load, tDtC, rC)
-    cute.arch.fence_view_async_tmem_load()
-    pipelines.acc.consumer_release(state)
-    rD.store(rC.load().to(D_DTYPE))
-    cute.copy(store, thr_store.retile(rD), tDsD)
-    # All lanes make their rows visible to TMA before the warp stores them.
-    cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.sync_warp()
-    m_tile, n_tile, rank = locate()
-    gD = cute.local_tile(d.tensor, (CTA_ROWS, TILE_N), (m_tile * CTAS + rank, n_tile))
-    rows, half = warp_idx % (CTA_ROWS // WARP_ROWS), warp_idx // (CTA_ROWS // WARP_ROWS)
-    tile, place = (WARP_ROWS, LANE_N), (rows, half)
-    box = (WARP_ROWS, STORE_N)
-    sD_warp = cute.local_tile(cute.local_tile(sD, tile, place), box, (0, None))
-    gD_warp = cute.local_tile(cute.local_tile(gD, tile, place), box, (0, None))
-    tDsD, tDgD = cpasync.tma_partition(
-        d.atom,
-        0,
-        cute.make_layout(1),
-        cute.group_modes(sD_warp, 0, 2),
-        cute.group_modes(gD_warp, 0, 2),
-    )
-    cute.copy(d.atom, tDsD, tDgD)
-    cute.arch.cp_async_bulk_commit_group()
+    for n_tile in cutlass.range(tiles.n, unroll=1):
+        pipelines.acc.consumer_wait(state)
+        cute.copy(load, tDtC, rC)
+        cute.arch.fence_view_async_tmem_load()
+        pipelines.acc.consumer_release(state)
+        state.advance()
+        rD.store(rC.load().to(D_DTYPE))
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before has left
+        cute.copy(store, thr_store.retile(rD), tDsD)
+        # All lanes make their rows visible to TMA before the warp stores them.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        gD_tile = part_of_warp(gD[None, None, n_tile], warp_idx)
+        sD_tile = part_of_warp(sD, warp_idx)
+        one = cute.make_layout(1)
+        tSsD, tSgD = cpasync.tma_partition(d.atom, 0, one, sD_tile, gD_tile)
+        cute.copy(d.atom, tSsD, tSgD)
+        cute.arch.cp_async_bulk_commit_group()
     cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def part_of_warp(tile, warp_idx):
+    """What a warp stores of (CTA_ROWS, TILE_N), box by box: ((WARP_ROWS, STORE_N), boxes)."""
+    warps = CTA_ROWS // WARP_ROWS
+    place = (warp_idx % warps, warp_idx // warps)
+    rows = cute.local_tile(tile, (WARP_ROWS, LANE_N), place)
+    boxes = cute.local_tile(rows, (WARP_ROWS, STORE_N), (0, None))
+    return cute.group_modes(boxes, 0, 2)
 
 
 gemm_kernel.set_name_prefix(
