@@ -15,7 +15,7 @@ Pipelines (what fills a stage, and what frees it; t: query tile):
                                                          where S was) and correction (O is rescaled)
   stats[t]  softmax -> correction  the factor of O, in   freed by 128 threads of correction
                                    the end the row's sum
-  o[t]      mma -> correction      O, commit             freed with s[t] of the next first block
+  o[t]      mma -> correction      O, commit             freed by 128 threads: O is in registers
   out[t]    correction -> store    O in shared memory    freed by the store warp
 QK of the next block overwrites P without asking, for the tensor core works in order. That is also
 why S being there says that PV of the block before is over, and O may be rescaled.
@@ -264,10 +264,6 @@ def attention_kernel(
             multiply(tiles, pipes, storage.tmem_address, problem)
         if warp_idx == STORE_WARP:
             store_o(out, tiles.sO, pipes, problem)
-    # Nobody touches the tensor memory any more.
-    cute.arch.sync_threads()
-    if warp_idx == MMA_WARP:
-        cute.arch.dealloc_tmem(address_of(storage.tmem_address), TMEM_COLUMNS)
 
 
 attention_kernel.set_name_prefix(
@@ -330,7 +326,7 @@ def work_tiles(problem):
 
 @cute.jit
 def load_qkv(q: Tma, k: Tma, v: Tma, tiles: Tiles, pipes: Pipelines, problem: Problem):
-    """Producer, warp 8: the query tiles, then K and V of each block in turn."""
+    """Producer, warp 12: the query tiles, then K and V of each block in turn."""
     thr_qk, thr_pv = qk_mma().get_slice(0), pv_mma().get_slice(0)
     q_state, kv_state = producer_state(Q_TILES), producer_state(KV_STAGES)
     first, end, step = work_tiles(problem)
@@ -404,7 +400,7 @@ def make_operands(tiles, tmem):
 
 @cute.jit
 def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
-    """Warp 9: owns the tensor memory and issues the MMAs, by one elected thread.
+    """Warp 13: owns the tensor memory and issues the MMAs, by one elected thread.
 
     The query tiles alternate, so that softmax on one runs beside the MMAs of the other.
     """
@@ -428,6 +424,10 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             s_state.advance()
         pipes.kv.consumer_release(kv_state)
         kv_state.advance()
+        o_free = o_state.clone()
+        for _ in cutlass.range_constexpr(Q_TILES):
+            pipes.o.producer_acquire(o_free)
+            o_free.advance()
         # 2. PV of each block, then S of the next
         for block in cutlass.range(problem.kv_blocks - 1, unroll=1):
             v_state = kv_state.clone()
@@ -457,16 +457,16 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             o_state.advance()
         pipes.kv.consumer_release(kv_state)
         kv_state.advance()
+    # Nobody reads the tensor memory any more once the last O is in registers.
+    for _ in cutlass.range_constexpr(Q_TILES):
+        pipes.o.producer_acquire(o_state)
+        o_state.advance()
+    cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
 
 
 def tensor_memory(tmem_address):
     """Where the tensor memory begins, once its owner has allocated it."""
     cute.arch.barrier(barrier_id=TMEM_BARRIER, number_of_threads=TMEM_THREADS)
-    return address_of(tmem_address)
-
-
-def address_of(tmem_address):
-    """What tcgen05.alloc wrote, as a pointer."""
     return cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address.ptr)
 
 
@@ -620,7 +620,7 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
     o_state, out_state = consumer_state(Q_TILES), producer_state(Q_TILES)
     first, end, step = work_tiles(problem)
     for _ in cutlass.range(first, end, step, unroll=1):
-        # 1. the first block overwrites O, which is in shared memory by now
+        # 1. the first block overwrites O
         for _ in cutlass.range_constexpr(Q_TILES):
             pipes.s.consumer_release(s_state)
             s_state.advance()
@@ -642,14 +642,11 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             row_sum = tiles.sStats[row, t]
             pipes.stats.consumer_release(stats_state)
             stats_state.advance()
-            pipes.o.consumer_wait(o_state)
-            o_state.advance()
             pipes.out.producer_acquire(out_state)
-            normalize(
-                parts[t],
-                cute.arch.rcp_approx(row_sum),
-                tiles.sO[row, None, t],
-            )
+            pipes.o.consumer_wait(o_state)
+            normalize(parts[t], cute.arch.rcp_approx(row_sum), tiles.sO[row, None, t])
+            pipes.o.consumer_release(o_state)
+            o_state.advance()
             # The store warp hands these rows to TMA.
             cute.arch.fence_proxy("async.shared", space="cta")
             pipes.out.producer_commit(out_state)
