@@ -112,9 +112,9 @@ class Pipelines:
 class Problem(NamedTuple):
     """Sizes that are known at run time only."""
 
-    q_pairs: Int32  # work tiles of a plane
+    per_plane: Int32  # work tiles
     kv_blocks: Int32
-    num_tiles: Int32  # work tiles in all
+    num_tiles: Int32  # work tiles
 
 
 def qk_mma():
@@ -164,10 +164,10 @@ def launch(
     seqlen_q: Int32,
     seqlen_kv: Int32,
     softmax_scale: Float32,
-    ctas: Int32,
+    clusters: Int32,
     stream: cuda.CUstream,
 ):
-    """Builds the TMA descriptors and launches `ctas` persistent CTAs."""
+    """Builds the TMA descriptors and launches persistent CTAs."""
     mQ = sequence_first(q, planes, seqlen_q)
     mK = sequence_first(k, planes, seqlen_kv)
     mV = cute.make_tensor(
@@ -180,7 +180,7 @@ def launch(
     k_layout = sm100.make_smem_layout_b(qk_mma(), QK_TILER, DTYPE, 1)
     v_layout = sm100.make_smem_layout_b(pv_mma(), PV_TILER, DTYPE, 1)
     tma_a, tma_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
-    q_pairs = seqlen_q // (Q_TILES * TILE_Q)
+    per_plane = seqlen_q // (Q_TILES * TILE_Q)
     attention_kernel(
         Tma(*tma_a(load, mQ, q_layout, QK_TILER, qk_mma())),
         Tma(*tma_b(load, mK, k_layout, QK_TILER, qk_mma())),
@@ -191,9 +191,9 @@ def launch(
             )
         ),
         softmax_scale,
-        Problem(q_pairs, seqlen_kv // TILE_KV, q_pairs * planes),
+        Problem(per_plane, seqlen_kv // TILE_KV, per_plane * planes),
     ).launch(
-        grid=[ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[clusters, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
     )
 
 
@@ -298,7 +298,7 @@ def load_qkv(q: Tma, k: Tma, v: Tma, tiles: Tiles, pipes: Pipelines, problem: Pr
     q_state, kv_state = producer_state(Q_TILES), producer_state(KV_STAGES)
     first, end, step = work_tiles(problem)
     for tile in cutlass.range(first, end, step, unroll=1):
-        pair, plane = tile % problem.q_pairs, tile // problem.q_pairs
+        place, plane = tile % problem.per_plane, tile // problem.per_plane
         mQ, mK, mV = (operand.tensor[None, None, plane] for operand in (q, k, v))
         # The sequence is mode 0 of Q and K, and mode 1 of V, whose mode 0 is N.
         gQ = cute.local_tile(mQ, (TILE_Q, HEAD_DIM), (None, 0))
@@ -308,7 +308,7 @@ def load_qkv(q: Tma, k: Tma, v: Tma, tiles: Tiles, pipes: Pipelines, problem: Pr
         tKsK, tKgK = partition(k.atom, tiles.sK, thr_qk.partition_B(gK))
         tVsV, tVgV = partition(v.atom, tiles.sV, thr_pv.partition_B(gV))
         for t in cutlass.range_constexpr(Q_TILES):
-            load_stage(pipes.q, q_state, q.atom, tQgQ[None, pair * Q_TILES + t], tQsQ)
+            load_stage(pipes.q, q_state, q.atom, tQgQ[None, place * Q_TILES + t], tQsQ)
             q_state.advance()
         for block in cutlass.range(problem.kv_blocks, unroll=1):
             load_stage(pipes.kv, kv_state, k.atom, tKgK[None, block], tKsK)
@@ -518,9 +518,9 @@ def softmax(
         o_state.advance()
         o_state.advance()
         rO.store(rO.load() * cute.arch.rcp_approx(row_sum))
-        pair, plane = tile % problem.q_pairs, tile // problem.q_pairs
+        place, plane = tile % problem.per_plane, tile // problem.per_plane
         gO = cute.local_tile(
-            out.tensor[None, None, plane], (Q_TILES * TILE_Q, HEAD_DIM), (pair, 0)
+            out.tensor[None, None, plane], (Q_TILES * TILE_Q, HEAD_DIM), (place, 0)
         )
         store_o(out.atom, rO, sO, gO)
     cute.arch.cp_async_bulk_wait_group(

@@ -2,11 +2,15 @@
 """O = softmax(scale Q K^T) V on sm_100a by eight roles: attention_block with a moving maximum.
 
 Q, O: [planes, seqlen_q, HEAD_DIM]  K, V: [planes, seqlen_kv, HEAD_DIM], dense; a plane is a head
-of a batch. seqlen_q is a multiple of Q_TILES tiles and seqlen_kv of a tile; nothing is masked.
+of a batch. seqlen_q is a multiple of a work tile, seqlen_kv of TILE_KV; nothing is masked.
+
+A work tile is Q_TILES query tiles, and with CTAS = 2 as many of the CTA beside it: the MMAs then
+span the pair. Each CTA has its rows of Q, S, P and O, half of K's rows and half of V's columns;
+the leader, of even rank, issues the MMAs for both.
 
 Roles: warps 0 to 7, a warpgroup per query tile, turn S into P; warps 8 to 11 rescale O when the
 maximum of a row has grown, and normalise it; warp 12 loads by TMA; warp 13 owns the tensor memory
-and issues the MMAs; warp 14 stores O by TMA. A CTA takes Q_TILES query tiles at a time.
+and, in the leader, issues the MMAs; warp 14 stores O by TMA.
 
 Pipelines (what fills a stage, and what frees it; t: query tile):
   q[t]      load -> mma            Q by TMA              freed by commit, after QK of all blocks
@@ -17,6 +21,7 @@ Pipelines (what fills a stage, and what frees it; t: query tile):
                                    the end the row's sum
   o[t]      mma -> correction      O, commit             freed by 128 threads: O is in registers
   out[t]    correction -> store    O in shared memory    freed by the store warp
+What the mma waits for is in the leader and counts both CTAs; what it commits is told to both.
 QK of the next block overwrites P without asking, for the tensor core works in order. That is also
 why S being there says that PV of the block before is over, and O may be rescaled.
 """
@@ -37,8 +42,9 @@ from cutlass.cute.runtime import make_ptr
 
 DTYPE = cutlass.BFloat16
 # --- constants: chosen
+CTAS = 1  # [that share an MMA: 1, or 2 for a pair]
 HEAD_DIM = 64  # [elements]
-TILE_Q = 128  # [rows: M of an MMA]
+TILE_Q = 128  # [rows]
 TILE_KV = 128  # [rows per stage]
 Q_TILES = 2  # [query tiles that a CTA works on at a time]
 KV_STAGES = 3  # [tiles of K or V]
@@ -46,8 +52,10 @@ SOFTMAX_REGS = 184  # [per thread]
 CORRECTION_REGS = 96  # [per thread]
 OTHER_REGS = 48  # [per thread] = 512 - 2 * SOFTMAX_REGS - CORRECTION_REGS
 # --- constants: derived
-Q_TX_BYTES = 16384  # [bytes] = TILE_Q * HEAD_DIM * 2
-KV_TX_BYTES = 16384  # [bytes] = TILE_KV * HEAD_DIM * 2
+MMA_M = TILE_Q * CTAS  # [rows]
+CTA_GROUP = tcgen05.CtaGroup.ONE if CTAS == 1 else tcgen05.CtaGroup.TWO
+Q_TX_BYTES = MMA_M * HEAD_DIM * 2  # [bytes of all CTAs]
+KV_TX_BYTES = TILE_KV * HEAD_DIM * 2  # [bytes of all CTAs]
 SOFTMAX_WARPS = 8  # = 4 * Q_TILES
 CORRECTION_WARP = 8  # the first of four = SOFTMAX_WARPS
 LOAD_WARP = 12  # = CORRECTION_WARP + 4
@@ -90,7 +98,7 @@ class SharedStorage:
         cute.struct.MemRange[DTYPE, TILE_Q * HEAD_DIM * Q_TILES], SMEM_ALIGN
     ]
     sKV: cute.struct.Align[
-        cute.struct.MemRange[DTYPE, TILE_KV * HEAD_DIM * KV_STAGES], SMEM_ALIGN
+        cute.struct.MemRange[DTYPE, TILE_KV * HEAD_DIM // CTAS * KV_STAGES], SMEM_ALIGN
     ]
     sO: cute.struct.Align[
         cute.struct.MemRange[DTYPE, TILE_Q * HEAD_DIM * Q_TILES], SMEM_ALIGN
@@ -129,9 +137,9 @@ class Pipelines:
 class Problem(NamedTuple):
     """Sizes that are known at run time only."""
 
-    q_pairs: Int32  # work tiles of a plane
+    per_plane: Int32  # work tiles
     kv_blocks: Int32
-    num_tiles: Int32  # work tiles in all
+    num_tiles: Int32  # work tiles
 
 
 def qk_mma():
@@ -142,8 +150,8 @@ def qk_mma():
         OperandMajorMode.K,
         OperandMajorMode.K,
         Float32,
-        tcgen05.CtaGroup.ONE,
-        (TILE_Q, TILE_KV),
+        CTA_GROUP,
+        (MMA_M, TILE_KV),
     )
 
 
@@ -155,14 +163,19 @@ def pv_mma():
         OperandMajorMode.K,
         OperandMajorMode.MN,
         Float32,
-        tcgen05.CtaGroup.ONE,
-        (TILE_Q, HEAD_DIM),
+        CTA_GROUP,
+        (MMA_M, HEAD_DIM),
         tcgen05.OperandSource.TMEM,
     )
 
 
-QK_TILER = (TILE_Q, TILE_KV, HEAD_DIM)
-PV_TILER = (TILE_Q, HEAD_DIM, TILE_KV)
+QK_TILER = (MMA_M, TILE_KV, HEAD_DIM)
+PV_TILER = (MMA_M, HEAD_DIM, TILE_KV)
+
+
+def cta_layout():
+    """(V, M, N, K) -> rank in the cluster; V counts the CTAs of one MMA."""
+    return cute.make_layout((CTAS, 1, 1, 1))
 
 
 def o_layout(stages):
@@ -181,33 +194,37 @@ def launch(
     seqlen_q: Int32,
     seqlen_kv: Int32,
     softmax_scale: Float32,
-    ctas: Int32,
+    clusters: Int32,
     stream: cuda.CUstream,
 ):
-    """Builds the TMA descriptors and launches `ctas` persistent CTAs."""
+    """Builds the TMA descriptors and launches persistent clusters of CTAS."""
     mQ = sequence_first(q, planes, seqlen_q)
     mK = sequence_first(k, planes, seqlen_kv)
     mV = cute.make_tensor(
         v, cute.select(sequence_first(v, planes, seqlen_kv).layout, mode=[1, 0, 2])
     )
     mO = sequence_first(out, planes, seqlen_q)
-    load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.ONE)
+    load = cpasync.CopyBulkTensorTileG2SOp(CTA_GROUP)
     store = cpasync.CopyBulkTensorTileS2GOp()
     q_layout = sm100.make_smem_layout_a(qk_mma(), QK_TILER, DTYPE, 1)
     k_layout = sm100.make_smem_layout_b(qk_mma(), QK_TILER, DTYPE, 1)
     v_layout = sm100.make_smem_layout_b(pv_mma(), PV_TILER, DTYPE, 1)
     tma_a, tma_b = cute.nvgpu.make_tiled_tma_atom_A, cute.nvgpu.make_tiled_tma_atom_B
     store_layout = cute.select(o_layout(1), mode=[0, 1])
-    q_pairs = seqlen_q // (Q_TILES * TILE_Q)
+    per_plane = seqlen_q // (Q_TILES * MMA_M)
     attention_kernel(
         Tma(*tma_a(load, mQ, q_layout, QK_TILER, qk_mma())),
         Tma(*tma_b(load, mK, k_layout, QK_TILER, qk_mma())),
         Tma(*tma_b(load, mV, v_layout, PV_TILER, pv_mma())),
         Tma(*cpasync.make_tiled_tma_atom(store, mO, store_layout, (TILE_Q, HEAD_DIM))),
         softmax_scale,
-        Problem(q_pairs, seqlen_kv // TILE_KV, q_pairs * planes),
+        Problem(per_plane, seqlen_kv // TILE_KV, per_plane * planes),
     ).launch(
-        grid=[ctas, 1, 1], block=[THREADS, 1, 1], min_blocks_per_mp=1, stream=stream
+        grid=[clusters * CTAS, 1, 1],
+        cluster=[CTAS, 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
     )
 
 
@@ -242,13 +259,13 @@ def attention_kernel(
     pipes = Pipelines(
         q=tma_pipeline(storage.q_mbar, Q_TILES, Q_TX_BYTES),
         kv=tma_pipeline(storage.kv_mbar, KV_STAGES, KV_TX_BYTES),
-        s=mma_pipeline(storage.s_mbar, 2 * WARPGROUP_THREADS),
+        s=mma_pipeline(storage.s_mbar, 2 * CTAS * WARPGROUP_THREADS),
         stats=thread_pipeline(storage.stats_mbar, WARPGROUP_THREADS),
-        o=mma_pipeline(storage.o_mbar, WARPGROUP_THREADS),
+        o=mma_pipeline(storage.o_mbar, CTAS * WARPGROUP_THREADS),
         out=thread_pipeline(storage.out_mbar, WARP_THREADS),
     )
-    pipeline.pipeline_init_arrive()
-    pipeline.pipeline_init_wait()
+    pipeline.pipeline_init_arrive(cluster_shape_mn=(CTAS, 1), is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=(CTAS, 1))
 
     if warp_idx < CORRECTION_WARP:
         cute.arch.setmaxregister_increase(SOFTMAX_REGS)
@@ -264,6 +281,15 @@ def attention_kernel(
             multiply(tiles, pipes, storage.tmem_address, problem)
         if warp_idx == STORE_WARP:
             store_o(out, tiles.sO, pipes, problem)
+    # Nobody signals the other CTA or touches the tensor memory any more.
+    if cutlass.const_expr(CTAS > 1):
+        cute.arch.cluster_arrive()
+        cute.arch.cluster_wait()
+    else:
+        cute.arch.sync_threads()
+    if warp_idx == MMA_WARP:
+        tmem = address_of(storage.tmem_address)
+        cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS, is_two_cta=CTAS > 1)
 
 
 attention_kernel.set_name_prefix(
@@ -279,7 +305,7 @@ def tma_pipeline(barriers, stages, tx_bytes):
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         tx_count=tx_bytes,
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        cta_layout_vmnk=cta_layout(),
         defer_sync=True,
     )
 
@@ -291,7 +317,7 @@ def mma_pipeline(barriers, releases):
         num_stages=Q_TILES,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
-        cta_layout_vmnk=cute.make_layout((1, 1, 1, 1)),
+        cta_layout_vmnk=cta_layout(),
         defer_sync=True,
     )
 
@@ -319,29 +345,41 @@ def consumer_state(stages):
     return pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, stages)
 
 
+def rank_in_cluster():
+    """Which of the CTAS this is; 0 is the leader."""
+    return cute.arch.block_idx()[0] % CTAS
+
+
 def work_tiles(problem):
-    """The work tiles of this CTA: (first, end, step)."""
-    return cute.arch.block_idx()[0], problem.num_tiles, cute.arch.grid_dim()[0]
+    """The work tiles of this cluster: (first, end, step)."""
+    first = cute.arch.block_idx()[0] // CTAS
+    return first, problem.num_tiles, cute.arch.grid_dim()[0] // CTAS
+
+
+def locate(tile, problem):
+    """(where a work tile is in its plane, the plane)"""
+    return tile % problem.per_plane, tile // problem.per_plane
 
 
 @cute.jit
 def load_qkv(q: Tma, k: Tma, v: Tma, tiles: Tiles, pipes: Pipelines, problem: Problem):
     """Producer, warp 12: the query tiles, then K and V of each block in turn."""
-    thr_qk, thr_pv = qk_mma().get_slice(0), pv_mma().get_slice(0)
+    rank = rank_in_cluster()
+    thr_qk, thr_pv = qk_mma().get_slice(rank), pv_mma().get_slice(rank)
     q_state, kv_state = producer_state(Q_TILES), producer_state(KV_STAGES)
     first, end, step = work_tiles(problem)
     for tile in cutlass.range(first, end, step, unroll=1):
-        pair, plane = tile % problem.q_pairs, tile // problem.q_pairs
+        place, plane = locate(tile, problem)
         mQ, mK, mV = (operand.tensor[None, None, plane] for operand in (q, k, v))
         # The sequence is mode 0 of Q and K, and mode 1 of V, whose mode 0 is N.
-        gQ = cute.local_tile(mQ, (TILE_Q, HEAD_DIM), (None, 0))
+        gQ = cute.local_tile(mQ, (MMA_M, HEAD_DIM), (None, 0))
         gK = cute.local_tile(mK, (TILE_KV, HEAD_DIM), (None, 0))
         gV = cute.local_tile(mV, (HEAD_DIM, TILE_KV), (0, None))
         tQsQ, tQgQ = partition(q.atom, tiles.sQ, thr_qk.partition_A(gQ))
         tKsK, tKgK = partition(k.atom, tiles.sK, thr_qk.partition_B(gK))
         tVsV, tVgV = partition(v.atom, tiles.sV, thr_pv.partition_B(gV))
         for t in cutlass.range_constexpr(Q_TILES):
-            load_stage(pipes.q, q_state, q.atom, tQgQ[None, pair * Q_TILES + t], tQsQ)
+            load_stage(pipes.q, q_state, q.atom, tQgQ[None, place * Q_TILES + t], tQsQ)
             q_state.advance()
         for block in cutlass.range(problem.kv_blocks, unroll=1):
             load_stage(pipes.kv, kv_state, k.atom, tKgK[None, block], tKsK)
@@ -380,8 +418,8 @@ class Operands(NamedTuple):
 def make_operands(tiles, tmem):
     """Descriptors of the tiles and tensors over the tensor memory."""
     qk, pv = qk_mma(), pv_mma()
-    s_layout = qk.make_fragment_C(qk.partition_shape_C((TILE_Q, TILE_KV))).layout
-    o_fragment = pv.make_fragment_C(pv.partition_shape_C((TILE_Q, HEAD_DIM)))
+    s_layout = qk.make_fragment_C(qk.partition_shape_C((MMA_M, TILE_KV))).layout
+    o_fragment = pv.make_fragment_C(pv.partition_shape_C((MMA_M, HEAD_DIM)))
     p_layout = sm100.make_smem_layout_a(pv, PV_TILER, DTYPE, 1).outer
     p_fragment = pv.make_fragment_A(cute.make_tensor(tmem, p_layout))
     p_layout = p_fragment[None, None, None, 0].layout
@@ -400,14 +438,20 @@ def make_operands(tiles, tmem):
 
 @cute.jit
 def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
-    """Warp 13: owns the tensor memory and issues the MMAs, by one elected thread.
+    """Warp 13: allocates the tensor memory; the leader's issues the MMAs."""
+    cute.arch.alloc_tmem(TMEM_COLUMNS, tmem_address.ptr, is_two_cta=CTAS > 1)
+    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=CTAS > 1)
+    mma = make_operands(tiles, tensor_memory(tmem_address))
+    if rank_in_cluster() == 0:
+        issue(mma, pipes, problem)
+
+
+@cute.jit
+def issue(mma: Operands, pipes: Pipelines, problem: Problem):
+    """Issues the MMAs of all work tiles, by one elected thread.
 
     The query tiles alternate, so that softmax on one runs beside the MMAs of the other.
     """
-    cute.arch.alloc_tmem(TMEM_COLUMNS, tmem_address.ptr)
-    cute.arch.relinquish_tmem_alloc_permit()
-    tmem = tensor_memory(tmem_address)
-    mma = make_operands(tiles, tmem)
     q_state, kv_state = consumer_state(Q_TILES), consumer_state(KV_STAGES)
     s_state, o_state = producer_state(Q_TILES), producer_state(Q_TILES)
     p_state = consumer_state(Q_TILES)  # of s: P is what comes back in S's place
@@ -457,16 +501,16 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             o_state.advance()
         pipes.kv.consumer_release(kv_state)
         kv_state.advance()
-    # Nobody reads the tensor memory any more once the last O is in registers.
-    for _ in cutlass.range_constexpr(Q_TILES):
-        pipes.o.producer_acquire(o_state)
-        o_state.advance()
-    cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
 
 
 def tensor_memory(tmem_address):
     """Where the tensor memory begins, once its owner has allocated it."""
     cute.arch.barrier(barrier_id=TMEM_BARRIER, number_of_threads=TMEM_THREADS)
+    return address_of(tmem_address)
+
+
+def address_of(tmem_address):
+    """What tcgen05.alloc wrote, as a pointer."""
     return cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address.ptr)
 
 
@@ -695,10 +739,11 @@ def load_scaled(place, factor):
 @cute.jit
 def store_o(out: Tma, sO: cute.Tensor, pipes: Pipelines, problem: Problem):
     """Warp 14: the query tiles of O from shared memory by TMA."""
+    rank = rank_in_cluster()
     state = consumer_state(Q_TILES)
     first, end, step = work_tiles(problem)
     for tile in cutlass.range(first, end, step, unroll=1):
-        pair, plane = tile % problem.q_pairs, tile // problem.q_pairs
+        place, plane = locate(tile, problem)
         mO = out.tensor[None, None, plane]
         gO = cute.local_tile(mO, (TILE_Q, HEAD_DIM), (None, 0))
         one = cute.make_layout(1)
@@ -706,7 +751,9 @@ def store_o(out: Tma, sO: cute.Tensor, pipes: Pipelines, problem: Problem):
         tOsO, tOgO = cpasync.tma_partition(out.atom, 0, one, sO_tiles, gO)
         for t in cutlass.range_constexpr(Q_TILES):
             pipes.out.consumer_wait(state)
-            cute.copy(out.atom, tOsO[None, t], tOgO[None, pair * Q_TILES + t])
+            cute.copy(
+                out.atom, tOsO[None, t], tOgO[None, (place * Q_TILES + t) * CTAS + rank]
+            )
             cute.arch.cp_async_bulk_commit_group()
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             pipes.out.consumer_release(state)
@@ -720,7 +767,7 @@ def compile():
     return cute.compile(
         launch,
         *(tensor, tensor, tensor, tensor),
-        *map(Int32, (1, Q_TILES * TILE_Q, TILE_KV)),
+        *map(Int32, (1, Q_TILES * MMA_M, TILE_KV)),
         Float32(1.0),
         Int32(1),
         cuda.CUstream(0),
