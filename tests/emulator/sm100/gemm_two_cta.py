@@ -1,0 +1,377 @@
+# SPDX-License-Identifier: Apache-2.0
+"""D = A B^T on sm_100a: pairs of CTAs multiply a row of tiles together.
+
+A: [m, k]  B: [n, k]  D: [m, n], all row-major; m, n and k are multiples of the tile.
+
+Each CTA of the pair loads half of A's rows and half of B's, and stores half of D's rows. The
+leader, of even rank, issues the MMAs for both: they read both CTAs' shared memory and write both
+CTAs' tensor memory.
+
+Roles, in both CTAs: warps 0 to 3 convert and store D; warp 4 loads by TMA; warp 5 owns the tensor
+memory and, in the leader, issues the MMAs.
+
+Barriers (mbarriers in shared memory; those the leader waits for serve both CTAs):
+  ab.full[s]   TMA of both, AB_TX_BYTES   -> MMA of the leader   A and B have landed in both
+  ab.empty[s]  MMA of the leader          -> TMA of both         stage s was read
+  acc.full     MMA of the leader          -> epilogue of both    the accumulator is complete
+  acc.empty    256 threads of both        -> MMA of the leader   it is in registers
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+import cutlass.pipeline as pipeline
+import cutlass.utils.blackwell_helpers as sm100
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.nvgpu import CopyUniversalOp, OperandMajorMode, cpasync, tcgen05
+from cutlass.cute.runtime import make_ptr
+
+AB_DTYPE = cutlass.BFloat16
+D_DTYPE = cutlass.BFloat16
+# --- constants: chosen
+TILE_M = 256  # [rows: M of an MMA], 128 or 256
+TILE_N = 128  # [columns: N of an MMA]
+STAGES = 3  # [tiles each of A and B]
+# --- constants: derived
+TILE_K = 128 // (AB_DTYPE.width // 8)  # [elements: a row of the 128-byte swizzle]
+AB_TX_BYTES = (TILE_M + TILE_N) * 128  # [bytes per stage of both CTAs]
+CTA_ROWS = TILE_M // 2  # [rows of A and D in a CTA]
+CTA_B_ROWS = TILE_N // 2  # [rows of B in a CTA]
+LANE_N = TILE_N * CTA_ROWS // 128  # [columns of D in a lane of tensor memory]
+STORE_N = 128 // (D_DTYPE.width // 8)  # [columns of D in one TMA store]
+# --- constants: of the kernel
+CTAS = 2  # [of a cluster, which is a pair]
+WARP_ROWS = 32  # [rows of D that an epilogue warp stores, one per lane]
+EPILOGUE_WARPS = 4  # warps 0 to 3: a warp reaches lanes 32 * (warp % 4) and on
+EPILOGUE_THREADS = 256  # of both CTAs
+LOAD_WARP = 4
+MMA_WARP = 5
+THREADS = 192
+TMEM_BARRIER = 1  # [named barrier] the address of the tensor memory is known
+TMEM_THREADS = 160  # the MMA warp and the epilogue
+# --- constants: of the architecture
+TMA_ALIGN = 16  # [bytes]
+SMEM_ALIGN = 1024  # [bytes: of a swizzled tile]
+
+
+@cute.struct
+class SharedStorage:
+    """Barriers, where tcgen05.alloc writes its address, then the tiles."""
+
+    ab_mbar: cute.struct.MemRange[Int64, 2 * STAGES]
+    acc_mbar: cute.struct.MemRange[Int64, 2]
+    tmem_address: Int32
+    sA: cute.struct.Align[
+        cute.struct.MemRange[AB_DTYPE, CTA_ROWS * TILE_K * STAGES], SMEM_ALIGN
+    ]
+    sB: cute.struct.Align[
+        cute.struct.MemRange[AB_DTYPE, CTA_B_ROWS * TILE_K * STAGES], SMEM_ALIGN
+    ]
+    sD: cute.struct.Align[cute.struct.MemRange[D_DTYPE, CTA_ROWS * TILE_N], SMEM_ALIGN]
+
+
+class Tma(NamedTuple):
+    """A TMA descriptor and the coordinate tensor it goes with."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Tiles(NamedTuple):
+    """Counts that are known at run time only."""
+
+    n: Int32  # that a pair multiplies, one after another
+    k: Int32
+
+
+@dataclass(frozen=True)
+class Pipelines:
+    """Who hands what to whom."""
+
+    ab: pipeline.PipelineTmaUmma
+    acc: pipeline.PipelineUmmaAsync
+
+
+def make_mma():
+    """The tiled MMA, one instruction wide: A and B K-major in shared memory."""
+    return sm100.make_trivial_tiled_mma(
+        AB_DTYPE,
+        AB_DTYPE,
+        OperandMajorMode.K,
+        OperandMajorMode.K,
+        Float32,
+        tcgen05.CtaGroup.TWO,
+        (TILE_M, TILE_N),
+    )
+
+
+def d_layout():
+    """Swizzled shared-memory layout of D: (CTA_ROWS, TILE_N), STORE_N columns at a time."""
+    atom = tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, D_DTYPE)
+    return cute.tile_to_shape(atom, (CTA_ROWS, TILE_N), order=(0, 1))
+
+
+def cluster_layout():
+    """(V, M, N, K) -> rank in the cluster; V counts the CTAs of one MMA."""
+    return cute.make_layout((CTAS, 1, 1, 1))
+
+
+@cute.jit
+def launch(
+    a: cute.Pointer,
+    b: cute.Pointer,
+    d: cute.Pointer,
+    m: Int32,
+    n: Int32,
+    k: Int32,
+    stream: cuda.CUstream,
+):
+    """Builds the TMA descriptors and launches a pair of CTAs per TILE_M rows of D."""
+    mma = make_mma()
+    tiler = (TILE_M, TILE_N, TILE_K)
+    mA, mB, mD = row_major(a, m, k), row_major(b, n, k), row_major(d, m, n)
+    load = cpasync.CopyBulkTensorTileG2SOp(tcgen05.CtaGroup.TWO)
+    a_layout = sm100.make_smem_layout_a(mma, tiler, AB_DTYPE, 1)
+    b_layout = sm100.make_smem_layout_b(mma, tiler, AB_DTYPE, 1)
+    cluster = cluster_layout().shape
+    tma_a = cute.nvgpu.make_tiled_tma_atom_A(load, mA, a_layout, tiler, mma, cluster)
+    tma_b = cute.nvgpu.make_tiled_tma_atom_B(load, mB, b_layout, tiler, mma, cluster)
+    store_tile = (WARP_ROWS, STORE_N)
+    store_layout = cute.tile_to_shape(
+        tcgen05.make_smem_layout_atom(tcgen05.SmemLayoutAtomKind.K_SW128, D_DTYPE),
+        store_tile,
+        order=(0, 1),
+    )
+    tma_d = cpasync.make_tiled_tma_atom(
+        cpasync.CopyBulkTensorTileS2GOp(), mD, store_layout, store_tile
+    )
+    tiles = Tiles(n // TILE_N, k // TILE_K)
+    gemm_kernel(Tma(*tma_a), Tma(*tma_b), Tma(*tma_d), tiles).launch(
+        grid=[m // CTA_ROWS, 1, 1],
+        cluster=[CTAS, 1, 1],
+        block=[THREADS, 1, 1],
+        min_blocks_per_mp=1,
+        stream=stream,
+    )
+
+
+def row_major(pointer, rows, columns):
+    """A dense row-major matrix whose rows start at multiples of 16 bytes."""
+    pitch = cute.assume(Int64(columns), divby=TMA_ALIGN)
+    return cute.make_tensor(
+        pointer, cute.make_layout((rows, columns), stride=(pitch, 1))
+    )
+
+
+@cute.kernel
+def gemm_kernel(a: Tma, b: Tma, d: Tma, tiles: Tiles):
+    """Device entry: barriers, then one branch per role."""
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    if warp_idx == LOAD_WARP:
+        for operand in (a, b, d):
+            cpasync.prefetch_descriptor(operand.atom)
+    storage = cutlass.memory.SmemAllocator().allocate(SharedStorage)
+    tiler = (TILE_M, TILE_N, TILE_K)
+    a_layout = sm100.make_smem_layout_a(make_mma(), tiler, AB_DTYPE, STAGES)
+    b_layout = sm100.make_smem_layout_b(make_mma(), tiler, AB_DTYPE, STAGES)
+    sA = storage.sA.get_tensor(a_layout.outer, swizzle=a_layout.inner)
+    sB = storage.sB.get_tensor(b_layout.outer, swizzle=b_layout.inner)
+    sD = storage.sD.get_tensor(d_layout().outer, swizzle=d_layout().inner)
+    threads = functools.partial(pipeline.CooperativeGroup, pipeline.Agent.Thread)
+    pipelines = Pipelines(
+        ab=pipeline.PipelineTmaUmma.create(
+            barrier_storage=storage.ab_mbar.data_ptr(),
+            num_stages=STAGES,
+            producer_group=threads(),
+            consumer_group=threads(1),
+            tx_count=AB_TX_BYTES,
+            cta_layout_vmnk=cluster_layout(),
+            defer_sync=True,
+        ),
+        acc=pipeline.PipelineUmmaAsync.create(
+            barrier_storage=storage.acc_mbar.data_ptr(),
+            num_stages=1,
+            producer_group=threads(),
+            consumer_group=threads(EPILOGUE_THREADS),
+            cta_layout_vmnk=cluster_layout(),
+            defer_sync=True,
+        ),
+    )
+    pipeline.pipeline_init_arrive(cluster_shape_mn=(CTAS, 1), is_relaxed=True)
+    pipeline.pipeline_init_wait(cluster_shape_mn=(CTAS, 1))
+
+    if warp_idx == LOAD_WARP:
+        load_ab(a, b, sA, sB, pipelines.ab, tiles)
+    if warp_idx == MMA_WARP:
+        multiply(sA, sB, pipelines, storage.tmem_address, tiles)
+    if warp_idx < EPILOGUE_WARPS:
+        store_d(d, sD, pipelines, storage.tmem_address, tiles)
+    # Neither CTA signals the other's barriers or touches its tensor memory any more.
+    cute.arch.cluster_arrive()
+    cute.arch.cluster_wait()
+    if warp_idx == MMA_WARP:
+        tmem = cute.arch.retrieve_tmem_ptr(Float32, 16, storage.tmem_address.ptr)
+        cute.arch.dealloc_tmem(tmem, TILE_N, is_two_cta=True)
+
+
+@cute.jit
+def load_ab(a: Tma, b: Tma, sA, sB, ab, tiles: Tiles):
+    """Producer, one warp: this CTA's halves of A's and B's tiles."""
+    m_tile, rank = locate()
+    thr_mma = make_mma().get_slice(rank)
+    gA = cute.local_tile(a.tensor, (TILE_M, TILE_K), (m_tile, None))
+    gB = cute.local_tile(b.tensor, (TILE_N, TILE_K), (None, None))
+    tAsA, tAgA = partition(a.atom, sA, thr_mma.partition_A(gA))
+    tBsB, tBgB = partition(b.atom, sB, thr_mma.partition_B(gB))
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
+    for n_tile in cutlass.range(tiles.n, unroll=1):
+        for k_tile in cutlass.range(tiles.k, unroll=1):
+            # Only the leader's barrier is armed and signalled, for the bytes of both.
+            ab.producer_acquire(state)
+            full, stage = ab.producer_get_barrier(state), state.index
+            gA_tile, gB_tile = tAgA[None, k_tile], tBgB[None, n_tile, k_tile]
+            cute.copy(a.atom, gA_tile, tAsA[None, stage], tma_bar_ptr=full)
+            cute.copy(b.atom, gB_tile, tBsB[None, stage], tma_bar_ptr=full)
+            state.advance()
+    # The leader's MMA still signals these barriers: stay until every stage is free.
+    ab.producer_tail(state)
+
+
+def locate():
+    """(m tile, rank): the pair's rows of D and this CTA's rank in the pair."""
+    cta, _, _ = cute.arch.block_idx()
+    return cta // CTAS, cta % CTAS
+
+
+def partition(atom, smem, gmem):
+    """TMA views of tiles (MMA, MMA_MN, MMA_K, ...): smem (TMA, stage), gmem (TMA, tile)."""
+    return cpasync.tma_partition(
+        atom,
+        0,
+        cute.make_layout(1),
+        cute.group_modes(smem, 0, 3),
+        cute.group_modes(gmem, 0, 3),
+    )
+
+
+@cute.jit
+def multiply(sA, sB, pipelines: Pipelines, tmem_address, tiles: Tiles):
+    """Allocates tensor memory in both CTAs; one thread of the leader issues the MMAs."""
+    cute.arch.alloc_tmem(TILE_N, tmem_address.ptr, is_two_cta=True)
+    cute.arch.relinquish_tmem_alloc_permit(is_two_cta=True)
+    tmem = tensor_memory(tmem_address)
+    mma = make_mma()
+    tCrA = mma.make_fragment_A(sA)
+    tCrB = mma.make_fragment_B(sB)
+    tCtC = accumulator(tmem)
+    ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
+    acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
+    _, rank = locate()
+    if rank == 0:
+        for _ in cutlass.range(tiles.n, unroll=1):
+            pipelines.acc.producer_acquire(acc_state)
+            for k_tile in cutlass.range(tiles.k, unroll=1):
+                pipelines.ab.consumer_wait(ab_state)
+                for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
+                    mma.set(
+                        tcgen05.Field.ACCUMULATE, k_tile > 0 if k_block == 0 else True
+                    )
+                    place = (None, None, k_block, ab_state.index)
+                    cute.gemm(mma, tCtC, tCrA[place], tCrB[place], tCtC)
+                pipelines.ab.consumer_release(ab_state)
+                ab_state.advance()
+            pipelines.acc.producer_commit(acc_state)
+            acc_state.advance()
+
+
+def accumulator(tmem):
+    """The accumulator as the MMA writes it: (MMA, MMA_M, MMA_N)."""
+    mma = make_mma()
+    shape = mma.partition_shape_C((TILE_M, TILE_N))
+    return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+
+
+def tensor_memory(tmem_address):
+    """The accumulator's address, once its owner has allocated it."""
+    cute.arch.barrier(barrier_id=TMEM_BARRIER, number_of_threads=TMEM_THREADS)
+    return cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address.ptr)
+
+
+@cute.jit
+def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address, tiles: Tiles):
+    """Consumers: a warp takes its quarter of this CTA's accumulator and stores that of D.
+
+    With M = 256 a lane holds a whole row. With M = 128 the CTA has 64 rows: lanes 0 to 63 hold
+    their first half, lanes 64 to 127 their second.
+    """
+    thread_idx, _, _ = cute.arch.thread_idx()
+    warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    tCtC = accumulator(tensor_memory(tmem_address))
+    op = tcgen05.Ld32x32bOp(tcgen05.Repetition.x32)
+    load = tcgen05.make_tmem_copy(cute.make_copy_atom(op, Float32), tCtC)
+    store = cute.make_tiled_copy_D(
+        cute.make_copy_atom(CopyUniversalOp(), D_DTYPE, num_bits_per_copy=128), load
+    )
+    thr_load, thr_store = load.get_slice(thread_idx), store.get_slice(thread_idx)
+    tDtC = thr_load.partition_S(tCtC)
+    # As partition_C has it, (MMA, MMA_M, MMA_N): this CTA's part of D is all there is of it.
+    tCsD = cute.group_modes(cute.flat_divide(sD, (CTA_ROWS, TILE_N)), 0, 2)
+    tDsD = thr_store.partition_D(tCsD)
+    shape = thr_load.partition_D(tCsD).shape
+    rC = cute.make_rmem_tensor(shape, Float32)
+    rD = cute.make_rmem_tensor(shape, D_DTYPE)
+    m_tile, rank = locate()
+    gD = cute.local_tile(
+        d.tensor, (CTA_ROWS, TILE_N), (m_tile * CTAS + rank, None)
+    )  # (CTA_ROWS, TILE_N, n tiles)
+    state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
+    for n_tile in cutlass.range(tiles.n, unroll=1):
+        pipelines.acc.consumer_wait(state)
+        cute.copy(load, tDtC, rC)
+        cute.arch.fence_view_async_tmem_load()
+        pipelines.acc.consumer_release(state)
+        state.advance()
+        rD.store(rC.load().to(D_DTYPE))
+        cute.arch.cp_async_bulk_wait_group(0, read=True)  # the tile before has left
+        cute.copy(store, thr_store.retile(rD), tDsD)
+        # All lanes make their rows visible to TMA before the warp stores them.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        gD_tile = part_of_warp(gD[None, None, n_tile], warp_idx)
+        sD_tile = part_of_warp(sD, warp_idx)
+        one = cute.make_layout(1)
+        tSsD, tSgD = cpasync.tma_partition(d.atom, 0, one, sD_tile, gD_tile)
+        cute.copy(d.atom, tSsD, tSgD)
+        cute.arch.cp_async_bulk_commit_group()
+    cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
+def part_of_warp(tile, warp_idx):
+    """What a warp stores of (CTA_ROWS, TILE_N), box by box: ((WARP_ROWS, STORE_N), boxes)."""
+    warps = CTA_ROWS // WARP_ROWS
+    place = (warp_idx % warps, warp_idx // warps)
+    rows = cute.local_tile(tile, (WARP_ROWS, LANE_N), place)
+    boxes = cute.local_tile(rows, (WARP_ROWS, STORE_N), (0, None))
+    return cute.group_modes(boxes, 0, 2)
+
+
+gemm_kernel.set_name_prefix(
+    "gemm_two_cta", remove_cutlass_symbol=True, keep_mangled_name=False
+)
+
+
+@functools.cache
+def compile():
+    """Compiles `launch`; returns the callable."""
+    return cute.compile(
+        launch,
+        make_ptr(AB_DTYPE, 0, cute.AddressSpace.gmem, assumed_align=TMA_ALIGN),
+        make_ptr(AB_DTYPE, 0, cute.AddressSpace.gmem, assumed_align=TMA_ALIGN),
+        make_ptr(D_DTYPE, 0, cute.AddressSpace.gmem, assumed_align=TMA_ALIGN),
+        *map(Int32, (TILE_M, TILE_N, TILE_K)),
+        cuda.CUstream(0),
+    )
