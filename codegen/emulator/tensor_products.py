@@ -164,7 +164,6 @@ class TensorProducts:
                     result,
                     product.scale,
                 )
-            self._group.cluster.progress += 1
 
         return complete
 
