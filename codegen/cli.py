@@ -134,7 +134,7 @@ def emulate(
     schedules: Annotated[
         int,
         typer.Option("--schedules", min=0, help="Random schedules, beside the others."),
-    ] = 1,
+    ] = 2,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Parallel kernels.")
     ] = 2,

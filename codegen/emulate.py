@@ -63,7 +63,7 @@ class Outcome:
 class Choice:
     """What to run. A case, completion or seed replays, a timeline shows: nothing is recorded."""
 
-    schedules: int = 1
+    schedules: int = 2
     case: str | None = None
     completion: str | None = None
     seed: int | None = None

@@ -17,7 +17,7 @@ class Order(str, Enum):
     RANDOM = "random"
     """Random warpgroups, for a random number of blocks."""
     RANDOM_WARPS = "random_warps"
-    """The same, and often one warp only: the warps of a warpgroup drift apart."""
+    """The same, and often one warp only passes a wait: the warps of a warpgroup drift apart."""
     STARVATION = "starvation"
     """One victim, a warpgroup or one warp of it, runs only when nobody else can go on."""
 
@@ -54,7 +54,7 @@ _WHOLE_TURN = 1 << 12
 """[blocks] of a turn that ends when everything is held back: more than lie between two waits, and
 who polls for ever does not keep others from what it polls for."""
 _LONGEST_TURN = 8  # [blocks] of one warpgroup in the random orders
-_LONE_WARP = 0.5  # chance that only one warp of a strand runs
+_LONE_WARP = 0.5  # chance that only one warp of a strand passes a wait
 _LONGEST_STARVATION = 400  # [blocks] that a victim runs before there is another one
 _STARVED_WARP = 0.3  # chance that the victim is one warp, not a warpgroup
 
@@ -173,7 +173,7 @@ class Turns:
         )
 
     def lone_warp(self, warps: list[int]) -> int | None:
-        """The one of these warps that runs, or None for all of them."""
+        """The one of these warps that passes a wait, or None for all of them."""
         drifts = self.order is Order.RANDOM_WARPS and len(warps) > 1
         if drifts and self.rng.random() < _LONE_WARP:
             return self.rng.choice(warps)

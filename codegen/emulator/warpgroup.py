@@ -174,7 +174,7 @@ class Warpgroup:
                 if not some(running):
                     self._reasons[block.index] = lambda: "the other lanes of its warp"
                     return None
-        if block.aligned < ALIGNED_GROUP:
+        if block.gated and block.aligned < ALIGNED_GROUP:
             lone = turns.lone_warp(warps_of(running))
             if lone is not None:
                 alone = self._pass(block, running & WARP_MASKS[lone])
