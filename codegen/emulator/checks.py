@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data races and missing proxy fences by happens-before, on every 4 bytes of shared memory.
+"""Data races and missing proxy fences by happens-before, in shared and in tensor memory.
 
 Agents are warps: lanes of one warp are ordered by their program. The vector clocks have components
 for what each warp's lanes do (the generic proxy), for each warp's bulk stores, for each warpgroup's
-matrix products, and for the loads that complete on each mbarrier. A clock has three rows,
-`[3, components]`:
+or (tcgen05) each warp's matrix products, for each warp's tcgen05.ld and its tcgen05.st, and for the
+loads that complete on each mbarrier. A clock has three rows, `[3, components]`:
 
 - HAPPENED: everything of that component up to the epoch happened before;
 - FENCED: generic writes of that component up to the epoch are visible to the asynchronous proxy,
@@ -57,23 +57,45 @@ can only hide a race between two loads."""
 
 
 class Components:
-    """Numbers the components of a cluster's clocks; loads, which never read, come last."""
+    """Numbers the components of a cluster's clocks; who writes and never reads comes last.
 
-    def __init__(self, warps: int, groups: int, ctas: int) -> None:
+    `tensor`: the kernel has tcgen05 instructions. Then warps issue products, and have components
+    for what they load from tensor memory and store there.
+    """
+
+    def __init__(
+        self, warps: int, groups: int, ctas: int, *, tensor: bool = False
+    ) -> None:
         self.warps = warps
-        self.groups = groups
         self.ctas = ctas
-        self.readers = 2 * warps + groups
-        self.count = self.readers + LOADS * ctas
+        self._tensor = tensor
+        self._issuers = warps if tensor else groups
+        accesses = warps if tensor else 0
+        self._tensor_loads = 2 * warps + self._issuers
+        self._tensor_stores = self._tensor_loads + accesses
+        self._loads = self._tensor_stores + accesses
+        self.shared_readers = slice(0, self._tensor_loads)
+        """Components that read shared memory."""
+        self.tensor_readers = slice(2 * warps, self._tensor_stores)
+        """Components that read tensor memory."""
+        self.count = self._loads + LOADS * ctas
         self._mbarriers = 0
 
     def stores(self, warp: int) -> int:
         """The component of a warp's bulk stores."""
         return self.warps + warp
 
-    def products(self, group: int) -> int:
-        """The component of a warpgroup's matrix products."""
-        return 2 * self.warps + group
+    def products(self, issuer: int) -> int:
+        """The component of the matrix products of a warpgroup, or of a warp for tcgen05."""
+        return 2 * self.warps + issuer
+
+    def tensor_loads(self, warp: int) -> int:
+        """The component of a warp's tcgen05.ld."""
+        return self._tensor_loads + warp
+
+    def tensor_stores(self, warp: int) -> int:
+        """The component of a warp's tcgen05.st."""
+        return self._tensor_stores + warp
 
     def loads(self) -> int:
         """The component of the loads that complete on an mbarrier: a new one for each mbarrier.
@@ -81,23 +103,30 @@ class Components:
         Loads complete in any order; those of one mbarrier are waited for together.
         """
         self._mbarriers += 1
-        return self.readers + (self._mbarriers - 1) % (LOADS * self.ctas)
+        return self._loads + (self._mbarriers - 1) % (LOADS * self.ctas)
 
     def is_generic(self, component: Any) -> Any:
         """Whether a component (or each of an array) is what lanes do."""
         return component < self.warps
 
+    def is_product(self, component: int) -> bool:
+        """Whether a component is somebody's matrix products."""
+        return 2 * self.warps <= component < self._tensor_loads
+
     def name(self, component: int) -> str:
         """Who a component is, for messages."""
-        if component >= self.readers:
+        if component >= self._loads:
             return "a TMA load"
-        if component < 2 * self.warps:
-            cta, warp = divmod(component % self.warps, self.warps // self.ctas)
-            return f"cta {cta} warp {warp}" + (
-                "'s TMA store" if component >= self.warps else ""
-            )
-        cta, group = divmod(component - 2 * self.warps, self.groups // self.ctas)
-        return f"cta {cta} warpgroup {group}'s wgmma"
+        if self.is_product(component) and not self._tensor:
+            number = component - 2 * self.warps
+            cta, group = divmod(number, self._issuers // self.ctas)
+            return f"cta {cta} warpgroup {group}'s wgmma"
+        cta, warp = divmod(component % self.warps, self.warps // self.ctas)
+        return f"cta {cta} warp {warp}" + _ACTIONS[component // self.warps]
+
+
+_ACTIONS = ("", "'s TMA store", "'s tcgen05.mma", "'s tcgen05.ld", "'s tcgen05.st")
+"""What a warp does, in the order of its components."""
 
 
 class Agent:
@@ -134,6 +163,10 @@ class Agent:
         if clock is not None:
             np.maximum(self.clock, clock, out=self.clock)
 
+    def learn(self, component: int, epoch: int) -> None:
+        """Knows that a component has done all up to this epoch."""
+        self.clock[HAPPENED, component] = max(self.clock[HAPPENED, component], epoch)
+
     def fence_async(self) -> None:
         """All that happened before is visible to the asynchronous proxy from here on."""
         np.maximum(self.clock[FENCED], self.clock[HAPPENED], out=self.clock[FENCED])
@@ -161,10 +194,18 @@ class Streams:
     def __init__(self, components: Components) -> None:
         self._epochs = np.zeros(components.count, np.int64)
 
+    def last(self, component: int) -> int:
+        """The epoch of the component's last operation."""
+        return int(self._epochs[component])
+
+    def count(self, component: int) -> int:
+        """The epoch of an operation that starts now."""
+        self._epochs[component] += 1
+        return int(self._epochs[component])
+
     def start(self, component: int, agents: list[Agent], line: int) -> Operation:
         """An operation that these warps issue together."""
-        self._epochs[component] += 1
-        epoch = int(self._epochs[component])
+        epoch = self.count(component)
         clock = agents[0].release()
         for agent in agents[1:]:
             np.maximum(clock, agent.release(), out=clock)
@@ -177,26 +218,34 @@ Granules = Any
 
 
 class Shadow:
-    """Who touched each granule of one CTA's shared memory last.
+    """Who touched each granule of a CTA's memory last.
 
+    Shared memory unless told otherwise: `space` is its name, `readers` are the components that may
+    read it, and `proxies` says whether generic accesses need a fence before asynchronous ones.
     `report(kind, message)` is told what is wrong.
     """
 
     def __init__(
         self,
-        nbytes: int,
+        granules: int,
         components: Components,
         report: Callable[[Kind, str], None],
+        *,
+        space: str = "shared memory",
+        readers: slice | None = None,
+        proxies: bool = True,
     ) -> None:
-        granules = -(-nbytes // GRANULE)
         self._components = components
         self._report = report
-        self._name = components.name
+        self._space = space
+        self._readers = readers or components.shared_readers
+        self._proxies = proxies
         self._writer = np.full(granules, NOBODY, np.int16)
         self._written = np.zeros(granules, np.int32)
         self._line = np.zeros(granules, np.int32)
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
-        self._read = np.zeros((components.readers, granules), np.int32)
+        rows = self._readers.stop - self._readers.start
+        self._read = np.zeros((rows, granules), np.int32)
 
     def read(
         self, granules: Granules, component: int, epoch: int, clock: Clock, what: str
@@ -205,10 +254,10 @@ class Shadow:
         writer = self._writer[granules]
         if (writer == NOBODY).any():
             self._report(
-                Kind.READ_BEFORE_WRITE, f"{what} reads shared memory that nobody wrote"
+                Kind.READ_BEFORE_WRITE, f"{what} reads {self._space} that nobody wrote"
             )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
-        self._read[component, granules] = epoch
+        self._read[component - self._readers.start, granules] = epoch
 
     def write(
         self,
@@ -223,18 +272,23 @@ class Shadow:
         self._check_writes(
             granules, self._writer[granules], component, clock, f"{what} writes"
         )
-        readers = (
-            self._read[:, granules] > clock[HAPPENED, : self._components.readers, None]
-        )
+        readers = self._read[:, granules] > clock[HAPPENED, self._readers, None]
         if readers.any():
-            reader = int(np.argmax(readers.any(axis=1)))
+            reader = int(np.argmax(readers.any(axis=1))) + self._readers.start
             self._report(
                 Kind.RACE,
-                f"{what} writes shared memory that {self._name(reader)} may still be reading",
+                f"{what} writes {self._space} that {self._components.name(reader)} may still "
+                "be reading",
             )
         self._writer[granules] = component
         self._written[granules] = epoch
         self._line[granules] = line
+
+    def forget(self, granules: Granules) -> None:
+        """Starts anew: nobody has touched this memory."""
+        self._writer[granules] = NOBODY
+        self._written[granules] = 0
+        self._read[:, granules] = 0
 
     def _check_writes(
         self, granules: Granules, writer: Any, component: int, clock: Clock, what: str
@@ -247,9 +301,9 @@ class Shadow:
             who, line = self._culprit(granules, writer, unordered)
             self._report(
                 Kind.RACE,
-                f"{what} shared memory that {who} writes (line {line}) in no order",
+                f"{what} {self._space} that {who} writes (line {line}) in no order",
             )
-        elif not self._components.is_generic(component):
+        elif self._proxies and not self._components.is_generic(component):
             unfenced = self._components.is_generic(writer) & (
                 clock[FENCED, writer] < written
             )
@@ -257,13 +311,14 @@ class Shadow:
                 who, line = self._culprit(granules, writer, unfenced)
                 self._report(
                     Kind.PROXY_FENCE,
-                    f"{what} shared memory that {who} wrote (line {line}) with no "
+                    f"{what} {self._space} that {who} wrote (line {line}) with no "
                     "fence.proxy.async in between",
                 )
 
     def _culprit(self, granules: Granules, writer: Any, wrong: Any) -> tuple[str, int]:
         first = int(np.argmax(wrong))
-        return self._name(int(writer[first])), int(self._line[granules][first])
+        who = self._components.name(int(writer[first]))
+        return who, int(self._line[granules][first])
 
 
 def granules_of(addresses: Any, nbytes: int) -> Any:

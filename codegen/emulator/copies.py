@@ -44,9 +44,10 @@ class Copies:
         barrier_base: Lanes,
         barrier_offset: int,
         targets: Lanes | None,
+        pair: bool,
         mask: Mask,
     ) -> None:
-        """cp.async.bulk.tensor into shared memory, by each lane."""
+        """cp.async.bulk.tensor into shared memory, by each lane; pair: `.cta_group::2`."""
         for lane in np.flatnonzero(mask).tolist():
             warp = self._group.warps[lane // WARP]
             self._group.here(index, lane // WARP)
@@ -56,14 +57,8 @@ class Copies:
             )
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
             where = [int(axis[lane]) for axis in coordinates]
-            if targets is None:
-                receivers = [(cta, owner)]
-            else:
-                ranks = self._ranks(int(targets[lane]))
-                receivers = [
-                    (self._group.cluster.ctas[rank], self._group.cluster.ctas[rank])
-                    for rank in ranks
-                ]
+            bits = None if targets is None else int(targets[lane])
+            receivers = self._receivers(cta, owner, bits, pair)
             for _, signalled in receivers:
                 self._group.mbarrier(
                     signalled.rank << RANK_SHIFT | barrier_place, warp, copies=True
@@ -86,12 +81,35 @@ class Copies:
                 )
             )
 
-    def _ranks(self, bits: int) -> list[int]:
+    def _receivers(
+        self, cta: Cta, owner: Cta, bits: int | None, pair: bool
+    ) -> list[tuple[Cta, Cta]]:
+        """Each CTA that gets the data, and the one whose mbarrier is told of its bytes.
+
+        Without a multicast these are the CTAs of the two addresses: the same one, or in the same
+        pair. With one, each CTA's own mbarrier is told, or of its pair the one that is even or
+        odd as the owner of the mbarrier's address is.
+        """
+        ctas = self._group.cluster.ctas
+        if pair and len(ctas) % 2:
+            raise Fault(Kind.TMA, f"a copy for CTA pairs in a cluster of {len(ctas)}")
+        if bits is None:
+            if cta.rank != owner.rank and not (pair and cta.rank ^ owner.rank == 1):
+                raise Fault(
+                    Kind.TMA,
+                    f"a copy into cta {cta.rank} that signals an mbarrier of cta {owner.rank}",
+                )
+            return [(cta, owner)]
+        ranks = self.ranks(bits, Kind.TMA)
+        if pair:
+            return [(ctas[rank], ctas[rank & ~1 | owner.rank & 1]) for rank in ranks]
+        return [(ctas[rank], ctas[rank]) for rank in ranks]
+
+    def ranks(self, bits: int, kind: Kind) -> list[int]:
+        """The CTAs of a multicast mask; Fault of this kind when it names none or others."""
         count = len(self._group.cluster.ctas)
         if not bits or bits >> count:
-            raise Fault(
-                Kind.TMA, f"a multicast mask of {bits:#x} in a cluster of {count}"
-            )
+            raise Fault(kind, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
     def _start(self, warp: Warp, component: int) -> Operation | None:

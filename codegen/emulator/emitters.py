@@ -13,7 +13,6 @@ beyond rounding is not right, and the comparison with a float64 reference is wha
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -124,7 +123,8 @@ def alignment(instruction: Instruction) -> int:
     """Which lanes must execute the instruction together."""
     if instruction.opcode == "wgmma" and instruction.modifiers[0] in _GROUP_ALIGNED:
         return ALIGNED_GROUP
-    # `bar.sync` counts threads; the warps of our kernels always arrive whole.
+    # Barriers count threads; here warps arrive whole, at `barrier` without `.aligned` too: its
+    # lanes wait for the others of their warp first, which a deadlock would tell.
     collective = instruction.opcode in (
         "elect",
         "shfl",
@@ -133,22 +133,37 @@ def alignment(instruction: Instruction) -> int:
         "setmaxnreg",
     )
     barrier = instruction.opcode in ("bar", "barrier", "wgmma")
-    return ALIGNED_WARP if collective or barrier else ALIGNED_NONE
+    tensor = instruction.opcode == "tcgen05" and instruction.has("sync")
+    return ALIGNED_WARP if collective or barrier or tensor else ALIGNED_NONE
 
 
 # --- the table -----------------------------------------------------------------------------
 
 EmitterFunction = Callable[["Emitter", Instruction], None]
-EMITTERS: dict[str, EmitterFunction] = {}
-"""Opcode to the function that writes its Python."""
 
 
-def emits(*opcodes: str) -> Callable[[EmitterFunction], EmitterFunction]:
-    """Registers the function that writes the Python of these opcodes."""
+@dataclass(frozen=True)
+class Entry:
+    """What the table says of an opcode."""
+
+    function: EmitterFunction
+    """Writes the instruction's Python."""
+    modifiers: frozenset[str]
+    """All that the function reads, or knows to be without effect here."""
+
+
+EMITTERS: dict[str, Entry] = {}
+"""By opcode."""
+
+
+def emits(
+    *opcodes: str, modifiers: str
+) -> Callable[[EmitterFunction], EmitterFunction]:
+    """Registers the function that writes the Python of these opcodes with these modifiers."""
 
     def register(function: EmitterFunction) -> EmitterFunction:
         for opcode in opcodes:
-            EMITTERS[opcode] = function
+            EMITTERS[opcode] = Entry(function, frozenset(modifiers.split()))
         return function
 
     return register
@@ -172,9 +187,12 @@ class Emitter:
         instruction = self.program.instructions[index]
         self.index = index
         self.gate = gate
-        function = EMITTERS.get(instruction.opcode)
-        if function is None:
+        entry = EMITTERS.get(instruction.opcode)
+        if entry is None:
             raise UnsupportedInstruction(instruction)
+        for modifier in instruction.modifiers:
+            if modifier not in entry.modifiers:
+                raise UnsupportedInstruction(instruction, f".{modifier}")
         merged = self.masked
         if instruction.guard is None:
             self.mask = "mask"
@@ -185,7 +203,7 @@ class Emitter:
             invert = "~" if instruction.guard.negated else ""
             self.lines.append(f"guard = {invert}R[{slot}] & mask")
             self.mask, self.masked = "guard", True
-        function(self, instruction)
+        entry.function(self, instruction)
         self.masked = merged
 
     def home(self, operand: Operand) -> str:
@@ -258,7 +276,7 @@ class Emitter:
         return f"{self.value(base, dtype)}, {operand.offset}"
 
     def only(self, instruction: Instruction, allowed: Iterable[str]) -> None:
-        """Refuses modifiers that the emitter does not read."""
+        """Refuses modifiers that the table lists for other forms of the opcode."""
         for modifier in instruction.modifiers:
             if modifier not in allowed:
                 raise UnsupportedInstruction(instruction, f".{modifier}")
@@ -295,28 +313,83 @@ def _constant_value(emitter: Emitter, operand: Operand) -> int:
     return operand.value
 
 
-@emits("add", "sub", "mul")
+_WHOLE = "s16 u16 s32 u32 s64 u64"
+_BITS = "b16 b32 b64"
+_ROUNDINGS = ("rn", "rm")
+
+
+@emits("add", "sub", modifiers=f"rn rm ftz f32 f32x2 {_WHOLE}")
+@emits("mul", modifiers=f"lo hi wide rn rm ftz f32 f32x2 {_WHOLE}")
 def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
-    destination, *sources = instruction.operands
-    dtype = _dtype(instruction)
-    if instruction.opcode == "mul" and dtype != "f32":
-        _integer_multiply(emitter, instruction)
+    if instruction.modifiers[-1] in ("f32", "f32x2"):
+        _float_arithmetic(emitter, instruction)
         return
-    emitter.only(instruction, ("rn", "ftz", instruction.modifiers[-1]))
-    if dtype[0] == "i":
-        dtype = unsigned(dtype)  # sums wrap the same way, and need fewer views
-    sign = {"add": "+", "sub": "-", "mul": "*"}[instruction.opcode]
+    if instruction.opcode == "mul":
+        expression, dtype = _product(emitter, instruction)
+        emitter.assign(instruction.operands[0], expression, dtype)
+        return
+    if len(instruction.modifiers) > 1:
+        raise UnsupportedInstruction(instruction)
+    destination, *sources = instruction.operands
+    # Signed sums wrap the same way, and unsigned ones need fewer views.
+    dtype = unsigned(_dtype(instruction))
     first, second = (emitter.value(source, dtype) for source in sources)
-    expression = f"{first} {sign} {second}"
-    if instruction.has("ftz"):
+    sign = {"add": "+", "sub": "-"}[instruction.opcode]
+    emitter.assign(destination, f"{first} {sign} {second}", dtype)
+
+
+def _floats(emitter: Emitter, instruction: Instruction) -> list[str]:
+    """The sources as float32 arrays: 128 lanes of `.f32`, 256 halves of `.f32x2`."""
+    if instruction.modifiers[-1] == "f32":
+        return [emitter.value(source, "f32") for source in instruction.operands[1:]]
+    return [
+        f"{emitter.value(source, 'u64')}.view(np.float32)"
+        for source in instruction.operands[1:]
+    ]
+
+
+def _assign_floats(emitter: Emitter, instruction: Instruction, expression: str) -> None:
+    """Writes a float32 array of the shape that `_floats` gives."""
+    if instruction.modifiers[-1] == "f32":
+        emitter.assign(instruction.operands[0], expression, "f32")
+    else:
+        packed = f"({expression}).view(np.uint64)"
+        emitter.assign(instruction.operands[0], packed, "u64")
+
+
+def _rounding(instruction: Instruction) -> str:
+    """rn or rm, of an instruction that may have that, `.ftz` and a type; rn by default."""
+    options = list(instruction.modifiers[:-1])
+    rounding = options.pop(0) if options and options[0] in _ROUNDINGS else "rn"
+    if options not in ([], ["ftz"]):
+        raise UnsupportedInstruction(instruction)
+    return rounding
+
+
+def _float_arithmetic(emitter: Emitter, instruction: Instruction) -> None:
+    opcode = instruction.opcode
+    first, second = _floats(emitter, instruction)
+    flushes = instruction.has("ftz")
+    if flushes:
+        first, second = f"numerics.ftz({first})", f"numerics.ftz({second})"
+    if _rounding(instruction) == "rm":
+        expression = f"numerics.{opcode}_rm({first}, {second})"
+    else:
+        sign = {"add": "+", "sub": "-", "mul": "*"}[opcode]
+        expression = f"{first} {sign} {second}"
+    if flushes:
         expression = f"numerics.ftz({expression})"
-    emitter.assign(destination, expression, dtype)
+    _assign_floats(emitter, instruction, expression)
+
+
+_PARTS = ("lo", "hi", "wide")
 
 
 def _product(emitter: Emitter, instruction: Instruction) -> tuple[str, str]:
     """The part of a*b that `.lo`, `.hi` or `.wide` names, and its dtype."""
     dtype = _dtype(instruction)
-    emitter.only(instruction, ("lo", "hi", "wide", instruction.modifiers[-1]))
+    if len(instruction.modifiers) != 2 or instruction.modifiers[0] not in _PARTS:
+        raise UnsupportedInstruction(instruction)
     if instruction.has("lo"):
         dtype = unsigned(dtype)  # the low half is the same
     first, second = (
@@ -333,76 +406,63 @@ def _product(emitter: Emitter, instruction: Instruction) -> tuple[str, str]:
     return f"(({product}) >> {BITS[dtype]}).astype(np.{_np(dtype)})", dtype
 
 
-def _integer_multiply(emitter: Emitter, instruction: Instruction) -> None:
-    expression, dtype = _product(emitter, instruction)
-    emitter.assign(instruction.operands[0], expression, dtype)
-
-
-@emits("mad")
+@emits("mad", modifiers=f"lo hi wide {_WHOLE}")
 def _multiply_add(emitter: Emitter, instruction: Instruction) -> None:
     expression, dtype = _product(emitter, instruction)
     addend = emitter.value(instruction.operands[3], dtype)
     emitter.assign(instruction.operands[0], f"{expression} + {addend}", dtype)
 
 
-@emits("fma")
+@emits("fma", modifiers="rn rm f32 f32x2")
 def _fused_multiply_add(emitter: Emitter, instruction: Instruction) -> None:
-    emitter.only(instruction, ("rn", "f32"))
-    destination, *sources = instruction.operands
-    values = ", ".join(emitter.value(source, "f32") for source in sources)
-    emitter.assign(destination, f"numerics.fma32({values})", "f32")
+    function = {"rn": "fma32", "rm": "fma_rm"}[_rounding(instruction)]
+    values = ", ".join(_floats(emitter, instruction))
+    _assign_floats(emitter, instruction, f"numerics.{function}({values})")
 
 
-@emits("div", "rem")
+@emits("div", modifiers="rn f32 s32 u32")
+@emits("rem", modifiers="s32 u32")
 def _divide(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
-    kind = instruction.modifiers[-1]
-    if kind == "f32":
-        emitter.only(instruction, ("rn", "f32"))
-        if not instruction.has("rn") or instruction.opcode == "rem":
-            raise UnsupportedInstruction(instruction)
+    if instruction.modifiers == ("rn", "f32"):
         first, second = (emitter.value(source, "f32") for source in sources)
         emitter.assign(destination, f"{first} / {second}", "f32")
         return
-    if kind not in ("s32", "u32"):
+    if instruction.modifiers not in (("s32",), ("u32",)):
         raise UnsupportedInstruction(instruction)
-    emitter.only(instruction, (kind,))
+    function = f"{instruction.opcode}_{instruction.modifiers[0]}"
     values = ", ".join(emitter.value(source, "u32") for source in sources)
-    emitter.assign(
-        destination, f"numerics.{instruction.opcode}_{kind}({values})", "u32"
-    )
+    emitter.assign(destination, f"numerics.{function}({values})", "u32")
 
 
-@emits("min", "max")
+@emits("min", "max", modifiers=f"relu NaN f32 {_WHOLE}")
 def _extremum(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, ("relu", instruction.modifiers[-1]))
-    if instruction.has("relu") and dtype != "i32":
-        raise UnsupportedInstruction(instruction, ".relu")
+    options = instruction.modifiers[:-1]
+    if options not in {"i32": [(), ("relu",)], "f32": [(), ("NaN",)]}.get(dtype, [()]):
+        raise UnsupportedInstruction(instruction)
     opcode = instruction.opcode
-    function = f"numerics.{opcode}_f32" if dtype == "f32" else f"np.{opcode}imum"
+    function = f"np.{opcode}imum"
+    if dtype == "f32":
+        function = f"numerics.{opcode}_{'nan_' if options else ''}f32"
     expression, *rest = (emitter.value(source, dtype) for source in sources)
-    for value in rest:
+    for value in rest:  # two or three of them
         expression = f"{function}({expression}, {value})"
-    if instruction.has("relu"):
+    if "relu" in options:
         expression = f"np.maximum({expression}, {emitter.program.constant(0, dtype)})"
     emitter.assign(destination, expression, dtype)
 
 
-@emits("abs", "neg")
+@emits("abs", "neg", modifiers="f32 s32 s64")
 def _sign(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
-    kind = instruction.modifiers[-1]
-    if kind not in ("f32", "s32", "s64"):
-        raise UnsupportedInstruction(instruction)
-    emitter.only(instruction, (kind,))
-    dtype = _TYPES[kind]
+    dtype = _dtype(instruction)
     operation = {"abs": "np.abs", "neg": "np.negative"}[instruction.opcode]
     emitter.assign(destination, f"{operation}({emitter.value(source, dtype)})", dtype)
 
 
-@emits("ex2", "lg2", "rcp")
+@emits("ex2", "lg2", "rcp", modifiers="approx ftz f32")
 def _approximate(emitter: Emitter, instruction: Instruction) -> None:
     if instruction.modifiers != ("approx", "ftz", "f32"):
         raise UnsupportedInstruction(instruction, "only .approx.ftz.f32 is")
@@ -413,29 +473,27 @@ def _approximate(emitter: Emitter, instruction: Instruction) -> None:
     )
 
 
-@emits("and", "or", "xor")
+@emits("and", "or", "xor", modifiers=f"pred {_BITS}")
 def _bitwise(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, (instruction.modifiers[-1],))
     sign = {"and": "&", "or": "|", "xor": "^"}[instruction.opcode]
     first, second = (emitter.value(source, dtype) for source in sources)
     emitter.assign(destination, f"{first} {sign} {second}", dtype)
 
 
-@emits("not")
+@emits("not", modifiers=f"pred {_BITS}")
 def _not(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, (instruction.modifiers[-1],))
     emitter.assign(destination, f"~{emitter.value(source, dtype)}", dtype)
 
 
-@emits("shl", "shr")
+@emits("shl", modifiers=_BITS)
+@emits("shr", modifiers=f"{_BITS} {_WHOLE}")
 def _shift(emitter: Emitter, instruction: Instruction) -> None:
     destination, source, amount = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, (instruction.modifiers[-1],))
     bits = BITS[dtype]
     value = emitter.value(source, dtype)
     sign = "<<" if instruction.opcode == "shl" else ">>"
@@ -459,11 +517,10 @@ def _shift(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(destination, expression, dtype)
 
 
-@emits("mov")
+@emits("mov", modifiers=f"pred f32 {_BITS} {_WHOLE}")
 def _move(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, (instruction.modifiers[-1],))
     if isinstance(destination, Vector):
         parts = destination.elements
         narrow = f"u{BITS[dtype] // len(parts)}"
@@ -492,11 +549,10 @@ def _move(emitter: Emitter, instruction: Instruction) -> None:
             emitter.assign(destination, emitter.value(source, dtype), dtype)
 
 
-@emits("selp")
+@emits("selp", modifiers=f"f32 {_BITS} {_WHOLE}")
 def _select(emitter: Emitter, instruction: Instruction) -> None:
     destination, first, second, predicate = instruction.operands
     dtype = _dtype(instruction)
-    emitter.only(instruction, (instruction.modifiers[-1],))
     home = emitter.home(destination)
     dtype = home if BITS[home] == BITS[dtype] else dtype
 
@@ -526,13 +582,17 @@ _UNORDERED = {
 """Comparison that is true for NaN, to the ordered one that it is the contrary of."""
 
 
-@emits("setp")
+@emits(
+    "setp",
+    modifiers=f"{' '.join((*_COMPARISONS, *_UNORDERED))} nan num and or xor f32 {_BITS} {_WHOLE}",
+)
 def _compare(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     dtype = _dtype(instruction)
     comparison, *rest = instruction.modifiers
-    combination = rest[0] if len(rest) > 1 and rest[0] in ("and", "or", "xor") else ""
-    emitter.only(instruction, (comparison, combination, instruction.modifiers[-1]))
+    if len(rest) > 2:
+        raise UnsupportedInstruction(instruction)
+    combination = rest[0] if len(rest) > 1 else ""
     first, second = (emitter.value(source, dtype) for source in sources[:2])
     if comparison in ("nan", "num") and dtype == "f32":
         expression = f"(np.isnan({first}) | np.isnan({second}))"
@@ -565,7 +625,11 @@ _INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 _PACKED = {"bf16x2": "bf16_rn", "f16x2": "f16_rn"}
 
 
-@emits("cvt")
+@emits(
+    "cvt",
+    modifiers=f"rn satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_PACKED)} "
+    f"e4m3x2 e5m2x2 f32 s8 u8 {_WHOLE}",
+)
 def _convert(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     *options, to, source_type = instruction.modifiers
@@ -623,39 +687,39 @@ def _convert_integer(
     emitter.assign(destination, f"{value}.astype(np.{_np(kept)})", kept)
 
 
-@emits("cvta")
+@emits(
+    "cvta",
+    modifiers="to param shared shared::cta shared::cluster global u64",
+)
 def _convert_address(emitter: Emitter, instruction: Instruction) -> None:
     # One numbering serves all spaces here: parameters, shared and global memory do not overlap,
     # and shared addresses carry the CTA's rank. So a generic address is the address.
-    emitter.only(
-        instruction,
-        ("to", "param", "shared", "shared::cta", "shared::cluster", "global", "u64"),
-    )
     destination, source = instruction.operands
     emitter.assign(destination, emitter.value(source, "u64"), "u64")
 
 
-@emits("mapa")
+@emits("mapa", modifiers="shared::cluster u32 u64")
 def _map_address(emitter: Emitter, instruction: Instruction) -> None:
-    if instruction.modifiers != ("shared::cluster", "u32"):
-        raise UnsupportedInstruction(instruction)
     destination, address, rank = instruction.operands
-    values = emitter.value(address, "u32"), emitter.value(rank, "u32")
-    emitter.assign(destination, emitter.call("map_address", *values), "u32")
+    dtype = _dtype(instruction)
+    values = emitter.value(address, dtype), emitter.value(rank, "u32")
+    emitter.assign(destination, emitter.call("map_address", *values), dtype)
 
 
 # --- loads and stores -------------------------------------------------------------------------
 
 
-@emits("ld")
+_MEMORY = (
+    f"shared shared::cta shared::cluster global v2 v4 f32 b8 s8 u8 {_BITS} {_WHOLE}"
+)
+
+
+@emits("ld", modifiers=f"param {_MEMORY}")
 def _load(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     targets = _elements(destination)
-    kind = instruction.modifiers[-1]
     dtype = _dtype(instruction)
-    space = instruction.modifiers[0]
-    emitter.only(instruction, (space, "v2", "v4", "shared::cta", kind))
-    if space == "param":
+    if instruction.modifiers[0] == "param":
         if not isinstance(source, Address) or not isinstance(source.base, Symbol):
             raise UnsupportedInstruction(instruction, "a parameter that is not named")
         begin = (
@@ -668,18 +732,28 @@ def _load(emitter: Emitter, instruction: Instruction) -> None:
             value = f"ctx.param({begin + number * size}, np.{_np(dtype)})"
             _assign_loaded(emitter, target, value, dtype)
         return
-    method = {
-        "shared": "load_shared",
-        "shared::cta": "load_shared",
-        "global": "load_global",
-    }
-    if space not in method:
-        raise UnsupportedInstruction(instruction, f".{space}")
-    size = str(BITS[dtype] // 8)
-    call = emitter.call(method[space], emitter.address(source), size, str(len(targets)))
+    shape = str(BITS[dtype] // 8), str(len(targets))
+    call = _access(emitter, instruction, "load", source, *shape)
     emitter.lines.append(f"loaded = {call}")
     for number, target in enumerate(targets):
         _assign_loaded(emitter, target, f"loaded[{number}]", dtype)
+
+
+def _access(
+    emitter: Emitter,
+    instruction: Instruction,
+    action: str,
+    address: Operand,
+    *arguments: str,
+) -> str:
+    """A call of `load_shared` and the like."""
+    space = instruction.modifiers[0].partition("::")[0]
+    if space == "shared":
+        remote = str(instruction.has("shared::cluster"))
+        arguments = *arguments, remote
+    elif space != "global":
+        raise UnsupportedInstruction(instruction, f".{space}")
+    return emitter.call(f"{action}_{space}", emitter.address(address), *arguments)
 
 
 def _assign_loaded(emitter: Emitter, target: Operand, value: str, dtype: str) -> None:
@@ -700,20 +774,10 @@ def _assign_loaded(emitter: Emitter, target: Operand, value: str, dtype: str) ->
         )
 
 
-@emits("st")
+@emits("st", modifiers=_MEMORY)
 def _store(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
-    kind = instruction.modifiers[-1]
     dtype = unsigned(_dtype(instruction))
-    space = instruction.modifiers[0]
-    emitter.only(instruction, (space, "v2", "v4", "shared::cta", kind))
-    method = {
-        "shared": "store_shared",
-        "shared::cta": "store_shared",
-        "global": "store_global",
-    }
-    if space not in method:
-        raise UnsupportedInstruction(instruction, f".{space}")
     values = []
     for element in _elements(source):
         if dtype == "u8":
@@ -722,30 +786,15 @@ def _store(emitter: Emitter, instruction: Instruction) -> None:
             values.append(emitter.program.constant(element.value, dtype))
         else:
             values.append(emitter.value(element, dtype))
-    size = str(BITS[dtype] // 8)
-    call = emitter.call(
-        method[space], emitter.address(destination), size, f"({', '.join(values)},)"
-    )
-    emitter.lines.append(call)
+    stored = str(BITS[dtype] // 8), f"({', '.join(values)},)"
+    emitter.lines.append(_access(emitter, instruction, "store", destination, *stored))
 
 
-@emits("stmatrix")
+@emits(
+    "stmatrix",
+    modifiers="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16",
+)
 def _store_matrix(emitter: Emitter, instruction: Instruction) -> None:
-    emitter.only(
-        instruction,
-        (
-            "sync",
-            "aligned",
-            "m8n8",
-            "x1",
-            "x2",
-            "x4",
-            "trans",
-            "shared",
-            "shared::cta",
-            "b16",
-        ),
-    )
     destination, source = instruction.operands
     values = ", ".join(emitter.value(element, "u32") for element in _elements(source))
     transposed = str(instruction.has("trans"))
@@ -756,10 +805,9 @@ def _store_matrix(emitter: Emitter, instruction: Instruction) -> None:
     )
 
 
-@emits("prefetch")
+@emits("prefetch", modifiers="param tensormap")
 def _prefetch(emitter: Emitter, instruction: Instruction) -> None:
-    # No effect on values or order: caches are not modelled.
-    emitter.only(instruction, ("tensormap", "param"))
+    """No effect on values or order: caches are not modelled."""
 
 
 # --- warps ------------------------------------------------------------------------------------
@@ -771,9 +819,8 @@ def _whole_warp(emitter: Emitter, operand: Operand) -> None:
         raise emitter.unsupported("a member mask other than the whole warp")
 
 
-@emits("elect")
+@emits("elect", modifiers="sync")
 def _elect(emitter: Emitter, instruction: Instruction) -> None:
-    emitter.only(instruction, ("sync",))
     destination, members = instruction.operands
     _whole_warp(emitter, members)
     if not isinstance(destination, Pair):
@@ -783,11 +830,8 @@ def _elect(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(destination.second, "elected", "bool")
 
 
-@emits("shfl")
+@emits("shfl", modifiers="sync idx bfly up down b32")
 def _shuffle(emitter: Emitter, instruction: Instruction) -> None:
-    if len(instruction.modifiers) != 3 or instruction.modifiers[2] != "b32":
-        raise UnsupportedInstruction(instruction)
-    emitter.only(instruction, ("sync", "idx", "bfly", "up", "down", "b32"))
     destination, value, lane, clamp, members = instruction.operands
     _whole_warp(emitter, members)
     mode = instruction.modifiers[1]
@@ -833,21 +877,16 @@ def shuffle_sources(mode: str, lane: Any, clamp: Any) -> tuple[Any, Any]:
     return base + np.where(inside, source, own), inside
 
 
-@emits("vote")
+@emits("vote", modifiers="sync any all ballot pred b32")
 def _vote(emitter: Emitter, instruction: Instruction) -> None:
     destination, predicate, members = instruction.operands
     _whole_warp(emitter, members)
     mode, kind = instruction.modifiers[1:]
     value = emitter.value(predicate, "bool")
-    if (mode, kind) in (("any", "pred"), ("all", "pred")):
-        emitter.assign(destination, emitter.call(f"vote_{mode}", value), "bool")
-    elif (mode, kind) == ("ballot", "b32"):
-        emitter.assign(destination, emitter.call("vote_ballot", value), "u32")
-    else:
-        raise UnsupportedInstruction(instruction)
+    emitter.assign(destination, emitter.call(f"vote_{mode}", value), _TYPES[kind])
 
 
-@emits("setmaxnreg")
+@emits("setmaxnreg", modifiers="dec inc sync aligned u32")
 def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
     direction = instruction.modifiers[0]
     count = str(_constant_value(emitter, instruction.operands[0]))
@@ -857,17 +896,22 @@ def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
         )
 
 
+@emits("griddepcontrol", modifiers="wait launch_dependents")
+def _grid_dependency(emitter: Emitter, instruction: Instruction) -> None:
+    """No effect on one launch: no grid before it is still running, none after it waits."""
+
+
 # --- barriers ---------------------------------------------------------------------------------
 
 
-@emits("bar", "barrier")
+@emits("bar", modifiers="sync arrive warp")
+@emits(
+    "barrier",
+    modifiers="sync arrive aligned cta cluster wait relaxed release acquire",
+)
 def _barrier(emitter: Emitter, instruction: Instruction) -> None:
     modifiers = instruction.modifiers
     if modifiers[0] == "cluster":
-        emitter.only(
-            instruction,
-            ("cluster", "arrive", "wait", "relaxed", "release", "acquire", "aligned"),
-        )
         if modifiers[1] == "arrive":
             relaxed = str(instruction.has("relaxed"))
             emitter.lines.append(emitter.call("cluster_arrive", relaxed))
@@ -878,7 +922,6 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
         # Its lanes are together when the block runs; warps are the agents of the race check.
         _whole_warp(emitter, instruction.operands[0])
         return
-    emitter.only(instruction, ("sync", "arrive", "aligned", "cta"))
     barrier, *count = instruction.operands
     threads = emitter.value(count[0], "u32") if count else "None"
     arguments = emitter.value(barrier, "u32"), threads
@@ -888,20 +931,20 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
         emitter.lines.append(emitter.call("barrier_arrive", *arguments))
 
 
-@emits("mbarrier")
+@emits(
+    "mbarrier",
+    modifiers="init inval arrive expect_tx try_wait test_wait parity acquire release relaxed "
+    "cta cluster shared shared::cta shared::cluster b64",
+)
 def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
     action = instruction.modifiers[0]
     operands = instruction.operands
-    spaces = ("shared", "shared::cta", "shared::cluster", "b64")
-    orders = ("acquire", "release", "relaxed", "cta", "cluster")
     if action == "init":
-        emitter.only(instruction, ("init", *spaces))
         count = emitter.value(operands[1], "u32")
         emitter.lines.append(
             emitter.call("mbarrier_init", emitter.address(operands[0]), count)
         )
     elif action in ("try_wait", "test_wait"):
-        emitter.only(instruction, (action, "parity", *orders, *spaces))
         if not instruction.has("parity"):
             raise UnsupportedInstruction(instruction, "a wait on a state")
         if emitter.gate:
@@ -914,7 +957,6 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         else:
             emitter.assign(operands[0], "ctx.phase_complete", "bool")
     elif action in ("arrive", "expect_tx"):
-        emitter.only(instruction, ("arrive", "expect_tx", *orders, *spaces))
         rest = list(operands)
         if not isinstance(rest[0], Address):
             # The state that arrive returns is opaque; only waits on a state could read it.
@@ -928,10 +970,10 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
             emitter.address(rest[0]),
             count if arrives else "0",
             transactions,
+            str(instruction.has("shared::cluster")),
         )
         emitter.lines.append(call)
     elif action == "inval":
-        emitter.only(instruction, ("inval", *spaces))
         emitter.lines.append(
             emitter.call("mbarrier_invalidate", emitter.address(operands[0]))
         )
@@ -939,11 +981,12 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         raise UnsupportedInstruction(instruction)
 
 
-@emits("fence")
+@emits(
+    "fence", modifiers="proxy async shared::cta global mbarrier_init release cluster"
+)
 def _fence(emitter: Emitter, instruction: Instruction) -> None:
     modifiers = instruction.modifiers
     if modifiers[:2] == ("proxy", "async"):
-        emitter.only(instruction, ("proxy", "async", "shared::cta", "global"))
         # Without a space the fence covers all of them.
         if not instruction.has("global"):
             emitter.lines.append(emitter.call("fence_proxy_async"))
@@ -958,7 +1001,12 @@ def _fence(emitter: Emitter, instruction: Instruction) -> None:
 _CACHE_HINT = "L2::cache_hint"
 
 
-@emits("cp")
+@emits(
+    "cp",
+    modifiers="async bulk tensor 1d 2d 3d 4d 5d tile global shared::cta shared::cluster "
+    "multicast::cluster cta_group::1 cta_group::2 mbarrier::complete_tx::bytes bulk_group "
+    f"{_CACHE_HINT} commit_group wait_group read",
+)
 def _bulk_copy(emitter: Emitter, instruction: Instruction) -> None:
     modifiers = instruction.modifiers
     if modifiers[:2] != ("async", "bulk"):
@@ -983,14 +1031,6 @@ def _tensor_copy(emitter: Emitter, instruction: Instruction) -> None:
     if instruction.has(_CACHE_HINT):
         operands.pop()  # caches are not modelled
     load = instruction.has("mbarrier::complete_tx::bytes")
-    emitter.only(
-        instruction,
-        (
-            *("async", "bulk", "tensor", rank, "tile", "global"),
-            *("shared::cta", "shared::cluster", "multicast::cluster"),
-            *("mbarrier::complete_tx::bytes", "bulk_group", _CACHE_HINT),
-        ),
-    )
     tensor = operands[1] if load else operands[0]
     if not isinstance(tensor, Address) or tensor.coordinates is None or tensor.offset:
         raise UnsupportedInstruction(instruction, "its tensor operand")
@@ -1006,17 +1046,22 @@ def _tensor_copy(emitter: Emitter, instruction: Instruction) -> None:
             *described,
             emitter.address(operands[2]),
             targets,
+            str(instruction.has("cta_group::2")),
         )
     else:
         call = emitter.call("copies.store", *described, emitter.address(operands[1]))
     emitter.lines.append(call)
 
 
-_MMA_SHAPE = re.compile(r"m64n(\d+)k(\d+)$")
 _MMA_DEPTH = {"f16": 16, "bf16": 16, "e4m3": 32, "e5m2": 32}
+_MMA_SHAPES = {f"m64n{n}k{k}": (n, k) for n in range(8, 257, 8) for k in (16, 32)}
 
 
-@emits("wgmma")
+@emits(
+    "wgmma",
+    modifiers="fence commit_group wait_group mma_async sync aligned f32 "
+    f"{' '.join(_MMA_DEPTH)} {' '.join(_MMA_SHAPES)}",
+)
 def _wgmma(emitter: Emitter, instruction: Instruction) -> None:
     action = instruction.modifiers[0]
     if action == "fence":
@@ -1039,19 +1084,13 @@ def _mma(emitter: Emitter, instruction: Instruction) -> tuple[Mma, str, str, str
     """The product's static part, and expressions for A, B's descriptor and scale-d."""
     if len(instruction.modifiers) != 7:
         raise UnsupportedInstruction(instruction)
-    shape = _MMA_SHAPE.match(instruction.modifiers[3])
-    kind_d, kind_a, kind_b = instruction.modifiers[4:]
-    if (
-        shape is None
-        or kind_d != "f32"
-        or kind_a not in _MMA_DEPTH
-        or kind_b not in _MMA_DEPTH
-    ):
+    shape, kind_d, kind_a, kind_b = instruction.modifiers[3:]
+    if kind_d != "f32":
         raise UnsupportedInstruction(instruction)
-    n, k = int(shape[1]), int(shape[2])
+    n, k = _MMA_SHAPES[shape]
     destination, a, b, scale, *immediates = instruction.operands
     slots = tuple(_slot(emitter, element) for element in _elements(destination))
-    if k != _MMA_DEPTH[kind_a] or n % 8 or not 8 <= n <= 256 or len(slots) != n // 2:
+    if {k} != {_MMA_DEPTH[kind_a], _MMA_DEPTH[kind_b]} or len(slots) != n // 2:
         raise emitter.unsupported("a shape that wgmma does not have")
     flags = [_constant_value(emitter, operand) for operand in immediates]
     from_registers = isinstance(a, Vector)

@@ -43,6 +43,7 @@ from .ptx import (
     Symbol,
     Vector,
 )
+from .tensor_emitters import GATES, check_cta_groups
 
 __all__ = ["Block", "Program", "UnsupportedInstruction", "lower"]
 
@@ -80,6 +81,8 @@ class Program:
         self.slots: dict[str, int] = {}
         self.homes: list[str] = []
         self.mmas: dict[int, Mma] = {}
+        self.tensor = any(i.opcode == "tcgen05" for i in module.instructions)
+        """Whether it uses tensor memory."""
         self.params = {param.name: param.offset for param in module.params}
         self.shared, self.static_shared_bytes = _place_shared(module.shared)
         self._namespace: dict[str, Any] = {
@@ -187,6 +190,7 @@ class Program:
 
     def _check_opcodes(self) -> None:
         """Refuses the module now, not when a launch first reaches the instruction."""
+        check_cta_groups(self.instructions)
         for block in self.blocks:
             emitter = Emitter(self, masked=False)
             for index in range(block.begin, block.end):
@@ -224,6 +228,8 @@ def _wanted(instruction: Instruction) -> str:
     """The view of its 32-bit registers that an instruction wants, for the vote on homes."""
     if instruction.opcode in ("ld", "st", "mbarrier", "cp", "mapa"):
         return "u32"
+    if instruction.opcode == "tcgen05" and instruction.modifiers[0] in ("ld", "st"):
+        return ""
     last = instruction.modifiers[-1] if instruction.modifiers else ""
     if last == "f32":
         return "f32"
@@ -264,6 +270,8 @@ def _is_gate(instruction: Instruction) -> bool:
         return "sync" in modifiers and "warp" not in modifiers
     if opcode == "wgmma":
         return modifiers[0] == "wait_group"
+    if opcode == "tcgen05":
+        return modifiers[0] in GATES
     return opcode == "setmaxnreg" or (opcode == "cp" and "wait_group" in modifiers)
 
 
@@ -274,6 +282,7 @@ def _is_signal(instruction: Instruction) -> bool:
         (opcode == "mbarrier" and modifiers[0] == "arrive")
         or (opcode in ("bar", "barrier") and "arrive" in modifiers)
         or (opcode == "cp" and "tensor" in modifiers)
+        or (opcode == "tcgen05" and modifiers[0] == "commit")
     )
 
 

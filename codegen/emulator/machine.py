@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
-from .checks import HAPPENED, Agent, Components, Shadow, Streams
+from .checks import GRANULE, HAPPENED, Agent, Components, Shadow, Streams
 from .emitters import PARAM_WINDOW
 from .lanes import LANES, OFFSET_MASK, RANK_SHIFT, WARP, WARPS
 from .lower import Block, Program, lower
@@ -22,6 +22,8 @@ from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMem
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Pending, Schedule, Turns
+from .tcgen05 import DescriptorError as TensorDescriptorError
+from .tensor_memory import GRANULES, TensorMemory
 from .tma import MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
@@ -156,6 +158,8 @@ class Machine:
             self.report(Kind.TMA, str(error))
         except DescriptorError as error:
             self.report(Kind.WGMMA, str(error))
+        except TensorDescriptorError as error:
+            self.report(Kind.TCGEN05, str(error))
         else:
             return True
         return False
@@ -218,8 +222,23 @@ class Cta:
         self.shared = SharedMemory(size)
         self.shadow: Shadow | None = None
         if cluster.machine.checks:
-            self.shadow = Shadow(size, cluster.components, cluster.machine.report)
+            granules = -(-size // GRANULE)
+            self.shadow = Shadow(granules, cluster.components, cluster.machine.report)
+        self.tensor_memory = TensorMemory()
+        self.tensor_shadow: Shadow | None = None
+        if cluster.machine.checks and program.tensor:
+            self.tensor_shadow = Shadow(
+                GRANULES,
+                cluster.components,
+                cluster.machine.report,
+                space="tensor memory",
+                readers=cluster.components.tensor_readers,
+                proxies=False,
+            )
         self.mbarriers: dict[int, MBarrier] = {}
+        self.visits: dict[int, tuple[int, int]] = {}
+        """Clock component of each warp of another CTA that accessed this CTA's shared memory, to
+        the epoch and PTX line of the last access: it must happen before the CTA exits."""
         self.named: dict[int, NamedBarrier] = {}
         warps = -(-self.threads // WARP)
         self.free_registers = (
@@ -276,7 +295,9 @@ class Cluster:
         size = launch.cluster
         threads = int(np.prod(launch.block))
         groups = -(-threads // LANES) * int(np.prod(size))
-        self.components = Components(groups * WARPS, groups, int(np.prod(size)))
+        self.components = Components(
+            groups * WARPS, groups, int(np.prod(size)), tensor=machine.program.tensor
+        )
         self.streams = Streams(self.components)
         self.barrier = ClusterBarrier(groups * WARPS)
         self.pending = Pending(machine.schedule, machine.rng)
@@ -354,6 +375,15 @@ class Cluster:
             )
         return self.ctas[rank], address & OFFSET_MASK
 
+    def pair(self, cta: Cta, size: int) -> list[Cta]:
+        """The CTAs of a CTA's group of 1 or 2, the even one first; Fault when its peer lacks."""
+        if size == 1:
+            return [cta]
+        first = cta.rank & ~1
+        if first + 1 >= len(self.ctas):
+            raise Fault(Kind.TCGEN05, f"cta {cta.rank} has no peer in its cluster")
+        return self.ctas[first : first + 2]
+
     def mbarrier(self, address: int) -> MBarrier:
         """The mbarrier at a shared address; raises Fault when there is none that can be used."""
         cta, place = self.locate(address)
@@ -377,23 +407,38 @@ class Cluster:
             self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
 
     def _check_exit(self, cta: Cta) -> None:
-        """What signals an mbarrier of a CTA must do so before the CTA's last warp exits."""
+        """Who uses a CTA's shared memory must do so before the CTA's last warp exits.
+
+        And it must have deallocated its tensor memory.
+        """
+        for allocation in cta.tensor_memory.allocations:
+            self.machine.findings.add(
+                Kind.TENSOR_MEMORY,
+                f"the CTA exits with {allocation.columns} columns of tensor memory allocated",
+                line=allocation.line,
+                where=f"cta {cta.rank}",
+            )
         agents = [warp.agent for group in cta.groups for warp in group.warps]
         clocks = [agent.clock[HAPPENED] for agent in agents if agent is not None]
         if not clocks:
             return
         known = np.max(clocks, axis=0)
-        for barrier in cta.mbarriers.values():
-            for component, (epoch, line) in barrier.last_signals.items():
+
+        def check(kind: Kind, last: Mapping[int, tuple[int, int]], what: str) -> None:
+            for component, (epoch, line) in last.items():
                 if known[component] < epoch:
                     who = self.components.name(component)
+                    product = self.components.is_product(component)
                     self.machine.findings.add(
-                        Kind.BARRIER,
-                        f"nothing makes cta {cta.rank} stay until {who} has signalled its "
-                        "mbarrier here",
+                        Kind.OUTSTANDING if product else kind,
+                        f"nothing makes cta {cta.rank} stay until {who} has {what} here",
                         line=line,
                         where=f"cta {cta.rank}",
                     )
+
+        check(Kind.RACE, cta.visits, "accessed its shared memory")
+        for barrier in cta.mbarriers.values():
+            check(Kind.BARRIER, barrier.last_signals, "signalled its mbarrier")
 
     def _deadlock(self, live: list[Warpgroup]) -> None:
         lines = [line for group in live for line in group.waiting()]
@@ -420,6 +465,7 @@ class Cluster:
 
 _TELLING = {
     "wgmma": 5,
+    "tcgen05": 5,
     "cp": 4,
     "stmatrix": 3,
     "ex2": 2,

@@ -154,13 +154,21 @@ def _e4m3_values() -> F32:
 _E4M3 = _e4m3_values()
 _E5M2 = (np.arange(256, dtype=np.uint16) << 8).view(np.float16).astype(np.float32)
 
+
+def tf32_to_f32(bits: U32) -> F32:
+    """What a product reads of a float32: the low 13 bits are not there."""
+    kept: U32 = bits & np.uint32(0xFFFFE000)
+    return kept.view(np.float32)
+
+
 TO_F32: dict[str, Callable[[NDArray[Any]], F32]] = {
     "bf16": bf16_to_f32,
     "f16": f16_to_f32,
     "e4m3": e4m3_to_f32,
     "e5m2": e5m2_to_f32,
+    "tf32": tf32_to_f32,
 }
-ELEMENT_SIZE = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1}  # [bytes]
+ELEMENT_SIZE = {"bf16": 2, "f16": 2, "e4m3": 1, "e5m2": 1, "tf32": 4}  # [bytes]
 
 
 def f32_to_s32(x: F32, rounding: str) -> U32:
@@ -215,6 +223,42 @@ def fma32(a: F32, b: F32, c: F32) -> F32:
     return result
 
 
+def add_rm(a: F32, b: F32) -> F32:
+    """add.rm.f32: rounded towards minus infinity; an exact 0 of unlike signs is -0."""
+    return _sum_rm(a.astype(np.float64), b.astype(np.float64))
+
+
+def sub_rm(a: F32, b: F32) -> F32:
+    """sub.rm.f32."""
+    return add_rm(a, -b)
+
+
+def mul_rm(a: F32, b: F32) -> F32:
+    """mul.rm.f32."""
+    return _down(a.astype(np.float64) * b)
+
+
+def fma_rm(a: F32, b: F32, c: F32) -> F32:
+    """fma.rm.f32: a * b + c, rounded once and towards minus infinity."""
+    return _sum_rm(a.astype(np.float64) * b, c.astype(np.float64))
+
+
+def _sum_rm(x: F64, y: F64) -> F32:
+    total: F64 = x + y
+    # An exact zero is +0 only where both are: to nearest, opposite numbers give +0 too.
+    total = np.where((total == 0) & (np.signbit(x) | np.signbit(y)), -0.0, total)
+    return _down(_round_to_odd(x, y, total))
+
+
+def _down(exact: F64) -> F32:
+    """The largest float32 that is not above what rounding to odd made of an exact result."""
+    nearest: F32 = exact.astype(np.float32)
+    above = nearest > exact
+    if not above.any():
+        return nearest
+    return np.where(above, np.nextafter(nearest, np.float32(-np.inf)), nearest)
+
+
 _TWICE_SMALLEST_NORMAL = np.float64(2.0**-126).view(np.uint64) << np.uint64(1)
 
 
@@ -235,6 +279,16 @@ def max_f32(a: F32, b: F32) -> F32:
 def min_f32(a: F32, b: F32) -> F32:
     """min.f32: a NaN yields to a number, two of them give the canonical one, and -0 < +0."""
     return _extreme(a, b, np.fmin, np.bitwise_or)
+
+
+def max_nan_f32(a: F32, b: F32) -> F32:
+    """max.NaN.f32: the canonical NaN as soon as one of them is a NaN."""
+    return _extreme(a, b, np.maximum, np.bitwise_and)
+
+
+def min_nan_f32(a: F32, b: F32) -> F32:
+    """min.NaN.f32: the canonical NaN as soon as one of them is a NaN."""
+    return _extreme(a, b, np.minimum, np.bitwise_or)
 
 
 def _extreme(a: F32, b: F32, of_numbers: Any, of_zero_bits: Any) -> F32:

@@ -391,7 +391,7 @@ class _Body:
             name = piece.strip()
             family = re.match(r"(%?[\w$]+)<(\d+)>$", name)
             suffix = f"@{scope.number}" if scope.number else ""
-            if family and scope.number == 0:
+            if family and name.startswith("%") and scope.number == 0:
                 self.registers[family[1]] = kind
                 continue
             names = (

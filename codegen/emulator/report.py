@@ -21,6 +21,8 @@ class Kind(str, Enum):
     BARRIER = "barrier"
     TMA = "tma"
     WGMMA = "wgmma"
+    TCGEN05 = "tcgen05"
+    TENSOR_MEMORY = "tensor-memory"
     REGISTERS = "registers"
     OUTSTANDING = "outstanding"
     UNSUPPORTED = "unsupported"

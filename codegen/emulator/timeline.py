@@ -17,6 +17,7 @@ NOTE = "the axis counts steps of an emulator's scheduler, not time; lengths say 
 # What makes a warp's role: the first of these that one of its instructions starts with.
 ROLES: Mapping[str, str] = {
     "wgmma": "multiplies",
+    "tcgen05.mma": "multiplies",
     "cp.async.bulk.tensor": "loads",
 }
 

@@ -39,6 +39,8 @@ from .memory import store_matrices
 from .products import Products
 from .report import Fault, Kind
 from .scheduler import Turns
+from .tensor_products import TensorProducts
+from .tensor_transfers import TensorTransfers
 
 if TYPE_CHECKING:
     from .machine import Cluster, Cta
@@ -96,6 +98,8 @@ class Warpgroup:
         self._block = 0
         self.copies = Copies(self)
         self.products = Products(self)
+        self.tensor_products = TensorProducts(self)
+        self.tensor_transfers = TensorTransfers(self)
         if not self.live.all():
             for warp in self.warps:
                 if not self.live[WARP * (warp.number - first)]:
@@ -255,9 +259,8 @@ class Warpgroup:
             raise Fault(
                 Kind.OUT_OF_BOUNDS, "mapa to a rank that the cluster does not have"
             )
-        result: Lanes = (address & np.uint32(OFFSET_MASK)) | (
-            rank << np.uint32(RANK_SHIFT)
-        )
+        local = address & address.dtype.type(OFFSET_MASK)
+        result: Lanes = local | rank.astype(address.dtype) << RANK_SHIFT
         return result
 
     def elect(self, index: int, mask: Mask) -> tuple[Lanes, Mask]:
@@ -287,29 +290,59 @@ class Warpgroup:
 
     # --- memory -------------------------------------------------------------------------------
 
-    def _shared(self, addresses: Lanes, offset: int, mask: Mask) -> NDArray[np.int64]:
-        """Lanes' offsets in this CTA's shared memory."""
+    def _shared(
+        self, addresses: Lanes, offset: int, remote: bool, mask: Mask
+    ) -> list[tuple[Cta, NDArray[np.int64], Mask]]:
+        """Whose shared memory lanes access, at which offsets, and which lanes that are.
+
+        remote: whether the instruction may access another CTA's, as `.shared::cluster` does.
+        """
         wide = addresses.astype(np.int64) + offset
-        rank = wide >> RANK_SHIFT
-        if (rank[mask] != self.cta.rank).any():
+        ranks = wide >> RANK_SHIFT
+        places: NDArray[np.int64] = wide & OFFSET_MASK
+        if (ranks[mask] == self.cta.rank).all():
+            return [(self.cta, places, mask)]
+        if not remote:
             raise Fault(Kind.OUT_OF_BOUNDS, "a shared address that is not this CTA's")
-        local: NDArray[np.int64] = wide & OFFSET_MASK
-        return local
+        parts = []
+        for rank in np.unique(ranks[mask]).tolist():
+            cta = self.cluster.locate(rank << RANK_SHIFT)[0]
+            if cta.exited:
+                raise Fault(
+                    Kind.OUT_OF_BOUNDS,
+                    f"shared memory of cta {cta.rank}, which has exited",
+                )
+            parts.append((cta, places, mask & (ranks == rank)))
+        return parts
 
     def load_shared(
-        self, index: int, base: Lanes, offset: int, width: int, count: int, mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        count: int,
+        remote: bool,
+        mask: Mask,
     ) -> list[Lanes]:
         """ld.shared: `count` values of `width` bytes per lane."""
         self.here(index, warps_of(mask)[0] if mask.any() else 0)
-        addresses = self._shared(base, offset, mask)
-        values = self.cta.shared.load_vector(addresses, width, count, mask)
-        shadow = self.cta.shadow
-        if shadow is not None:
-            for number in warps_of(mask):
+        values: list[Lanes] = []
+        for cta, addresses, lanes in self._shared(base, offset, remote, mask):
+            loaded = cta.shared.load_vector(addresses, width, count, lanes)
+            if values:  # of another CTA; what a part leaves out is zero in it
+                loaded = [a | b for a, b in zip(values, loaded, strict=True)]
+            values = loaded
+            shadow = cta.shadow
+            if shadow is None:
+                continue
+            for number in warps_of(lanes):
                 agent = self._agent(index, number)
-                lanes = addresses[mask & WARP_MASKS[number]]
-                touched = granules_of(lanes, width * count)
+                touched = granules_of(
+                    addresses[lanes & WARP_MASKS[number]], width * count
+                )
                 shadow.read(touched, agent.warp, agent.epoch, agent.clock, "ld.shared")
+                self._visit(cta, agent)
         return values
 
     def store_shared(
@@ -319,15 +352,22 @@ class Warpgroup:
         offset: int,
         width: int,
         values: Sequence[Lanes],
+        remote: bool,
         mask: Mask,
     ) -> None:
         """st.shared: values of `width` bytes per lane."""
         if not mask.any():
             return
         self.here(index, warps_of(mask)[0])
-        addresses = self._shared(base, offset, mask)
-        self.cta.shared.store_vector(addresses, width, values, mask)
-        self._note_writes(index, addresses, width * len(values), mask, "st.shared")
+        for cta, addresses, lanes in self._shared(base, offset, remote, mask):
+            cta.shared.store_vector(addresses, width, values, lanes)
+            nbytes = width * len(values)
+            self._note_writes(index, cta, addresses, nbytes, lanes, "st.shared")
+
+    def _visit(self, cta: Cta, agent: Agent) -> None:
+        """Notes an access to another CTA's shared memory: that CTA must stay until then."""
+        if cta is not self.cta:
+            cta.visits[agent.warp] = (agent.epoch, self.line)
 
     def store_matrix(
         self,
@@ -342,22 +382,29 @@ class Warpgroup:
         if not mask.any():
             return
         self.here(index, warps_of(mask)[0])
-        addresses = self._shared(base, offset, mask)
-        store_matrices(self.cta.shared, addresses, values, mask, transpose=trans)
+        ((cta, addresses, _),) = self._shared(base, offset, False, mask)
+        store_matrices(cta.shared, addresses, values, mask, transpose=trans)
         # Lane 8 m + r names row r of matrix m; the other lanes' addresses are not read.
         rows = mask & (np.arange(LANES) % WARP < 8 * len(values))
-        self._note_writes(index, addresses, 16, rows, "stmatrix")
+        self._note_writes(index, cta, addresses, 16, rows, "stmatrix")
 
     def _note_writes(
-        self, index: int, addresses: Lanes, nbytes: int, mask: Mask, what: str
+        self,
+        index: int,
+        cta: Cta,
+        addresses: Lanes,
+        nbytes: int,
+        mask: Mask,
+        what: str,
     ) -> None:
-        shadow = self.cta.shadow
+        shadow = cta.shadow
         if shadow is None:
             return
         for number in warps_of(mask):
             agent = self._agent(index, number)
             touched = granules_of(addresses[mask & WARP_MASKS[number]], nbytes)
             shadow.write(touched, agent.warp, agent.epoch, agent.clock, self.line, what)
+            self._visit(cta, agent)
 
     def load_global(
         self, index: int, base: Lanes, offset: int, width: int, count: int, mask: Mask
@@ -441,11 +488,13 @@ class Warpgroup:
         offset: int,
         count: Any,
         transactions: Any,
+        remote: bool,
         mask: Mask,
     ) -> None:
         """mbarrier.arrive, .arrive.expect_tx and .expect_tx by each lane.
 
-        count and transactions are lanes, or one number for all.
+        count and transactions are lanes, or one number for all. remote: whether the mbarrier may
+        be another CTA's, as `.shared::cluster` says.
         """
         lanes = np.flatnonzero(mask)
         if not lanes.size:
@@ -466,7 +515,13 @@ class Warpgroup:
                 else int(transactions[lane])
             )
             clock = clocks[warp]
-            if clock is not None and self.cluster.locate(address)[0] is not self.cta:
+            away = self.cluster.locate(address)[0] is not self.cta
+            if away and not remote:
+                raise Fault(
+                    Kind.BARRIER,
+                    "an mbarrier of another CTA, without .shared::cluster",
+                )
+            if away and clock is not None:
                 serial = self.warps[warp].serial
                 epoch = int(clock[HAPPENED, serial])
                 barrier.last_signals[serial] = (epoch, self.line)
@@ -695,6 +750,10 @@ class Warpgroup:
             for group in [*warp.store_groups, warp.open_stores]
             for store in group
         ]
+        untracked = self.tensor_products.untracked(warp)
+        if untracked is not None:
+            message = "the warp exits with a product that no tcgen05.commit tracks"
+            found.append((untracked, message))
         if not self.live.any():
             found += [
                 (line, "the warpgroup exits without waiting for this product")

@@ -19,7 +19,7 @@ LINES_BEFORE = 13  # the body's first line is the next one
 SCALAR, MAP = ".u64 {}", ".align 64 .b8 {}[128]"
 
 HEADER = """.version 8.8
-.target sm_90a
+.target {target}
 .address_size 64
 .extern .shared .align 1024 .b8 smem[];
 .visible .entry k(
@@ -34,14 +34,18 @@ HEADER = """.version 8.8
 """
 
 
-def text(body: str, params: Sequence[str] = (SCALAR,), width: int = 4) -> str:
+def text(
+    body: str,
+    params: Sequence[str] = (SCALAR,),
+    width: int = 4,
+    target: str = "sm_90a",
+) -> str:
     """A kernel with the output's address in %rd1, this thread's place there in %rd2, tid in %r1."""
     declared = ", ".join(
         ".param " + kind.format(f"k_param_{i}") for i, kind in enumerate(params)
     )
-    return (
-        HEADER.format(params=declared, width=width) + body.strip("\n") + "\n\tret;\n}\n"
-    )
+    header = HEADER.format(params=declared, width=width, target=target)
+    return header + body.strip("\n") + "\n\tret;\n}\n"
 
 
 def execute(
@@ -54,6 +58,7 @@ def execute(
     smem_bytes: int = 16384,
     maps: tuple[bytes, ...] = (),
     width: int = 4,
+    target: str = "sm_90a",
     schedule: Schedule | None = None,
     **options,
 ):
@@ -82,7 +87,8 @@ def execute(
     for raw in maps:
         params += bytes(-len(params) % 64) + raw
         declarations.append(MAP)
-    source = text(" ".join(loads) + "\n" + body.strip("\n"), declarations, width)
+    body = " ".join(loads) + "\n" + body.strip("\n")
+    source = text(body, declarations, width, target)
     launch = SimpleNamespace(
         kernel="k",
         grid=(grid, 1, 1),

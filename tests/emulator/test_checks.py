@@ -113,6 +113,9 @@ def test_tensor_store_needs_a_proxy_fence(schedule):
     # A fence before the write fences nothing.
     late = f"{fence} {write} bar.sync 0; {STORE} {WAIT} DONE:"
     assert found(late, **options) == ["proxy-fence"]
+    # A fence of another space does not either.
+    other = f"{write} fence.proxy.async.global; bar.sync 0; {STORE} {WAIT} DONE:"
+    assert found(other, **options) == ["proxy-fence"]
 
 
 @pytest.mark.parametrize("schedule", EVERY, ids=str)

@@ -119,6 +119,15 @@ def test_names_of_inline_assembly_are_apart():
     assert module.register_type("%r7") == "b32"
 
 
+def test_inline_assembly_may_declare_for_the_whole_kernel():
+    text = ".reg .b64 desc_<2>; .reg .b32 low;\n{ mov.b64 desc_1, {low, 3}; }"
+    (move,) = body(text)
+    assert move.operands == (
+        Register("desc_1"),
+        Vector((Register("low"), Immediate(3))),
+    )
+
+
 def test_params_are_laid_out():
     params = (
         ".param .align 64 .b8 a[128],\n.param .u32 b,\n"
