@@ -48,8 +48,8 @@ TILE_Q = 128  # [rows]
 TILE_KV = 128  # [rows per stage]
 Q_TILES = 2  # [query tiles that a CTA works on at a time]
 KV_STAGES = 3  # [tiles of K or V]
-SOFTMAX_REGS = 184  # [per thread]
-CORRECTION_REGS = 96  # [per thread]
+SOFTMAX_REGS = 192  # [per thread]
+CORRECTION_REGS = 80  # [per thread]
 OTHER_REGS = 48  # [per thread] = 512 - 2 * SOFTMAX_REGS - CORRECTION_REGS
 # --- constants: derived
 MMA_M = TILE_Q * CTAS  # [rows]
@@ -66,7 +66,7 @@ TMEM_THREADS = 416  # [of softmax, correction and the MMA warp] = 32 * (LOAD_WAR
 # --- constants: tensor memory [columns of 32 bits]
 S_COLUMNS = 128  # = TILE_KV
 P_COLUMNS = 64  # [of S, from its first on] = TILE_KV // 2
-O_COLUMNS = 64  # = HEAD_DIM
+O_COLUMNS = HEAD_DIM
 O_PART = 32  # [columns of O that a thread holds at a time]
 O_FIRST = 256  # = Q_TILES * S_COLUMNS
 TMEM_COLUMNS = 512  # the least power of two from O_FIRST + Q_TILES * O_COLUMNS on
@@ -659,7 +659,6 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
     """Warps 8 to 11: O of both query tiles, a lane per thread, in the MMA warp's order."""
     row = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     tmem = tensor_memory(tmem_address)
-    parts = [[tmem + column for column in o_columns(t)] for t in range(Q_TILES)]
     s_state, stats_state = consumer_state(Q_TILES), consumer_state(Q_TILES)
     o_state, out_state = consumer_state(Q_TILES), producer_state(Q_TILES)
     first, end, step = work_tiles(problem)
@@ -677,18 +676,20 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
                 stats_state.advance()
                 # The lanes of a warp are loaded and stored together.
                 if cute.arch.vote_any_sync(factor != 1.0):
-                    rescale(parts[t], factor)
+                    rescale(o_parts(tmem, t), factor)
                 pipes.s.consumer_release(s_state)
                 s_state.advance()
-        # 3. O is complete
-        for t in cutlass.range_constexpr(Q_TILES):
+        # 3. O is complete. (Were this loop unrolled, the addresses of the row in sO would be
+        # kept in registers from tile to tile, too many of them.)
+        for t in cutlass.range(Q_TILES, unroll=1):
             pipes.stats.consumer_wait(stats_state)
             row_sum = tiles.sStats[row, t]
             pipes.stats.consumer_release(stats_state)
             stats_state.advance()
             pipes.out.producer_acquire(out_state)
             pipes.o.consumer_wait(o_state)
-            normalize(parts[t], cute.arch.rcp_approx(row_sum), tiles.sO[row, None, t])
+            factor = cute.arch.rcp_approx(row_sum)
+            normalize(o_parts(tmem, t), factor, tiles.sO[row, None, t])
             pipes.o.consumer_release(o_state)
             o_state.advance()
             # The store warp hands these rows to TMA.
@@ -697,10 +698,11 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             out_state.advance()
 
 
-def o_columns(t):
-    """Where the parts of query tile t's O begin in tensor memory."""
-    begin = O_FIRST + t * O_COLUMNS
-    return range(begin, begin + O_COLUMNS, O_PART)
+def o_parts(tmem, t):
+    """Where the parts of query tile t's O begin."""
+    return [
+        tmem + O_FIRST + t * O_COLUMNS + part for part in range(0, O_COLUMNS, O_PART)
+    ]
 
 
 def rescale(parts, factor):

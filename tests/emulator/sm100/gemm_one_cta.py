@@ -308,9 +308,9 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
     thr_load, thr_store = load.get_slice(thread_idx), store.get_slice(thread_idx)
     thr_mma = make_mma().get_slice(0)
     tDtC = thr_load.partition_S(tCtC)
-    tDsD = thr_store.partition_D(thr_mma.partition_C(sD))
-    coordinates = cute.make_identity_tensor((TILE_M, TILE_N))
-    shape = thr_load.partition_D(thr_mma.partition_C(coordinates)).shape
+    tCsD = thr_mma.partition_C(sD)
+    tDsD = thr_store.partition_D(tCsD)
+    shape = thr_load.partition_D(tCsD).shape
     rC = cute.make_rmem_tensor(shape, Float32)
     rD = cute.make_rmem_tensor(shape, D_DTYPE)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)

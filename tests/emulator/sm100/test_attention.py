@@ -9,16 +9,16 @@ from fmha_gen.emulator import launch
 
 from . import harness
 
-PLANES, SEQLEN_KV, HEAD_DIM = 3, 3 * 128, 64
+PLANES, SEQLEN_KV = 3, 3 * 128
 CLUSTERS = 2  # for 3 work tiles, so one cluster takes two
 SCALE = 0.125
 # Of K by plane and block: the maximum of a row stays, grows and shrinks.
 STEADY = np.ones((3, 3))
 CHANGING = np.array([[1, 1, 1], [1, 8, 64], [64, 8, 1]])
-CASES = {  # kernel, its constants, CTAs that share an MMA, amplitudes
-    "block": ("attention_block", {}, 1, STEADY),
-    "tile": ("attention_tile", {}, 1, CHANGING),
-    "pair": ("attention_tile", {"CTAS": "2"}, 2, CHANGING),
+CASES = {  # kernel, its constants, amplitudes
+    "block": ("attention_block", {}, STEADY),
+    "tile": ("attention_tile", {"HEAD_DIM": "128"}, CHANGING),
+    "pair": ("attention_tile", {"CTAS": "2"}, CHANGING),
 }
 
 
@@ -31,19 +31,20 @@ def attention(q, k, v):
     return out, harness.HALF_ULP["bf16"] * (abs(out) + extent)
 
 
-def make_kernel(path, ctas, amplitudes):
+def make_kernel(path, constants, amplitudes):
     """(kernel, what O must be, how far it may be from it)"""
     rng = np.random.default_rng(7)
-    seqlen_q = 256 * ctas
+    seqlen_q = 256 * int(constants.get("CTAS", 1))
+    head_dim = int(constants.get("HEAD_DIM", 64))
     q, k, v = (
-        rng.integers(-4, 5, (PLANES, seqlen, HEAD_DIM)) / 4
+        rng.integers(-4, 5, (PLANES, seqlen, head_dim)) / 4
         for seqlen in (seqlen_q, SEQLEN_KV, SEQLEN_KV)
     )
     k *= np.repeat(amplitudes, SEQLEN_KV // 3, axis=1)[..., None]
     kernel = harness.Kernel(
         path,
         {"q": ("bf16", q), "k": ("bf16", k), "v": ("bf16", v)},
-        ("out", "bf16", (PLANES, seqlen_q, HEAD_DIM)),
+        ("out", "bf16", (PLANES, seqlen_q, head_dim)),
         {
             "planes": launch.int32(PLANES),
             "seqlen_q": launch.int32(seqlen_q),
@@ -57,9 +58,9 @@ def make_kernel(path, ctas, amplitudes):
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, tmp_path_factory):
-    stem, constants, ctas, amplitudes = CASES[request.param]
+    stem, constants, amplitudes = CASES[request.param]
     folder = tmp_path_factory.mktemp(request.param)
-    return make_kernel(harness.variant(stem, folder, constants), ctas, amplitudes)
+    return make_kernel(harness.variant(stem, folder, constants), constants, amplitudes)
 
 
 @pytest.mark.parametrize("schedule", harness.SCHEDULES, ids=str)
@@ -84,6 +85,6 @@ def test_a_slice_of_the_wrong_mode_is_noticed(tmp_path, right, wrong):
     assert text.count(right) == 1
     path = tmp_path / "attention_block.py"
     path.write_text(text.replace(right, wrong), encoding="utf-8")
-    kernel, want, bound = make_kernel(path, 1, STEADY)
+    kernel, want, bound = make_kernel(path, {}, STEADY)
     got, _ = kernel.run(harness.SCHEDULES[0])
     assert not (abs(got - want) <= bound).all()

@@ -20,19 +20,11 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module", params=CASES)
-def case(request, tmp_path_factory):
+def make_kernel(path, ab, d, rows):
     """(kernel, what D must be, half a unit in the last place of it, relative)"""
-    stem, ab, d, constants = CASES[request.param]
-    dtypes = {
-        "AB_DTYPE": f"cutlass.{harness.DSL_TYPES[ab]}",
-        "D_DTYPE": f"cutlass.{harness.DSL_TYPES[d]}",
-    }
-    folder = tmp_path_factory.mktemp(request.param)
-    path = harness.variant(stem, folder, dtypes | constants)
-    m, n = 2 * 256 if stem == "gemm_two_cta" else 2 * 128, 2 * 128
+    m, n = 2 * rows, 2 * 128
     k = K_TILES * 128 // np.dtype(harness.BITS[ab]).itemsize
-    rng = np.random.default_rng(len(request.param))
+    rng = np.random.default_rng(5)
     a, b = rng.integers(-2, 3, (m, k)), rng.integers(-2, 3, (n, k))
     kernel = harness.Kernel(
         path,
@@ -43,9 +35,34 @@ def case(request, tmp_path_factory):
     return kernel, (a @ b.T).astype(np.float64), harness.HALF_ULP[d]
 
 
+@pytest.fixture(scope="module", params=CASES)
+def case(request, tmp_path_factory):
+    stem, ab, d, constants = CASES[request.param]
+    dtypes = {
+        "AB_DTYPE": f"cutlass.{harness.DSL_TYPES[ab]}",
+        "D_DTYPE": f"cutlass.{harness.DSL_TYPES[d]}",
+    }
+    folder = tmp_path_factory.mktemp(request.param)
+    path = harness.variant(stem, folder, dtypes | constants)
+    return make_kernel(path, ab, d, 256 if stem == "gemm_two_cta" else 128)
+
+
 @pytest.mark.parametrize("schedule", harness.SCHEDULES, ids=str)
 def test_the_product_is_right_under_every_schedule(case, schedule):
     kernel, want, half_ulp = case
     got, findings = kernel.run(schedule)
     assert findings == ()
     assert (abs(got - want) <= half_ulp * abs(want)).all()
+
+
+def test_the_tail_of_the_dsl_lets_an_odd_cta_free_what_its_epilogue_reads(tmp_path):
+    """PipelineUmmaAsync.producer_tail waits in CTAs of even rank, whatever the CTA group."""
+    path = harness.variant("gemm_one_cta", tmp_path, {"CLUSTER_M": "2"})
+    text = path.read_text(encoding="utf-8")
+    acquire = "pipelines.acc.producer_acquire(acc_state)\n    cute.arch.dealloc"
+    assert text.count(acquire) == 1
+    path.write_text(text.replace(acquire, acquire.replace("acquire(", "tail(")))
+    kernel, _, _ = make_kernel(path, "bf16", "bf16", 128)
+    _, findings = kernel.run(harness.SCHEDULES[0])
+    assert findings
+    assert all("cta 1" in finding.where for finding in findings)
