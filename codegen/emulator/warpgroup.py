@@ -541,38 +541,34 @@ class Warpgroup:
         count and transactions are lanes, or one number for all. remote: whether the mbarrier may
         be another CTA's, as `.shared::cluster` says.
         """
-        lanes = np.flatnonzero(mask)
-        if not lanes.size:
-            return
-        clocks = {}
-        for number in warps_of(mask):
-            agent = self.warps[number].agent
-            clocks[number] = agent.release() if agent else None
-        for lane in lanes.tolist():
-            warp = lane // WARP
+        for warp in warps_of(mask):
             self.here(index, warp)
-            address = int(base[lane]) + offset
-            barrier = self.mbarrier(address, self.warps[warp])
-            arrivals = count if isinstance(count, int) else int(count[lane])
-            expected = (
-                transactions
-                if isinstance(transactions, int)
-                else int(transactions[lane])
-            )
-            clock = clocks[warp]
-            away = self.cluster.locate(address)[0] is not self.cta
-            if away and not remote:
-                raise Fault(
-                    Kind.BARRIER,
-                    "an mbarrier of another CTA, without .shared::cluster",
+            agent = self.warps[warp].agent
+            clock = agent.release() if agent else None
+            lanes = np.flatnonzero(mask[WARP * warp : WARP * (warp + 1)]) + WARP * warp
+            # Together, so that arrivals of one instruction that fall into two phases are too many
+            # for the first: who waits for it would otherwise wait for a part of the warp.
+            for address in np.unique(base[lanes]).tolist():
+                arriving = lanes[base[lanes] == address]
+                barrier = self.mbarrier(address + offset, self.warps[warp])
+                away = self.cluster.locate(address + offset)[0] is not self.cta
+                if away and not remote:
+                    raise Fault(
+                        Kind.BARRIER,
+                        "an mbarrier of another CTA, without .shared::cluster",
+                    )
+                if away and clock is not None:
+                    serial = self.warps[warp].serial
+                    epoch = int(clock[HAPPENED, serial])
+                    barrier.last_signals[serial] = (epoch, self.line)
+                arrivals = _total(count, arriving)
+                # An expect_tx alone releases nothing: it only moves the count.
+                barrier.arrive(
+                    arrivals,
+                    _total(transactions, arriving),
+                    clock if arrivals else None,
                 )
-            if away and clock is not None:
-                serial = self.warps[warp].serial
-                epoch = int(clock[HAPPENED, serial])
-                barrier.last_signals[serial] = (epoch, self.line)
-            # An expect_tx alone releases nothing: it only moves the count.
-            barrier.arrive(arrivals, expected, clocks[warp] if arrivals else None)
-        self.cluster.progress += 1
+                self.cluster.progress += 1
 
     def mbarrier_wait(
         self,
@@ -807,3 +803,10 @@ class Warpgroup:
                 for line in self.products.lines()
             ]
         return found
+
+
+def _total(amount: Any, lanes: NDArray[Any]) -> int:
+    """Of these lanes; amount: of each lane, or one number for all."""
+    if isinstance(amount, int):
+        return amount * len(lanes)
+    return int(amount[lanes].sum(dtype=np.int64))

@@ -289,6 +289,16 @@ def test_transactions_that_do_not_add_up():
 # -- barriers
 
 
+def test_a_warps_arrivals_do_not_fall_into_two_phases():
+    """Who waits for the first phase would wait for all lanes but one, and in time for fewer."""
+    warp_0 = "setp.lt.u32 %p20, %r1, 32; @%p20 mbarrier.arrive.shared.b64 _, [%r30];"
+    for count, message in ((32, ""), (31, "over-arrived: 1 arrivals more")):
+        start = f"@%p1 bra READY; mbarrier.init.shared.b64 [%r30], {count}; READY: "
+        told = execute(BASE + start + "bar.sync 0;" + warp_0)[1].findings
+        assert bool(told) == bool(message)
+        assert message in "".join(map(str, told))
+
+
 def test_mbarrier_misuse():
     start = "@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 2; READY: bar.sync 0;"
     arrive = "@!%p1 mbarrier.arrive.shared.b64 _, [%r30];"
