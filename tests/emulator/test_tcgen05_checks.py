@@ -527,10 +527,13 @@ def test_disabled_output_lanes():
 @pytest.mark.parametrize(
     ("instruction", "why"),
     [
-        ("tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;", ""),
-        ("tcgen05.shift.cta_group::1.down [%r1];", ""),
-        ("tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, 1;", ""),
-        ("tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, 1;", ""),
+        ("tcgen05.cp.cta_group::1.128x256b [%r1], %rd1;", ": .cp"),
+        ("tcgen05.shift.cta_group::1.down [%r1];", ": .shift"),
+        ("tcgen05.mma.ws.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, 1;", ": .ws"),
+        (
+            "tcgen05.mma.sp.cta_group::1.kind::f16 [%r1], %rd1, %rd2, [%r3], %r2, 1;",
+            ": .sp",
+        ),
         (
             "tcgen05.mma.cta_group::1.kind::i8 [%r1], %rd1, %rd2, %r2, 1;",
             ": .kind::i8",
@@ -553,12 +556,12 @@ def test_disabled_output_lanes():
         ),
         (
             "tcgen05.ld.red.sync.aligned.32x32b.x2.min.u32 {%r1, %r2}, %r3, [%r4];",
-            "",
+            ": .red",
         ),
-        ("tcgen05.ld.sync.aligned.64x32b.x1.b32 {%r1}, [%r4];", ": .64x32b.x1"),
+        ("tcgen05.ld.sync.aligned.64x32b.x1.b32 {%r1}, [%r4];", ": .64x32b"),
         (
             "tcgen05.ld.sync.aligned.32x32b.x3.b32 {%r1, %r2, %r3}, [%r4];",
-            ": .32x32b.x3",
+            ": .x3",
         ),
         (
             "tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r1}, [%r4], %r5;",
