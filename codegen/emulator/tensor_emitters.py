@@ -145,8 +145,6 @@ def _mma(emitter: Emitter, instruction: Instruction) -> None:
     if len(modifiers) < 3 or not modifiers[2].startswith("kind::"):
         raise UnsupportedInstruction(instruction)
     kind = modifiers[2].removeprefix("kind::")
-    if kind not in KINDS:
-        raise UnsupportedInstruction(instruction, f".{modifiers[2]}")
     emitter.only(instruction, ("mma", *_CTA_GROUPS, modifiers[2], *_COLLECTORS))
     ctas = _ctas(instruction)
     d, a, b, descriptor, *rest = instruction.operands
