@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """tcgen05.mma and .commit: issued by single threads, complete when the schedule says so.
 
-What one warp issues completes in the order of issue, commits included. PTX promises that for
-products of the same shape and accumulator, and for a commit after what it tracks; kernels rely on
-no more. Products of different warps are in no order but that of their mbarriers.
+What one warp issues completes in the order of issue, commits included. PTX promises that only for
+products of the same kind, shape and accumulator, and for a commit after what it tracks: a kernel
+that relies on the order of other products is not noticed here. Products of different warps are in
+no order but that of their mbarriers.
 
 A product reads and writes tensor memory without a proxy: what a wait on an mbarrier has ordered
 needs no tcgen05.fence here (see `tensor_transfers`). Shared memory it reads by the asynchronous
@@ -86,7 +87,7 @@ class TensorProducts:
             shape = tcgen05.decode(int(instruction[lane]), form)
             ctas = self._ctas(form.ctas)
             d_lane, column = split_address(int(d[lane]) + d_offset)
-            self._check_lane(shape, d_lane, "D")
+            _check_lane(shape, d_lane)
             if form.a_in_tensor_memory:
                 a_lane, first = split_address(int(a[lane]) + a_offset)
                 if a_lane != d_lane:
@@ -113,12 +114,6 @@ class TensorProducts:
             self._group.machine.count("products", 1)
             work = self._work(index, number, product)
             self._group.cluster.pending.product(warp.serial, work)
-
-    def _check_lane(self, shape: Shape, lane: int, what: str) -> None:
-        if lane and not (shape.layout is Layout.HALF and lane == HALF):
-            raise Fault(
-                Kind.TCGEN05, f"{what} in lanes from {lane} on, where M is {shape.m}"
-            )
 
     def _ctas(self, size: int) -> list[Cta]:
         """The CTAs that a product of this group works on."""
@@ -164,7 +159,6 @@ class TensorProducts:
                     result,
                     product.scale,
                 )
-            self._group.cluster.progress += 1
 
         return complete
 
@@ -270,6 +264,12 @@ class TensorProducts:
             cluster.progress += 1
 
         return complete
+
+
+def _check_lane(shape: Shape, lane: int) -> None:
+    """D begins in lane 0; with layout F in lane 16, too."""
+    if lane and not (shape.layout is Layout.HALF and lane == HALF):
+        raise Fault(Kind.TCGEN05, f"D in lanes from {lane} on, where M is {shape.m}")
 
 
 def _halves(product: Product) -> tuple[int, ...]:

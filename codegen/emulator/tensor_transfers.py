@@ -8,8 +8,8 @@ visible, to the same warp too. Until then the epochs of a warp's loads and store
 warp itself, and whoever touches those columns in spite of that, races.
 
 An mbarrier, a barrier or a cluster barrier then hands the knowledge on. Here that is enough: the
-tcgen05.fence instructions, which PTX wants on either side, have no effect. Compilers leave them out
-where mbarriers are acquired and released anyway.
+tcgen05.fence instructions, which PTX wants on either side, have no effect, for no compiler of the
+kernels that we have seen writes them. A kernel that lacks one is not noticed.
 """
 
 from __future__ import annotations

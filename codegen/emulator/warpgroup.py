@@ -62,8 +62,6 @@ class Warp:
     ticket: int | None = None
     """Generation of the named barrier that it arrived at and waits for."""
     cluster_ticket: int | None = None
-    failed_wait: tuple[int, int, int] | None = None
-    """(block, address, parity) of the wait that was false the last time."""
 
 
 class Warpgroup:
@@ -92,6 +90,10 @@ class Warpgroup:
         ]
         self.strands: dict[int, Mask] = {0: self.live}
         self.phase_complete: Mask = NONE
+        self._waits: dict[tuple[int, int, int], int] = {}
+        """Numbers the waits that were false, by (block, address, parity)."""
+        self._failed = np.zeros(LANES, np.int64)
+        """The wait that was false the last time, for each lane; 0: none."""
         self._holds: dict[int, tuple[int, int]] = {}
         self._reasons: dict[int, Callable[[], str]] = {}
         self._moves = 0
@@ -573,19 +575,18 @@ class Warpgroup:
             raise Fault(Kind.BARRIER, "a wait on an mbarrier of another CTA")
         complete = barrier.passed(parity)
         key = (self._block, address, parity)
+        wait = self._waits.setdefault(key, len(self._waits) + 1)
         passed = mask
         for number in warps:
             warp = self.warps[number]
             self.here(index, number)
             self.mbarrier(address, warp)
             if complete:
-                warp.failed_wait = None
                 if warp.agent:
                     warp.agent.acquire(barrier.released)
-            elif polls or warp.failed_wait != key:
-                warp.failed_wait = key
-            else:
+            elif not polls and (self._failed[mask & WARP_MASKS[number]] == wait).all():
                 passed = passed & ~WARP_MASKS[number]
+        self._failed[passed] = 0 if complete else wait
         if not complete:
 
             def reason() -> str:

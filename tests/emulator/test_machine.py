@@ -173,3 +173,20 @@ def test_report_says_a_thing_once_and_in_order():
         "tma: PTX line 4: other",
         "race: PTX line 9: first [cta 0 warp 1]",
     ]
+
+
+def test_lanes_that_wait_apart_let_others_run():
+    """Two lanes of a warp wait in two places, for what only another warpgroup does."""
+    body = """
+mov.b32 %r30, smem; setp.ne.u32 %p1, %r1, 0;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30], 128; mbarrier.init.shared.b64 [%r30+8], 128;
+READY: bar.sync 0;
+setp.lt.u32 %p2, %r1, 128; @%p2 bra ARRIVE; setp.ne.u32 %p1, %r1, 128; @%p1 bra OTHER;
+FIRST: mbarrier.try_wait.parity.shared.b64 %p3, [%r30], 0; @!%p3 bra FIRST; bra DONE;
+OTHER: mbarrier.try_wait.parity.shared.b64 %p3, [%r30+8], 0; @!%p3 bra OTHER; bra DONE;
+ARRIVE: mbarrier.arrive.shared.b64 _, [%r30]; mbarrier.arrive.shared.b64 _, [%r30+8];
+DONE:"""
+    for schedule in (Schedule(), *SCHEDULES):
+        options = {"schedule": schedule, "max_steps": 10000}
+        _, result = execute(body, threads=256, **options)
+        assert result.findings == ()

@@ -168,6 +168,44 @@ or.pred %p6, %p6, %p5; @%p6 bra WAIT;
     assert "race" in found(both)
 
 
+def test_products_of_two_warps_complete_in_any_order():
+    """Warp 0 adds, warp 1 subtracts; who is last is what D holds."""
+    minus = instruction_descriptor(M, N, "f16", "f16", negate=(1, 0))
+    both = f"""
+and.b32 %r50, %r1, 31; setp.ne.u32 %p6, %r50, 0; setp.gt.u32 %p5, %r1, 32;
+or.pred %p6, %p6, %p5; @%p6 bra WAIT; setp.ne.u32 %p6, %r1, 0; @%p6 bra MINUS;
+{product()} {commit()} bra WAIT;
+MINUS: {product(descriptor=minus)} {commit(offset=24)}
+{WAIT} {WAIT.replace("WAIT", "OTHER").replace("+8", "+24")}"""
+    setup = "@!%p2 bra READY; mbarrier.init.shared.b64 [%r30+24], 1; READY: bar.sync 0;"
+    shared = np.zeros((1, BYTES), np.uint8)
+    A.put(shared[0], np.full((128, 16), 0x3C00, np.uint16))
+    B.put(shared[0], np.full((16, 16), 0x3C00, np.uint16))
+    tensor = np.zeros((1, COLUMNS, LANES), np.uint32)
+    p = parts(columns=COLUMNS, nbytes=BYTES)
+    body = p["setup"] + p["pour"] + setup + both + p["dump"] + p["free"]
+    last = set()
+    for seed in range(8):
+        schedule = Schedule(seed, completion=Completion.LATE)
+        out, result = run(body, shared, tensor, schedule=schedule)
+        assert kinds(result) == ["race"]
+        last.add(float(out.view(np.float32)[0, 0, 0]))
+    assert last == {16.0, -16.0}
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_halves_of_a_warps_lanes_are_apart(schedule):
+    """A product of M = 64 in the upper halves does not touch what warps load of the lower."""
+    half = instruction_descriptor(64, N, "f16", "f16")
+    multiply = elected(product(d=16 << 16, descriptor=half) + commit())
+    load = "tcgen05.ld.sync.aligned.16x64b.x1.b32 {{%r100}}, [%r33+{}]; " + LOADED
+    end = WAIT.replace("WAIT", "END")
+    lower = multiply + "WAIT: " + load.format(0) + end
+    assert found(lower, schedule=schedule) == []
+    upper = multiply + "WAIT: bar.sync 0; " + load.format(16 << 16) + end
+    assert found(upper, schedule=schedule) == ["race"]
+
+
 @pytest.mark.parametrize("pour", [True, False])
 def test_products_read_what_somebody_wrote(pour):
     accumulate = elected(product(accumulate=True) + commit()) + WAIT
@@ -304,6 +342,48 @@ def test_the_even_cta_issues():
     odd = "not.pred %p3, %p3; and.pred %p4, %p2, %p3;"
     message = first(odd + elected(product(ctas=2) + commit(2)) + WAIT, ctas=2)
     assert "cta 1 issues it, which is the odd one of its pair" in message
+
+
+LATE = Schedule(3, Order.ROUND_ROBIN, Completion.LATE)
+
+
+def messages(steps: str, **options) -> list[str]:
+    return [str(finding) for finding in result_of(steps, **options).findings]
+
+
+def test_the_peer_stays_until_the_product_is_issued():
+    odd_leaves = """@%p3 bra EVEN; mov.b32 %r50, 0; mapa.shared::cluster.u32 %r51, %r30, %r50;
+mbarrier.arrive.shared::cluster.b64 _, [%r51+16]; bra DONE; EVEN: """
+    steps = odd_leaves + elected(ASK + product(ctas=2) + commit(2)) + WAIT
+    last = messages(steps, ctas=2)[-1]
+    assert "its peer, cta 1, has exited" in last and last.startswith("tcgen05")
+
+
+def test_both_ctas_stay_until_the_product_is_over():
+    even_leaves = "WAIT: @%p3 bra DONE; " + WAIT.replace("WAIT", "TRY")
+    steps = elected(product(ctas=2) + commit(2)) + even_leaves
+    found_ = messages(steps, ctas=2, schedule=LATE)
+    assert any("its CTA has exited before it completed" in text for text in found_)
+
+
+def test_who_is_signalled_stays():
+    both = commit(2).replace("cta_group::2", "cta_group::1")
+    meet = "barrier.cluster.arrive; barrier.cluster.wait;"
+    odd_leaves = f"WAIT: {meet} @!%p3 bra OUT; {WAIT.replace('WAIT', 'TRY')} OUT: "
+    p = parts(columns=COLUMNS, nbytes=BYTES)
+    steps = elected(product() + both) + odd_leaves
+    body = p["setup"] + p["pour"] + meet + steps + p["free"]
+    shared = np.zeros((2, BYTES), np.uint8)
+    tensor = np.zeros((2, COLUMNS, LANES), np.uint32)
+    checked, unchecked = (
+        run(body, shared, tensor, ctas=2, schedule=LATE, checks=checks)[1].findings
+        for checks in (True, False)
+    )
+    (finding,) = checked
+    assert "nothing makes cta 1 stay until cta 0 warp 0's" in str(finding)
+    (finding,) = unchecked
+    assert "arrives at an mbarrier of cta 1, which has exited" in str(finding)
+    assert finding.kind.value == "outstanding"
 
 
 # --- descriptors ------------------------------------------------------------------------------

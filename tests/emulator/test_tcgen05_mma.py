@@ -188,10 +188,17 @@ def test_upper_half_of_each_warps_lanes(source):
 
 
 @pytest.mark.parametrize(
-    ("ctas", "m", "n"),
-    [(1, 64, 8), (1, 64, 24), (1, 128, 104), (2, 128, 16), (2, 256, 80)],
+    ("ctas", "m", "n", "source"),
+    [
+        (1, 64, 8, "shared"),
+        (1, 64, 8, "tensor"),
+        (1, 64, 24, "shared"),
+        (1, 128, 104, "shared"),
+        (2, 128, 16, "shared"),
+        (2, 256, 80, "shared"),
+    ],
 )
-def test_widths(ctas, m, n):
-    got, want, findings = multiply(ctas, m, n, TYPES[0], "shared", 0, 0, 32)
+def test_widths(ctas, m, n, source):
+    got, want, findings = multiply(ctas, m, n, TYPES[0], source, 0, 0, 32)
     assert findings == []
     np.testing.assert_array_equal(got, want)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fmha_gen.emulator.lanes import LANES
+from fmha_gen.emulator.report import Fault
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.emulator.tensor_memory import COLUMNS, POISON, TensorMemory, granules
 
@@ -278,6 +279,41 @@ def test_allocation_waits_for_columns(schedule):
     assert found(CONTEND.format(free=free), schedule=schedule) == []
     stuck = found(CONTEND.format(free=""), schedule=schedule)
     assert "waits for columns of tensor memory (0 are free)" in stuck[-1] + stuck[0]
+
+
+TURNS = """
+mov.b32 %r30, smem; shr.u32 %r33, %r1, 5; setp.ne.u32 %p1, %r1, 0;
+@%p1 bra READY; mbarrier.init.shared.b64 [%r30+16], 32; READY: bar.sync 0;
+setp.gt.u32 %p2, %r33, 2; @%p2 bra DONE;
+setp.ne.u32 %p2, %r33, 0; @%p2 bra TRY;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r30], 512;
+mbarrier.arrive.shared.b64 _, [%r30+16];
+mov.b32 %r31, 0;
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r31, 512;
+bra DONE;
+TRY: mbarrier.try_wait.parity.shared.b64 %p3, [%r30+16], 0; @!%p3 bra TRY;
+setp.eq.u32 %p4, %r33, 1; selp.b32 %r35, 64, 32, %p4;
+shl.b32 %r36, %r33, 2; add.s32 %r36, %r36, %r30;
+tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r36], %r35;
+ld.shared.b32 %r31, [%r36];
+tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r31, %r35;
+DONE:"""
+
+
+def test_allocations_wait_their_turn():
+    """While warp 0 has everything, warp 1 asks for 64 columns and warp 2 for 32."""
+    assert found(TURNS) == []
+
+
+def test_columns_lie_in_one_allocation():
+    memory = TensorMemory()
+    memory.allocate(32, 32, 1)
+    memory.allocate(64, 32, 2)
+    memory.check_columns(32, 32, "D")
+    memory.check_columns(90, 6, "D")
+    for first, count in ((31, 2), (0, 8), (60, 8), (90, 7), (96, 1)):
+        with pytest.raises(Fault, match="which no allocation holds"):
+            memory.check_columns(first, count, "D")
 
 
 PAIR = """mov.b32 %r30, smem; mov.u32 %r32, %cluster_ctarank;
