@@ -233,7 +233,6 @@ class Cta:
                 cluster.machine.report,
                 space="tensor memory",
                 readers=cluster.components.tensor_readers,
-                proxies=False,
             )
         self.mbarriers: dict[int, MBarrier] = {}
         self.named: dict[int, NamedBarrier] = {}
