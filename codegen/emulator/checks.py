@@ -220,9 +220,8 @@ Granules = Any
 class Shadow:
     """Who touched each granule of a CTA's memory last.
 
-    Shared memory unless told otherwise: `space` is its name, `readers` are the components that may
-    read it, and `proxies` says whether generic accesses need a fence before asynchronous ones.
-    `report(kind, message)` is told what is wrong.
+    Shared memory unless told otherwise: `space` is its name, `readers` the components that may read
+    it. `report(kind, message)` is told what is wrong.
     """
 
     def __init__(
@@ -233,13 +232,11 @@ class Shadow:
         *,
         space: str = "shared memory",
         readers: slice | None = None,
-        proxies: bool = True,
     ) -> None:
         self._components = components
         self._report = report
         self._space = space
         self._readers = readers or components.shared_readers
-        self._proxies = proxies
         self._writer = np.full(granules, NOBODY, np.int16)
         self._written = np.zeros(granules, np.int32)
         self._line = np.zeros(granules, np.int32)
@@ -307,7 +304,7 @@ class Shadow:
                 Kind.RACE,
                 f"{what} {self._space} that {who} writes (line {line}) in no order",
             )
-        elif self._proxies and not self._components.is_generic(component):
+        elif not self._components.is_generic(component):
             unfenced = self._components.is_generic(writer) & (
                 clock[FENCED, writer] < written
             )

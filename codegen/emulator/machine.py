@@ -258,7 +258,6 @@ class Cta:
                 cluster.machine.report,
                 space="tensor memory",
                 readers=cluster.components.tensor_readers,
-                proxies=False,
             )
         self.mbarriers: dict[int, MBarrier] = {}
         self.visits: dict[int, tuple[int, int]] = {}

@@ -175,6 +175,8 @@ def test_granules_are_those_of_the_cells():
 ALLOC = "tcgen05.alloc.cta_group::{}.sync.aligned.shared::cta.b32 [{}], {};"
 FREE = "tcgen05.dealloc.cta_group::{}.sync.aligned.b32 {}, {};"
 RELINQUISH = "tcgen05.relinquish_alloc_permit.cta_group::{}.sync.aligned;"
+LOAD = "tcgen05.ld.sync.aligned.{}.b32 {{{}}}, [{}]; tcgen05.wait::ld.sync.aligned;"
+STORE = "tcgen05.st.sync.aligned.{}.b32 [{}], {{{}}}; tcgen05.wait::st.sync.aligned;"
 WARP_0 = "mov.b32 %r30, smem; setp.lt.u32 %p1, %r1, 32; @!%p1 bra DONE;"
 SCHEDULES = [
     Schedule(),
@@ -269,6 +271,7 @@ SECOND:
 TRY: mbarrier.try_wait.parity.shared.b64 %p3, [%r30+16], 0; @!%p3 bra TRY;
 tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [%r30+4], 32;
 ld.shared.b32 %r31, [%r30+4];
+{use}
 tcgen05.dealloc.cta_group::1.sync.aligned.b32 %r31, 32;
 DONE:"""
 
@@ -276,9 +279,29 @@ DONE:"""
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_allocation_waits_for_columns(schedule):
     free = f"mov.b32 %r31, 0; {FREE.format(1, '%r31', 512)}"
-    assert found(CONTEND.format(free=free), schedule=schedule) == []
-    stuck = found(CONTEND.format(free=""), schedule=schedule)
+    assert found(CONTEND.format(free=free, use=""), schedule=schedule) == []
+    stuck = found(CONTEND.format(free="", use=""), schedule=schedule)
     assert "waits for columns of tensor memory (0 are free)" in stuck[-1] + stuck[0]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_columns_are_new_to_who_gets_them(schedule):
+    """Warp 0 has used them, and nothing but the allocation tells warp 1 that it is over."""
+
+    def store(address: str) -> str:
+        return STORE.format("32x32b.x1", address, "%r1")
+
+    def load(address: str) -> str:
+        return LOAD.format("32x32b.x1", "%r100", address)
+
+    used = store("%r31") + load("%r31")
+    free = f"mov.b32 %r31, 0; {used} {FREE.format(1, '%r31', 512)}"
+    other = "add.s32 %r32, %r31, 0x200000;"
+    writes = CONTEND.format(free=free, use=other + store("%r32"))
+    reads = CONTEND.format(free=free, use=other + load("%r32"))
+    assert found(writes, schedule=schedule) == []
+    (message,) = found(reads, schedule=schedule)
+    assert "tcgen05.ld reads tensor memory that nobody wrote" in message
 
 
 TURNS = """
@@ -302,7 +325,11 @@ DONE:"""
 
 def test_allocations_wait_their_turn():
     """While warp 0 has everything, warp 1 asks for 64 columns and warp 2 for 32."""
-    assert found(TURNS) == []
+    for seed in range(20):
+        schedule = Schedule(seed, Order.RANDOM_WARPS)
+        messages = found(TURNS, schedule=schedule)
+        # Warp 2 may come first; then warp 1 must not ask for more.
+        assert all("must not increase" in message for message in messages)
 
 
 def test_columns_lie_in_one_allocation():
@@ -380,10 +407,6 @@ def access(steps: str, **options) -> list[str]:
     body = p["setup"] + p["pour"] + steps + "\n" + p["free"]
     result = run(body, NO_SHARED, tensor, **options)[1]
     return [str(finding) for finding in result.findings]
-
-
-LOAD = "tcgen05.ld.sync.aligned.{}.b32 {{{}}}, [{}]; tcgen05.wait::ld.sync.aligned;"
-STORE = "tcgen05.st.sync.aligned.{}.b32 [{}], {{{}}}; tcgen05.wait::st.sync.aligned;"
 
 
 @pytest.mark.parametrize(
