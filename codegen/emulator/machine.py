@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, Agent, Components, Shadow, Streams
-from .emitters import PARAM_WINDOW
 from .global_shadow import GlobalShadow
 from .lanes import (
     ALL,
@@ -29,7 +28,14 @@ from .lanes import (
     warps_of,
 )
 from .lower import Block, Program, lower
-from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
+from .memory import (
+    PARAM_WINDOW,
+    RESERVED,
+    SHARED_LIMIT,
+    GlobalMemory,
+    MemoryFault,
+    SharedMemory,
+)
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Order, Pending, Schedule, Turns

@@ -24,6 +24,8 @@ RESERVED = 1024  # [bytes] the system's, at the start of each CTA's shared memor
 SHARED_LIMIT = (
     232448  # [bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100
 )
+PARAM_WINDOW = 1 << 60
+"""Generic address of the parameter space: no buffer may lie there."""
 POISON = 0xFF  # bytes that nobody wrote: a NaN in every float format
 
 WARPS = 4  # of a warpgroup

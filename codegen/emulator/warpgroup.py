@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from .barriers import MBarrier, NamedBarrier
 from .checks import HAPPENED, Agent, granules_of
 from .copies import BulkStore, Copies
-from .emitters import ALIGNED_GROUP
+from .gates import ALIGNED_GROUP
 from .global_shadow import Place
 from .lanes import (
     ALL,

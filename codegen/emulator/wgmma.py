@@ -178,6 +178,24 @@ def gather(
     return numerics.TO_F32[dtype](shared.words[size][first:][index])
 
 
+@dataclass(frozen=True)
+class Mma:
+    """The static part of a `wgmma.mma_async`."""
+
+    n: int
+    k: int
+    dtype_a: str
+    dtype_b: str
+    accumulators: tuple[int, ...]
+    """Register slots of D."""
+    a_registers: tuple[int, ...]
+    """Register slots of A; empty when A comes from shared memory."""
+    negate_a: bool
+    negate_b: bool
+    transpose_a: bool
+    transpose_b: bool
+
+
 def instruction_k(dtype: str) -> int:
     """K of one instruction: 16 for 16-bit elements, 32 for 8-bit ones."""
     return INSTRUCTION_BYTES // numerics.ELEMENT_SIZE[dtype]
