@@ -99,6 +99,7 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
     elif (
         to in ("s32", "u32")
         and source_type == "f32"
+        and len(options) == 1
         and options[0] in _INTEGER_ROUNDINGS
     ):
         value = emitter.value(sources[0], "f32")
