@@ -17,9 +17,13 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
     if modifiers[0] == "cluster":
         if modifiers[1] == "arrive":
             relaxed = str(instruction.has("relaxed"))
-            emitter.lines.append(emitter.call("cluster_arrive", relaxed))
+            emitter.lines.append(
+                emitter.call("thread_barriers.cluster_arrive", relaxed)
+            )
         else:
-            emitter.lines.append(f"return {emitter.call('cluster_wait')}")
+            emitter.lines.append(
+                f"return {emitter.call('thread_barriers.cluster_wait')}"
+            )
         return
     if modifiers[:2] == ("warp", "sync"):
         # Its lanes are together when the block runs; warps are the agents of the race check.
@@ -29,9 +33,11 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
     threads = emitter.value(count[0], "u32") if count else "None"
     arguments = emitter.value(barrier, "u32"), threads
     if instruction.has("sync"):
-        emitter.lines.append(f"return {emitter.call('barrier_sync', *arguments)}")
+        emitter.lines.append(
+            f"return {emitter.call('thread_barriers.sync', *arguments)}"
+        )
     else:
-        emitter.lines.append(emitter.call("barrier_arrive", *arguments))
+        emitter.lines.append(emitter.call("thread_barriers.arrive", *arguments))
 
 
 @emits(
@@ -45,7 +51,7 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
     if action == "init":
         count = emitter.value(operands[1], "u32")
         emitter.lines.append(
-            emitter.call("mbarrier_init", emitter.address(operands[0]), count)
+            emitter.call("mbarriers.init", emitter.address(operands[0]), count)
         )
     elif action in ("try_wait", "test_wait"):
         if not instruction.has("parity"):
@@ -54,11 +60,11 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
             parity = emitter.value(operands[2], "u32")
             polls = str(action == "test_wait")
             call = emitter.call(
-                "mbarrier_wait", emitter.address(operands[1]), parity, polls
+                "mbarriers.wait", emitter.address(operands[1]), parity, polls
             )
             emitter.lines.append(f"return {call}")
         else:
-            emitter.assign(operands[0], "ctx.phase_complete", "bool")
+            emitter.assign(operands[0], "ctx.mbarriers.phase_complete", "bool")
     elif action in ("arrive", "expect_tx"):
         rest = list(operands)
         if not isinstance(rest[0], Address):
@@ -69,7 +75,7 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         count = emitter.value(rest[1], "u32") if len(rest) > 1 and not expects else "1"
         transactions = emitter.value(rest[1], "u32") if expects else "0"
         call = emitter.call(
-            "mbarrier_arrive",
+            "mbarriers.arrive",
             emitter.address(rest[0]),
             count if arrives else "0",
             transactions,
@@ -78,7 +84,7 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         emitter.lines.append(call)
     elif action == "inval":
         emitter.lines.append(
-            emitter.call("mbarrier_invalidate", emitter.address(operands[0]))
+            emitter.call("mbarriers.invalidate", emitter.address(operands[0]))
         )
     else:
         raise UnsupportedInstruction(instruction)
@@ -92,8 +98,8 @@ def _fence(emitter: Emitter, instruction: Instruction) -> None:
     if modifiers[:2] == ("proxy", "async"):
         # Without a space the fence covers all of them.
         if not instruction.has("global"):
-            emitter.lines.append(emitter.call("fence_proxy_async"))
+            emitter.lines.append(emitter.call("transfers.fence_async"))
     elif modifiers == ("mbarrier_init", "release", "cluster"):
-        emitter.lines.append(emitter.call("fence_mbarrier_init"))
+        emitter.lines.append(emitter.call("mbarriers.fence_init"))
     else:
         raise UnsupportedInstruction(instruction)

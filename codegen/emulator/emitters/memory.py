@@ -51,7 +51,9 @@ def _access(
         arguments = *arguments, remote
     elif space != "global":
         raise UnsupportedInstruction(instruction, f".{space}")
-    return emitter.call(f"{action}_{space}", emitter.address(address), *arguments)
+    return emitter.call(
+        f"transfers.{action}_{space}", emitter.address(address), *arguments
+    )
 
 
 def _assign_loaded(emitter: Emitter, target: Operand, value: str, dtype: str) -> None:
@@ -98,7 +100,10 @@ def _store_matrix(emitter: Emitter, instruction: Instruction) -> None:
     transposed = str(instruction.has("trans"))
     emitter.lines.append(
         emitter.call(
-            "store_matrix", emitter.address(destination), f"({values},)", transposed
+            "transfers.store_matrix",
+            emitter.address(destination),
+            f"({values},)",
+            transposed,
         )
     )
 
