@@ -95,29 +95,27 @@ class MBarriers:
         count and transactions are lanes, or one number for all. remote: whether the mbarrier may
         be another CTA's, as `.shared::cluster` says.
         """
-        for warp in warps_of(mask):
-            self._group.here(index, warp)
-            agent = self._group.warps[warp].agent
+        cluster = self._group.cluster
+        for number in warps_of(mask):
+            warp = self._group.warps[number]
+            self._group.here(index, number)
+            agent = warp.agent
             clock = agent.release() if agent else None
-            lanes = np.flatnonzero(mask[WARP * warp : WARP * (warp + 1)]) + WARP * warp
+            lanes = np.flatnonzero(mask & WARP_MASKS[number])
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
             for address in np.unique(base[lanes]).tolist():
                 arriving = lanes[base[lanes] == address]
-                barrier = self.find(address + offset, self._group.warps[warp])
-                away = (
-                    self._group.cluster.locate(address + offset)[0]
-                    is not self._group.cta
-                )
+                barrier = self.find(address + offset, warp)
+                away = cluster.locate(address + offset)[0] is not self._group.cta
                 if away and not remote:
                     raise Fault(
                         Kind.BARRIER,
                         "an mbarrier of another CTA, without .shared::cluster",
                     )
                 if away and clock is not None:
-                    serial = self._group.warps[warp].serial
-                    epoch = int(clock[HAPPENED, serial])
-                    barrier.last_signals[serial] = (epoch, self._group.line)
+                    epoch = int(clock[HAPPENED, warp.serial])
+                    barrier.last_signals[warp.serial] = (epoch, self._group.line)
                 arrivals = _total(count, arriving)
                 # An expect_tx alone releases nothing: it only moves the count.
                 barrier.arrive(
@@ -125,7 +123,7 @@ class MBarriers:
                     _total(transactions, arriving),
                     clock if arrivals else None,
                 )
-                self._group.cluster.progress += 1
+                cluster.progress += 1
 
     def wait(
         self,

@@ -40,12 +40,7 @@ class ThreadBarriers:
                     state.agent.acquire(barrier.released)
                 passed.append(warp)
             else:
-                self._group.hold(
-                    lambda barrier=barrier: (  # type: ignore[misc]
-                        f"barrier {barrier.number} "
-                        f"({barrier.arrived} of {barrier.expected} threads are there)"
-                    )
-                )
+                self._group.hold(barrier.state)
         return self._group.only(passed, mask)
 
     def arrive(
@@ -65,10 +60,8 @@ class ThreadBarriers:
     def _enter(
         self, barrier: NamedBarrier, warp: int, threads: Lanes | None, *, waits: bool
     ) -> int:
-        state = self._group.warps[warp]
-        count = (
-            self._group.cta.threads if threads is None else int(threads[WARP * warp])
-        )
+        state, cta = self._group.warps[warp], self._group.cta
+        count = cta.threads if threads is None else int(threads[WARP * warp])
         self._group.cluster.progress += 1
         clock = state.agent.release() if state.agent else None
         return barrier.arrive(count, clock, waits=waits)
@@ -106,10 +99,5 @@ class ThreadBarriers:
                 if warp.agent:
                     warp.agent.acquire(barrier.released)
                 passed.append(number)
-        self._group.hold(
-            lambda: (
-                "the cluster barrier "
-                f"({len(barrier.arrived)} of {barrier.warps} warps are there)"
-            )
-        )
+        self._group.hold(barrier.state)
         return self._group.only(passed, mask)
