@@ -65,34 +65,26 @@ def _select(emitter: Emitter, instruction: Instruction) -> None:
 
 
 _INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
-_PACKED = {"bf16x2": "bf16_rn", "f16x2": "f16_rn"}
+# Two values in a register: each half or a quarter of 32 bits.
+_HALVES = ("bf16x2", "f16x2")
+_QUARTERS = ("e4m3x2", "e5m2x2")
 
 
 @emits(
     "cvt",
-    modifiers=f"rn satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_PACKED)} "
-    f"e4m3x2 e5m2x2 f32 s8 u8 {INTEGERS}",
+    modifiers=f"rn satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_HALVES)} "
+    f"{' '.join(_QUARTERS)} f32 s8 u8 {INTEGERS}",
 )
 def _convert(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     *options, to, source_type = instruction.modifiers
-    if to in _PACKED and source_type == "f32" and options == ["rn"]:
-        # The first source goes to the upper half.
+    if to in _HALVES and source_type == "f32" and options == ["rn"]:
         high, low = (emitter.value(source, "f32") for source in sources)
-        rounded = f"numerics.{_PACKED[to]}"
-        emitter.lines.append(f"low, high = {rounded}({low}), {rounded}({high})")
-        packed = "np.stack((low, high), axis=1).reshape(-1).view(np.uint32)"
-        emitter.assign(destination, packed, "u32")
-    elif (
-        to in ("e4m3x2", "e5m2x2")
-        and source_type == "f32"
-        and options == ["rn", "satfinite"]
-    ):
+        emitter.assign(destination, f"numerics.{to}_rn({high}, {low})", "u32")
+    elif to in _QUARTERS and source_type == "f32" and options == ["rn", "satfinite"]:
         high, low = (emitter.value(source, "f32") for source in sources)
-        rounded = f"numerics.{to[:4]}_rn_satfinite"
-        emitter.assign(
-            destination, f"{rounded}({low}) | {rounded}({high}) << np.uint16(8)", "u16"
-        )
+        packed = f"numerics.{to}_rn_satfinite({high}, {low})"
+        emitter.assign(destination, packed, "u16")
     elif to == "f32" and source_type in ("s32", "u32") and options == ["rn"]:
         value = emitter.value(sources[0], PTX_TYPES[source_type])
         emitter.assign(destination, f"{value}.astype(np.float32)", "f32")
