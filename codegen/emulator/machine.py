@@ -41,6 +41,7 @@ from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
+from .timeline import most_telling
 from .tma import MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
@@ -425,10 +426,7 @@ class Cluster:
         instructions = self.machine.program.instructions[block.begin : block.end]
         if not instructions:
             return
-        # The block is named after what is most telling in it.
-        chosen = max(
-            instructions, key=lambda instruction: _TELLING.get(instruction.opcode, 0)
-        )
+        chosen = most_telling(instructions)
         end = self.machine.steps
         for warp in warps:
             number = group.warps[warp].number
@@ -532,16 +530,3 @@ class Cluster:
                         f"mbarrier {place:#x} ends with {barrier.transactions} bytes expected",
                         where=f"cta {cta.rank}",
                     )
-
-
-_TELLING = {
-    "wgmma": 5,
-    "tcgen05": 5,
-    "cp": 4,
-    "stmatrix": 3,
-    "ex2": 2,
-    "mbarrier": 1,
-    "bar": 1,
-    "barrier": 1,
-}
-"""How much an opcode says about what a block is for, for the timeline."""
