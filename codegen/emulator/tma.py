@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 from .memory import Buffer, GlobalMemory, MemoryFault, SharedMemory
 
 I64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 MAP_BYTES = 128  # of a tensor map, the first half of which says everything
 MAP_ALIGNMENT = 64  # [bytes]
 SHARED_ALIGNMENT = 128  # [bytes] of a box in shared memory
 CHUNK = 16  # [bytes] that a swizzle keeps together, and that global strides are multiples of
-LARGEST_BOX = 256  # [elements] per dimension
 
 # Bits of the data type field: (name, bytes).
 _TYPES = {
@@ -132,18 +130,6 @@ class TensorMap:
             offsets = (steps[:, None] + offsets).reshape(-1)
         return offsets
 
-    def box_offsets(self, coordinates: Sequence[int]) -> tuple[I64, Mask]:
-        """Of the box at signed coordinates: byte offsets from `address`, and which are in bounds.
-
-        One entry per element, dimension 0 fastest. Offsets out of bounds mean nothing.
-        """
-        first = sum(c * s for c, s in zip(coordinates, self.strides, strict=True))
-        inside = np.ones(1, np.bool_)
-        for c, edge, limit in zip(coordinates, self.box, self.dimensions, strict=True):
-            index = np.arange(c, c + edge)
-            inside = (((index >= 0) & (index < limit))[:, None] & inside).reshape(-1)
-        return self.relative_offsets + first, inside
-
     def astray(self, coordinates: Sequence[int], tiles: Sequence[int]) -> str:
         """Why no element of a box can have been meant; empty when some lie in a tile of the tensor.
 
@@ -226,7 +212,6 @@ def load(
             block = dense.reshape(-1)[moved.permutation]
     for target in targets:
         target.words[part.granule][_words(region, part.granule)] = block
-        target.written[region.start : region.stop] = True
     return len(region), region
 
 

@@ -75,7 +75,7 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
         values: list[Lanes] = []
         for cta, addresses, lanes in self._shared(base, offset, remote, mask):
-            loaded = cta.shared.load_vector(addresses, width, count, lanes)
+            loaded = cta.shared.load(addresses, width, count, lanes)
             if values:  # of another CTA; what a part leaves out is zero in it
                 loaded = [a | b for a, b in zip(values, loaded, strict=True)]
             values = loaded
@@ -106,7 +106,7 @@ class Transfers:
             return
         self._group.here(index, warps_of(mask)[0])
         for cta, addresses, lanes in self._shared(base, offset, remote, mask):
-            cta.shared.store_vector(addresses, width, values, lanes)
+            cta.shared.store(addresses, width, values, lanes)
             nbytes = width * len(values)
             self._note_writes(index, cta, addresses, nbytes, lanes, "st.shared")
 
@@ -160,7 +160,7 @@ class Transfers:
         """ld.global: `count` values of `width` bytes per lane."""
         self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
         addresses = base.astype(np.int64) + offset
-        values = self._group.machine.memory.load_vector(addresses, width, count, mask)
+        values = self._group.machine.memory.load(addresses, width, count, mask)
         self._note_global(index, addresses, width * count, mask, stored=False)
         return values
 
@@ -178,7 +178,7 @@ class Transfers:
             return
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
-        self._group.machine.memory.store_vector(addresses, width, values, mask)
+        self._group.machine.memory.store(addresses, width, values, mask)
         self._note_global(index, addresses, width * len(values), mask, stored=True)
 
     def _note_global(
