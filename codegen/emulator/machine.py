@@ -42,7 +42,7 @@ from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
 from .timeline import most_telling
-from .tma import MAP_BYTES, TensorMap, TensorMapError
+from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
 
@@ -226,6 +226,10 @@ class Machine:
         """The tensor map at a generic address, in the parameters or in global memory."""
         known = self._maps.get(address)
         if known is None:
+            if address % MAP_ALIGNMENT:
+                raise TensorMapError(
+                    f"a tensor map at {address:#x}, not a multiple of {MAP_ALIGNMENT}"
+                )
             offset = address - PARAM_WINDOW
             if 0 <= offset <= len(self.launch.params) - MAP_BYTES:
                 raw = self.launch.params[offset : offset + MAP_BYTES]

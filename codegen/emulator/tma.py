@@ -22,7 +22,7 @@ from .memory import Buffer, GlobalMemory, MemoryFault, SharedMemory
 I64 = NDArray[np.int64]
 
 MAP_BYTES = 128  # of a tensor map, the first half of which says everything
-MAP_ALIGNMENT = 64  # [bytes]
+MAP_ALIGNMENT = 64  # [bytes] that cuTensorMapEncodeTiled requires of its address
 SHARED_ALIGNMENT = 128  # [bytes] of a box in shared memory
 CHUNK = 16  # [bytes] that a swizzle keeps together, and that global strides are multiples of
 
