@@ -22,9 +22,8 @@ I64 = NDArray[np.int64]
 Values = NDArray[Any]
 
 RESERVED = 1024  # [bytes] the system's, at the start of each CTA's shared memory
-SHARED_LIMIT = (
-    232448  # [bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100
-)
+SHARED_LIMIT = 232448
+"""[bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100."""
 PARAM_WINDOW = 1 << 60
 """Generic address of the parameter space: no buffer may lie there."""
 POISON = 0xFF  # bytes that nobody wrote: a NaN in every float format

@@ -40,12 +40,10 @@ _TYPES = {
     9: ("f64", 8),
     10: ("bf16", 2),
 }
-_VERSIONS = frozenset(
-    {0, 2}
-)  # as the driver encodes them, and as the DSL's host code does
-_KNOWN_FLAGS = (
-    0x003F_67FF  # version, rank, type, swizzle, bit 16 and the hints for L2 above it
-)
+_VERSIONS = frozenset({0, 2})
+"""As the driver encodes them, and as the DSL's host code does."""
+_KNOWN_FLAGS = 0x003F_67FF
+"""Version, rank, type, swizzle, bit 16 and the hints for L2 above it."""
 
 
 class TensorMapError(ValueError):
@@ -306,9 +304,8 @@ class _Part:
     low: int  # of the first byte in bounds
     high: int  # after the last one
     granule: int  # [bytes] moved at once: no granule is half in bounds
-    slices: tuple[
-        slice, ...
-    ]  # of a box as [outer dimension, ..., granules of dimension 0]
+    slices: tuple[slice, ...]
+    """Of a box as [outer dimension, ..., granules of dimension 0]."""
     full: bool
     empty: bool
 
@@ -356,9 +353,8 @@ def _clip(
 class _Moved:
     """Where the granules of a box go, for one placement in the swizzle's period."""
 
-    shape: tuple[
-        int, ...
-    ]  # outer dimension first; the last entry is granules of dimension 0
+    shape: tuple[int, ...]
+    """Outer dimension first; the last entry is granules of dimension 0."""
     offsets: NDArray[np.int64]  # [granules] in global memory from the box's first one
     permutation: NDArray[np.int64]  # dense granule <-> granule of the region
     permuted: NDArray[np.int64]  # offsets in the order of shared memory

@@ -31,12 +31,8 @@ INSTRUCTION_BYTES = 32  # of a row of A or B that one instruction multiplies
 
 _ROW = 8  # rows (K-major) or columns (MN-major) of a core matrix
 _CHUNK = 16  # [bytes] of such a row
-_SWIZZLE_BITS = {
-    0: 0,
-    1: 3,
-    2: 2,
-    3: 1,
-}  # of the descriptor's field, to tma.swizzle's argument
+_SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
+"""Of the descriptor's field, to tma.swizzle's argument."""
 _PERIOD = 1024  # [bytes] after which every swizzle repeats
 
 
