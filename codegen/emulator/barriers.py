@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .checks import Clock, join
+from .lanes import WARP
 from .report import Fault, Kind
 
 LARGEST_COUNT = (1 << 20) - 1
@@ -101,7 +102,7 @@ class NamedBarrier:
         waits: whether it stays until the barrier opens. One that opens for nobody has lost a wait:
         its arrivals were meant for warps that did not come.
         """
-        if threads <= 0 or threads % 32:
+        if threads <= 0 or threads % WARP:
             raise Fault(Kind.BARRIER, f"barrier {self.number} of {threads} threads")
         if not self.arrived:
             self.expected = threads
@@ -110,7 +111,7 @@ class NamedBarrier:
                 Kind.BARRIER,
                 f"barrier {self.number} of {self.expected} threads met one of {threads}",
             )
-        self.arrived += 32
+        self.arrived += WARP
         self.awaited |= waits
         self.clock = join(self.clock, clock)
         generation = self.generation
@@ -126,6 +127,10 @@ class NamedBarrier:
             self.awaited = False
             self.released, self.clock = self.clock, None
         return generation
+
+    def state(self) -> str:
+        """Who is there, for those who wait for the others."""
+        return f"barrier {self.number} ({self.arrived} of {self.expected} threads are there)"
 
 
 @dataclass(eq=False)
@@ -163,3 +168,9 @@ class ClusterBarrier:
             self.generation += 1
             self.arrived.clear()
             self.released, self.clock = self.clock, None
+
+    def state(self) -> str:
+        """Who is there, for those who wait for the others."""
+        return (
+            f"the cluster barrier ({len(self.arrived)} of {self.warps} warps are there)"
+        )

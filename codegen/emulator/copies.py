@@ -35,6 +35,14 @@ class Copies:
     def __init__(self, group: Warpgroup) -> None:
         self._group = group
 
+    def lines(self, warp: Warp) -> list[int]:
+        """[PTX lines] of a warp's stores that it did not wait for."""
+        return [
+            store.line
+            for group in [*warp.store_groups, warp.open_stores]
+            for store in group
+        ]
+
     def load(
         self,
         index: int,
@@ -62,7 +70,7 @@ class Copies:
             bits = None if targets is None else int(targets[lane])
             receivers = self._receivers(cta, owner, bits, pair)
             for _, signalled in receivers:
-                self._group.mbarrier(
+                self._group.mbarriers.find(
                     signalled.rank << RANK_SHIFT | barrier_place, warp, copies=True
                 )
             barrier = self._group.cluster.mbarrier(

@@ -19,17 +19,11 @@ from typing import Any
 import numpy as np
 
 from . import numerics
-from .emitters import (
-    ALIGNED_NONE,
-    DTYPES,
-    ONES,
-    Emitter,
-    Mma,
-    UnsupportedInstruction,
-    alignment,
-    is_special,
-    unsigned,
-)
+from .emitters import Emitter, UnsupportedInstruction
+from .emitters.dtypes import DTYPES, ONES, unsigned
+from .emitters.emitter import is_special
+from .emitters.tcgen05 import check_cta_groups
+from .gates import ALIGNED_NONE, alignment, is_gate, is_signal
 from .lanes import IN_FLIGHT, LANES
 from .ptx import (
     Address,
@@ -43,7 +37,7 @@ from .ptx import (
     Symbol,
     Vector,
 )
-from .tensor_emitters import GATES, check_cta_groups
+from .wgmma import Mma
 
 __all__ = ["Block", "Program", "UnsupportedInstruction", "lower"]
 
@@ -268,41 +262,14 @@ def _place_shared(variables: Sequence[SharedVariable]) -> tuple[dict[str, int], 
     return placed, end
 
 
-def _is_gate(instruction: Instruction) -> bool:
-    """Whether lanes can be held back at the instruction."""
-    opcode, modifiers = instruction.opcode, instruction.modifiers
-    if opcode == "mbarrier":
-        return modifiers[0] in ("try_wait", "test_wait")
-    if opcode == "barrier" and modifiers[0] == "cluster":
-        return modifiers[1] == "wait"
-    if opcode in ("bar", "barrier"):
-        return "sync" in modifiers and "warp" not in modifiers
-    if opcode == "wgmma":
-        return modifiers[0] == "wait_group"
-    if opcode == "tcgen05":
-        return modifiers[0] in GATES
-    return opcode == "setmaxnreg" or (opcode == "cp" and "wait_group" in modifiers)
-
-
-def _is_signal(instruction: Instruction) -> bool:
-    """Whether other warps can see that it ran: others may run right after it."""
-    opcode, modifiers = instruction.opcode, instruction.modifiers
-    return (
-        (opcode == "mbarrier" and modifiers[0] == "arrive")
-        or (opcode in ("bar", "barrier") and "arrive" in modifiers)
-        or (opcode == "cp" and "tensor" in modifiers)
-        or (opcode == "tcgen05" and modifiers[0] == "commit")
-    )
-
-
 def _split_blocks(program: Program) -> list[Block]:
     instructions = program.instructions
     labels = program.module.labels
     leaders = {0, *labels.values()}
     for index, instruction in enumerate(instructions):
-        if instruction.opcode in ("bra", "ret", "exit") or _is_signal(instruction):
+        if instruction.opcode in ("bra", "ret", "exit") or is_signal(instruction):
             leaders.add(index + 1)
-        if _is_gate(instruction):
+        if is_gate(instruction):
             leaders.add(index)
     blocks: list[Block] = []
     begin, aligned = 0, ALIGNED_NONE
@@ -321,7 +288,7 @@ def _split_blocks(program: Program) -> list[Block]:
     ends = [begin for begin, _ in bounds[1:]] + [len(instructions)]
     for number, ((begin, aligned), end) in enumerate(zip(bounds, ends, strict=True)):
         index_of[begin] = number
-        gated = _is_gate(instructions[begin])
+        gated = is_gate(instructions[begin])
         blocks.append(Block(number, begin, end, aligned, gated, weight=end - begin))
     for block in blocks:
         last = instructions[block.end - 1]

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, Agent, Components, Shadow, Streams
-from .emitters import PARAM_WINDOW
 from .global_shadow import GlobalShadow
 from .lanes import (
     ALL,
@@ -29,13 +28,21 @@ from .lanes import (
     warps_of,
 )
 from .lower import Block, Program, lower
-from .memory import RESERVED, SHARED_LIMIT, GlobalMemory, MemoryFault, SharedMemory
+from .memory import (
+    PARAM_WINDOW,
+    RESERVED,
+    SHARED_LIMIT,
+    GlobalMemory,
+    MemoryFault,
+    SharedMemory,
+)
 from .ptx import Module
 from .report import Event, Fault, Finding, Kind, Report
 from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
-from .tma import MAP_BYTES, TensorMap, TensorMapError
+from .timeline import most_telling
+from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
 from .wgmma import DescriptorError
 
@@ -219,6 +226,10 @@ class Machine:
         """The tensor map at a generic address, in the parameters or in global memory."""
         known = self._maps.get(address)
         if known is None:
+            if address % MAP_ALIGNMENT:
+                raise TensorMapError(
+                    f"a tensor map at {address:#x}, not a multiple of {MAP_ALIGNMENT}"
+                )
             offset = address - PARAM_WINDOW
             if 0 <= offset <= len(self.launch.params) - MAP_BYTES:
                 raw = self.launch.params[offset : offset + MAP_BYTES]
@@ -419,10 +430,7 @@ class Cluster:
         instructions = self.machine.program.instructions[block.begin : block.end]
         if not instructions:
             return
-        # The block is named after what is most telling in it.
-        chosen = max(
-            instructions, key=lambda instruction: _TELLING.get(instruction.opcode, 0)
-        )
+        chosen = most_telling(instructions)
         end = self.machine.steps
         for warp in warps:
             number = group.warps[warp].number
@@ -526,16 +534,3 @@ class Cluster:
                         f"mbarrier {place:#x} ends with {barrier.transactions} bytes expected",
                         where=f"cta {cta.rank}",
                     )
-
-
-_TELLING = {
-    "wgmma": 5,
-    "tcgen05": 5,
-    "cp": 4,
-    "stmatrix": 3,
-    "ex2": 2,
-    "mbarrier": 1,
-    "bar": 1,
-    "barrier": 1,
-}
-"""How much an opcode says about what a block is for, for the timeline."""

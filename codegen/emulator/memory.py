@@ -16,18 +16,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .lanes import WARP, WARPS, Mask
+
 I64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 Values = NDArray[Any]
 
 RESERVED = 1024  # [bytes] the system's, at the start of each CTA's shared memory
-SHARED_LIMIT = (
-    232448  # [bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100
-)
+SHARED_LIMIT = 232448
+"""[bytes] of dynamic shared memory that one CTA may have on sm_90 and sm_100."""
+PARAM_WINDOW = 1 << 60
+"""Generic address of the parameter space: no buffer may lie there."""
 POISON = 0xFF  # bytes that nobody wrote: a NaN in every float format
 
-WARPS = 4  # of a warpgroup
-WARP_LANES = 32
 MATRIX_ROWS = 8  # of a matrix that stmatrix stores
 ROW_BYTES = 16  # of such a row: eight 16-bit elements
 
@@ -66,25 +66,20 @@ def _check_alignment(space: str, addresses: I64, nbytes: int) -> None:
 class SharedMemory:
     """Shared memory of one CTA: `size` bytes from address 0, the first KiB reserved.
 
-    `bytes` (uint8) is the content, `written` (bool) says which bytes somebody wrote. Reading what
-    nobody wrote is no fault: it gives NaN, and `unwritten` tells.
+    `bytes` (uint8) is the content, `words` the same by the width of access. Reading what nobody
+    wrote is no fault: it gives NaN (and the shadow of `checks` tells).
     """
 
     def __init__(self, size: int) -> None:
         rounded = -(-size // 16) * 16
         self.size = size
         self.bytes = np.full(rounded, POISON, np.uint8)
-        self.written = np.zeros(rounded, np.bool_)
         self.words = {width: self.bytes.view(kind) for width, kind in _TYPE.items()}
 
-    def load(self, addresses: I64, width: int, mask: Mask | None = None) -> Values:
-        """Per lane `width` (1, 2, 4, 8) bytes; 0 where the mask is false."""
-        return self.load_vector(addresses, width, 1, mask)[0]
-
-    def load_vector(
+    def load(
         self, addresses: I64, width: int, count: int, mask: Mask | None = None
     ) -> list[Values]:
-        """`count` consecutive values of each lane: ld.shared.v2 and .v4."""
+        """ld.shared: per lane `count` values of `width` (1, 2, 4, 8) bytes; 0 where masked out."""
         self._check(_active(addresses, mask), width * count)
         words = self.words[width]
         if mask is None:
@@ -94,41 +89,18 @@ class SharedMemory:
         return [np.where(mask, words[index + i], zero) for i in range(count)]
 
     def store(
-        self, addresses: I64, width: int, values: Values, mask: Mask | None = None
-    ) -> None:
-        """The lane with the highest number wins where lanes collide."""
-        self.store_vector(addresses, width, [values], mask)
-
-    def store_vector(
         self,
         addresses: I64,
         width: int,
         values: Sequence[Values],
         mask: Mask | None = None,
     ) -> None:
-        """Consecutive values of each lane: st.shared.v2 and .v4."""
+        """st.shared: the highest lane wins where lanes collide."""
         active = _active(addresses, mask)
         self._check(active, width * len(values))
         words, index = self.words[width], active // width
         for i, value in enumerate(values):
             words[index + i] = _active(value, mask)
-        self.written[(active[:, None] + np.arange(width * len(values))).reshape(-1)] = (
-            True
-        )
-
-    def unwritten(self, region: range) -> int | None:
-        """Address of the first byte of a region that nobody wrote, None when all are written."""
-        part = self.written[region.start : region.stop]
-        return None if part.all() else region.start + int(np.argmin(part))
-
-    def unwritten_lane(
-        self, addresses: I64, nbytes: int, mask: Mask | None = None
-    ) -> int | None:
-        """The same for `nbytes` at each address (of any shape)."""
-        active = _active(addresses, mask).reshape(-1)
-        touched = active[:, None] + np.arange(nbytes)
-        holes = ~self.written[touched]
-        return int(touched[holes][0]) if holes.any() else None
 
     def check_region(self, address: int, nbytes: int, alignment: int) -> None:
         """Raise MemoryFault unless a region lies in what is the kernel's, aligned."""
@@ -172,13 +144,9 @@ def store_matrices(
         else np.flatnonzero(mask.reshape(WARPS, -1).any(1))
     )
     count = len(registers)
-    lanes = addresses.reshape(WARPS, WARP_LANES)[warps, : MATRIX_ROWS * count]
+    lanes = addresses.reshape(WARPS, WARP)[warps, : MATRIX_ROWS * count]
     rows = lanes.reshape(-1)  # (warp, matrix, row)
-    held = (
-        np.stack(registers)
-        .reshape(count, WARPS, WARP_LANES)[:, warps]
-        .transpose(1, 0, 2)
-    )
+    held = np.stack(registers).reshape(count, WARPS, WARP)[:, warps].transpose(1, 0, 2)
     elements = (
         np.ascontiguousarray(held).view(np.uint16).reshape(-1, MATRIX_ROWS, MATRIX_ROWS)
     )
@@ -187,7 +155,6 @@ def store_matrices(
     shared._check(rows, ROW_BYTES)
     index = rows[:, None] // 2 + np.arange(MATRIX_ROWS)
     shared.words[2][index] = elements.reshape(-1, MATRIX_ROWS)
-    shared.written[(rows[:, None] + np.arange(ROW_BYTES)).reshape(-1)] = True
     return rows
 
 
@@ -249,14 +216,10 @@ class GlobalMemory:
                 return buffer, offset
         raise MemoryFault("global", address, nbytes, self._nearest(place, address))
 
-    def load(self, addresses: I64, width: int, mask: Mask | None = None) -> Values:
-        """Per lane `width` (1, 2, 4, 8) bytes; 0 where the mask is false."""
-        return self.load_vector(addresses, width, 1, mask)[0]
-
-    def load_vector(
+    def load(
         self, addresses: I64, width: int, count: int, mask: Mask | None = None
     ) -> list[Values]:
-        """`count` consecutive values of each lane: ld.global.v2 and .v4."""
+        """ld.global: per lane `count` values of `width` (1, 2, 4, 8) bytes; 0 where masked out."""
         results = [np.zeros(addresses.shape, _TYPE[width]) for _ in range(count)]
         for buffer, lanes, index in self.split(addresses, width * count, mask):
             for i, result in enumerate(results):
@@ -264,19 +227,13 @@ class GlobalMemory:
         return results
 
     def store(
-        self, addresses: I64, width: int, values: Values, mask: Mask | None = None
-    ) -> None:
-        """The lane with the highest number wins where lanes collide."""
-        self.store_vector(addresses, width, [values], mask)
-
-    def store_vector(
         self,
         addresses: I64,
         width: int,
         values: Sequence[Values],
         mask: Mask | None = None,
     ) -> None:
-        """Consecutive values of each lane: st.global.v2 and .v4."""
+        """st.global: the highest lane wins where lanes collide."""
         nbytes = width * len(values)
         parts = self.split(addresses, nbytes, mask)
         for buffer, lanes, _ in parts:

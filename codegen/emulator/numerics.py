@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 F32 = NDArray[np.float32]
@@ -66,28 +65,34 @@ def bf16_rn(x: F32) -> U16:
 
 def bf16x2_rn(high: F32, low: F32) -> U32:
     """cvt.rn.bf16x2.f32 d, high, low."""
-    return _pack(bf16_rn(np.concatenate((high, low))), 16)
+    return bf16_rn(_pairs(high, low)).view(np.uint32)
 
 
 def f16x2_rn(high: F32, low: F32) -> U32:
     """cvt.rn.f16x2.f32 d, high, low."""
-    return _pack(f16_rn(np.concatenate((high, low))), 16)
+    return f16_rn(_pairs(high, low)).view(np.uint32)
 
 
 def e4m3x2_rn_satfinite(high: F32, low: F32) -> U16:
     """cvt.rn.satfinite.e4m3x2.f32 d, high, low."""
-    return _pack(e4m3_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+    return _joined(e4m3_rn_satfinite(_pairs(high, low)))
 
 
 def e5m2x2_rn_satfinite(high: F32, low: F32) -> U16:
     """cvt.rn.satfinite.e5m2x2.f32 d, high, low."""
-    return _pack(e5m2_rn_satfinite(np.concatenate((high, low))), 8).astype(np.uint16)
+    return _joined(e5m2_rn_satfinite(_pairs(high, low)))
 
 
-def _pack(halves: U16, bits: int) -> U32:
-    high, low = halves.reshape(2, -1).astype(np.uint32)
-    packed: U32 = high << np.uint32(bits) | low
-    return packed
+def _pairs(high: F32, low: F32) -> F32:
+    """Both values of each lane, the lower half first: one conversion serves them all."""
+    pairs = np.empty((low.size, 2), np.float32)
+    pairs[:, 0], pairs[:, 1] = low, high
+    return pairs.reshape(-1)
+
+
+def _joined(halves: U16) -> U16:
+    """Pairs of 8-bit values as 16 bits."""
+    return halves.astype(np.uint8).view(np.uint16)
 
 
 def bf16_to_f32(bits: U16) -> F32:

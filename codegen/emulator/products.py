@@ -15,7 +15,6 @@ import numpy as np
 
 from . import numerics, wgmma
 from .checks import Clock, Operation
-from .emitters import Mma
 from .lanes import IN_FLIGHT, Lanes, Mask, warps_of
 from .memory import SharedMemory
 from .report import Fault, Kind
@@ -92,7 +91,7 @@ class Products:
         self._group.machine.count("products", 1)
         self._group.cluster.pending.product(self._group.serial, work)
 
-    def _accumulator(self, mma: Mma, accumulate: bool) -> Accumulator:
+    def _accumulator(self, mma: wgmma.Mma, accumulate: bool) -> Accumulator:
         """The accumulator of a product that is being issued; checks its registers' fence."""
         fenced, registers = self._fenced, self._group.registers
         accumulator = self._accumulators.get(mma.accumulators)
@@ -131,7 +130,13 @@ class Products:
         return all(id(registers[slot]) in known for slot in late)
 
     def _work(
-        self, index: int, mma: Mma, a: Any, b: int, accumulate: bool, product: Product
+        self,
+        index: int,
+        mma: wgmma.Mma,
+        a: Any,
+        b: int,
+        accumulate: bool,
+        product: Product,
     ) -> Callable[[], None]:
         held = [self._group.registers[slot] for slot in mma.a_registers]
 
@@ -180,7 +185,7 @@ class Products:
         rows: int,
         dtype: str,
         transposed: bool,
-        mma: Mma,
+        mma: wgmma.Mma,
         product: Product,
     ) -> Any:
         """A matrix in shared memory, [rows, k]; the read is checked."""

@@ -66,7 +66,8 @@ Work = Callable[[], None]
 class Pending:
     """Asynchronous work that was issued and is not complete.
 
-    Copies complete in any order, the products of one warpgroup in theirs.
+    Copies complete in any order. What one issuer of products (a warpgroup, or for tcgen05 a warp)
+    issues, commits included, completes in order.
     """
 
     schedule: Schedule
@@ -89,12 +90,12 @@ class Pending:
         else:
             self.copies.append(work)
 
-    def product(self, group: int, work: Work) -> None:
-        """Issues a matrix product of a warpgroup."""
+    def product(self, issuer: int, work: Work) -> None:
+        """Issues a matrix product, or a tcgen05.commit."""
         if self.schedule.completion is Completion.EAGER:
             work()
         else:
-            self.products.setdefault(group, deque()).append(work)
+            self.products.setdefault(issuer, deque()).append(work)
 
     def turn(self) -> None:
         """Lets some of it complete, when the schedule says so; called once a turn."""

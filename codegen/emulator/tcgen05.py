@@ -25,10 +25,10 @@ from . import numerics
 from .lanes import LANES, WARP, WARPS
 from .numerics import F32, U32
 from .tensor_memory import HALF
+from .wgmma import INSTRUCTION_BYTES, instruction_k
 
 I64 = NDArray[np.int64]
 
-INSTRUCTION_BYTES = 32  # of a row of A or B that one instruction multiplies
 KINDS: dict[str, dict[int, str]] = {
     "f16": {0: "f16", 1: "bf16"},
     "tf32": {2: "tf32"},
@@ -85,7 +85,7 @@ class Shape:
     @property
     def k(self) -> int:
         """Elements of a row that one instruction multiplies."""
-        return INSTRUCTION_BYTES // numerics.ELEMENT_SIZE[self.dtype_a]
+        return instruction_k(self.dtype_a)
 
     @property
     def columns(self) -> int:

@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .lanes import LANES, WARP, WARPS
+from .numerics import U32
 from .report import Fault, Kind
 
-U32 = NDArray[np.uint32]
 I64 = NDArray[np.int64]
 
 COLUMNS = 512  # of 32 bits

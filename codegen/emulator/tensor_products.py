@@ -238,7 +238,7 @@ class TensorProducts:
             operation = self._start(warp)
             addresses = [rank << RANK_SHIFT | place for rank in ranks]
             for address in addresses:
-                barrier = self._group.mbarrier(address, warp)
+                barrier = self._group.mbarriers.find(address, warp)
                 if operation is not None:
                     signal = (operation.epoch, operation.line)
                     barrier.last_signals[operation.component] = signal

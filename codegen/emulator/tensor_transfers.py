@@ -67,7 +67,9 @@ class TensorTransfers:
                 continue
             address = np.full(LANES, first, np.uint32)
             leader = WARP_MASKS[number] & LEADERS
-            self._group.store_shared(index, base, offset, 4, [address], False, leader)
+            self._group.transfers.store_shared(
+                index, base, offset, 4, [address], False, leader
+            )
             passed.append(number)
         free = self._group.cta.tensor_memory.free_columns
         self._group.hold(

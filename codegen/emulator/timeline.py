@@ -7,9 +7,10 @@ the model; a step is not time, and a long bar says nothing about speed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from .ptx import Instruction
 from .report import Event
 
 NOTE = "the axis counts steps of an emulator's scheduler, not time; lengths say nothing of speed"
@@ -20,6 +21,25 @@ ROLES: Mapping[str, str] = {
     "tcgen05.mma": "multiplies",
     "cp.async.bulk.tensor": "loads",
 }
+
+
+# What says most about what a stretch of code is for: the first of these that is in it.
+_TELLING = (
+    *("wgmma.mma_async", "tcgen05.mma", "wgmma", "cp", "stmatrix", "ex2"),
+    *("tcgen05", "mbarrier", "bar"),
+)
+
+
+def most_telling(instructions: Sequence[Instruction]) -> Instruction:
+    """The instruction that a stretch of code is named after."""
+
+    def rank(instruction: Instruction) -> int:
+        for number, start in enumerate(_TELLING):
+            if instruction.name.startswith(start):
+                return number
+        return len(_TELLING)
+
+    return min(instructions, key=rank)
 
 
 def chrome_trace(

@@ -20,13 +20,11 @@ from numpy.typing import NDArray
 from .memory import Buffer, GlobalMemory, MemoryFault, SharedMemory
 
 I64 = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 
 MAP_BYTES = 128  # of a tensor map, the first half of which says everything
-MAP_ALIGNMENT = 64  # [bytes]
+MAP_ALIGNMENT = 64  # [bytes] that cuTensorMapEncodeTiled requires of its address
 SHARED_ALIGNMENT = 128  # [bytes] of a box in shared memory
 CHUNK = 16  # [bytes] that a swizzle keeps together, and that global strides are multiples of
-LARGEST_BOX = 256  # [elements] per dimension
 
 # Bits of the data type field: (name, bytes).
 _TYPES = {
@@ -42,12 +40,10 @@ _TYPES = {
     9: ("f64", 8),
     10: ("bf16", 2),
 }
-_VERSIONS = frozenset(
-    {0, 2}
-)  # as the driver encodes them, and as the DSL's host code does
-_KNOWN_FLAGS = (
-    0x003F_67FF  # version, rank, type, swizzle, bit 16 and the hints for L2 above it
-)
+_VERSIONS = frozenset({0, 2})
+"""As the driver encodes them, and as the DSL's host code does."""
+_KNOWN_FLAGS = 0x003F_67FF
+"""Version, rank, type, swizzle, bit 16 and the hints for L2 above it."""
 
 
 class TensorMapError(ValueError):
@@ -132,18 +128,6 @@ class TensorMap:
             offsets = (steps[:, None] + offsets).reshape(-1)
         return offsets
 
-    def box_offsets(self, coordinates: Sequence[int]) -> tuple[I64, Mask]:
-        """Of the box at signed coordinates: byte offsets from `address`, and which are in bounds.
-
-        One entry per element, dimension 0 fastest. Offsets out of bounds mean nothing.
-        """
-        first = sum(c * s for c, s in zip(coordinates, self.strides, strict=True))
-        inside = np.ones(1, np.bool_)
-        for c, edge, limit in zip(coordinates, self.box, self.dimensions, strict=True):
-            index = np.arange(c, c + edge)
-            inside = (((index >= 0) & (index < limit))[:, None] & inside).reshape(-1)
-        return self.relative_offsets + first, inside
-
     def astray(self, coordinates: Sequence[int], tiles: Sequence[int]) -> str:
         """Why no element of a box can have been meant; empty when some lie in a tile of the tensor.
 
@@ -226,7 +210,6 @@ def load(
             block = dense.reshape(-1)[moved.permutation]
     for target in targets:
         target.words[part.granule][_words(region, part.granule)] = block
-        target.written[region.start : region.stop] = True
     return len(region), region
 
 
@@ -321,9 +304,8 @@ class _Part:
     low: int  # of the first byte in bounds
     high: int  # after the last one
     granule: int  # [bytes] moved at once: no granule is half in bounds
-    slices: tuple[
-        slice, ...
-    ]  # of a box as [outer dimension, ..., granules of dimension 0]
+    slices: tuple[slice, ...]
+    """Of a box as [outer dimension, ..., granules of dimension 0]."""
     full: bool
     empty: bool
 
@@ -371,9 +353,8 @@ def _clip(
 class _Moved:
     """Where the granules of a box go, for one placement in the swizzle's period."""
 
-    shape: tuple[
-        int, ...
-    ]  # outer dimension first; the last entry is granules of dimension 0
+    shape: tuple[int, ...]
+    """Outer dimension first; the last entry is granules of dimension 0."""
     offsets: NDArray[np.int64]  # [granules] in global memory from the box's first one
     permutation: NDArray[np.int64]  # dense granule <-> granule of the region
     permuted: NDArray[np.int64]  # offsets in the order of shared memory

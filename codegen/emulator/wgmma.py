@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import numerics
+from .lanes import WARPS
 from .memory import SharedMemory
 from .numerics import F32, U32
 from .tma import swizzle
@@ -24,19 +25,14 @@ from .tma import swizzle
 I64 = NDArray[np.int64]
 
 ROWS = 64  # of A and of the accumulator
-WARPS = 4
 GROUPS = 8  # of four lanes in a warp
 QUAD = 4  # lanes that share a row
 INSTRUCTION_BYTES = 32  # of a row of A or B that one instruction multiplies
 
 _ROW = 8  # rows (K-major) or columns (MN-major) of a core matrix
 _CHUNK = 16  # [bytes] of such a row
-_SWIZZLE_BITS = {
-    0: 0,
-    1: 3,
-    2: 2,
-    3: 1,
-}  # of the descriptor's field, to tma.swizzle's argument
+_SWIZZLE_BITS = {0: 0, 1: 3, 2: 2, 3: 1}
+"""Of the descriptor's field, to tma.swizzle's argument."""
 _PERIOD = 1024  # [bytes] after which every swizzle repeats
 
 
@@ -74,6 +70,24 @@ class Descriptor:
             | (self.stride >> 4) << 32
             | field << 62
         )
+
+
+@dataclass(frozen=True)
+class Mma:
+    """The static part of a `wgmma.mma_async`."""
+
+    n: int
+    k: int
+    dtype_a: str
+    dtype_b: str
+    accumulators: tuple[int, ...]
+    """Register slots of D."""
+    a_registers: tuple[int, ...]
+    """Register slots of A; empty when A comes from shared memory."""
+    negate_a: bool
+    negate_b: bool
+    transpose_a: bool
+    transpose_b: bool
 
 
 def shared_addresses(
@@ -179,7 +193,7 @@ def gather(
 
 
 def instruction_k(dtype: str) -> int:
-    """K of one instruction: 16 for 16-bit elements, 32 for 8-bit ones."""
+    """K of one instruction: 16 for 16-bit elements, 32 for 8-bit and 8 for 32-bit ones."""
     return INSTRUCTION_BYTES // numerics.ELEMENT_SIZE[dtype]
 
 

@@ -70,6 +70,17 @@ def multicast(mask: int, **options):
     return execute(body, data, out=out, grid=2, cluster=2, maps=maps, **options)
 
 
+@pytest.mark.parametrize(("place", "found"), [(0, []), (16, ["tma"]), (64, [])])
+def test_the_place_of_a_tensor_map(place, found):
+    raw = tensor_map(FIRST_INPUT, (16, 32), (16, 4))
+    padded = bytes(place) + raw + bytes(128 - place)
+    body = MULTICAST.format(mask=3).replace("k_param_2;", f"k_param_2+{place};")
+    data, out = np.arange(512, dtype=np.uint32), np.zeros(256, np.uint32)
+    maps = (padded[:128], padded[128:])
+    _, result = execute(body, data, out=out, grid=2, cluster=2, maps=maps)
+    assert kinds(result) == found
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 def test_cluster_shares_its_loads(schedule):
     out, result = multicast(3, schedule=schedule)

@@ -50,7 +50,7 @@ def test_shared_stores_and_loads_are_those_of_single_bytes(seed, width, count, m
     addresses = slots.astype(np.int64) * nbytes
     mask = rng.random(128) < 0.5 if masked else None
     values = [random_values(rng, width) for _ in range(count)]
-    shared.store_vector(addresses, width, values, mask)
+    shared.store(addresses, width, values, mask)
     model = {}
     for lane in range(128):
         if mask is not None and not mask[lane]:
@@ -59,9 +59,8 @@ def test_shared_stores_and_loads_are_those_of_single_bytes(seed, width, count, m
             for b, byte in enumerate(int(value[lane]).to_bytes(width, "little")):
                 model[int(addresses[lane]) + i * width + b] = byte
     for address in range(SIZE):
-        assert shared.written[address] == (address in model)
         assert shared.bytes[address] == model.get(address, POISON)
-    loaded = shared.load_vector(addresses, width, count, mask)
+    loaded = shared.load(addresses, width, count, mask)
     for lane in range(128):
         active = mask is None or mask[lane]
         for i, value in enumerate(loaded):
@@ -70,49 +69,34 @@ def test_shared_stores_and_loads_are_those_of_single_bytes(seed, width, count, m
             assert int(value[lane]) == int.from_bytes(want, "little")
 
 
-def test_one_value_is_a_vector_of_one(shared):
-    addresses = RESERVED + LANES * 4
-    shared.store(addresses, 4, LANES.astype(np.uint32))
-    assert np.array_equal(shared.load(addresses, 4), LANES.astype(np.uint32))
-
-
 @pytest.mark.parametrize("address", [0, RESERVED - 4, SIZE - 3, SIZE, -4, 1 << 40])
 def test_shared_bounds(shared, address):
     addresses = np.full(128, RESERVED, np.int64)
     addresses[77] = address
     with pytest.raises(MemoryFault) as fault:
-        shared.store(addresses, 4, LANES.astype(np.uint32))
+        shared.store(addresses, 4, [LANES.astype(np.uint32)])
     assert (fault.value.space, fault.value.address) == ("shared", address)
-    assert not shared.written.any()
+    assert (shared.bytes == POISON).all()
     with pytest.raises(MemoryFault):
-        shared.load(addresses, 4)
+        shared.load(addresses, 4, 1)
     without = LANES != 77
-    shared.store(addresses, 4, LANES.astype(np.uint32), without)
-    assert shared.load(addresses, 4, without)[77] == 0
+    shared.store(addresses, 4, [LANES.astype(np.uint32)], without)
+    assert shared.load(addresses, 4, 1, without)[0][77] == 0
 
 
 def test_shared_alignment_is_that_of_the_whole_vector(shared):
     addresses = RESERVED + 4 + LANES * 8
-    shared.load(addresses, 4)
+    shared.load(addresses, 4, 1)
     with pytest.raises(MemoryFault, match="not a multiple"):
-        shared.load_vector(addresses, 4, 2)
+        shared.load(addresses, 4, 2)
 
 
 def test_a_masked_out_warpgroup_touches_nothing(shared):
     nobody = np.zeros(128, np.bool_)
     wild = np.full(128, -1, np.int64)
-    shared.store(wild, 4, LANES.astype(np.uint32), nobody)
-    assert not shared.load(wild, 4, nobody).any()
-    assert not shared.written.any()
-
-
-def test_unwritten_names_the_first_byte(shared):
-    shared.store(RESERVED + LANES * 4, 4, LANES.astype(np.uint32))
-    assert shared.unwritten(range(RESERVED, RESERVED + 512)) is None
-    assert shared.unwritten(range(RESERVED, RESERVED + 513)) == RESERVED + 512
-    reads = RESERVED + LANES * 8
-    assert shared.unwritten_lane(reads, 8) == RESERVED + 512
-    assert shared.unwritten_lane(reads, 8, LANES < 64) is None
+    shared.store(wild, 4, [LANES.astype(np.uint32)], nobody)
+    assert not shared.load(wild, 4, 1, nobody)[0].any()
+    assert (shared.bytes == POISON).all()
 
 
 # -- stmatrix
@@ -144,7 +128,6 @@ def test_store_matrices_element_by_element(count, transpose):
                         int(registers[matrix][32 * warp + lane]) >> 16 * half & 0xFFFF
                     )
                     assert int(shared.words[2][address // 2]) == want
-    assert shared.written[RESERVED:].all()
 
 
 def test_store_matrices_by_some_warps():
@@ -153,7 +136,7 @@ def test_store_matrices_by_some_warps():
     some = LANES // 32 == 2
     written = store_matrices(shared, addresses, [LANES.astype(np.uint32)], some)
     assert written.tolist() == [RESERVED + 256 + 16 * row for row in range(8)]
-    assert np.flatnonzero(shared.written).tolist() == list(
+    assert np.flatnonzero(shared.bytes != POISON).tolist() == list(
         range(RESERVED + 256, RESERVED + 384)
     )
 
@@ -194,7 +177,7 @@ def test_find(memory):
 
 def test_lanes_in_two_buffers(memory):
     addresses = np.where(LANES % 2, 0x1000, 0x2000) + 4 * (LANES // 2)
-    got = memory.load(addresses, 4)
+    (got,) = memory.load(addresses, 4, 1)
     assert np.array_equal(got, np.where(LANES % 2, 100, 0) + LANES // 2)
 
 
@@ -202,7 +185,7 @@ def test_a_buffer_is_the_array_that_was_given():
     array = np.zeros((16, 16), np.float32)
     memory = GlobalMemory()
     memory.add("out", 0x1000, array)
-    memory.store_vector(
+    memory.store(
         0x1000 + 8 * LANES, 4, [LANES.astype(np.uint32)] * 2, mask=LANES >= 126
     )
     assert array.view(np.uint32).reshape(-1)[252:].tolist() == [126, 126, 127, 127]
@@ -213,7 +196,7 @@ def test_the_highest_lane_wins():
     array = np.zeros(4, np.uint32)
     memory = GlobalMemory()
     memory.add("out", 0x1000, array)
-    memory.store(np.full(128, 0x1004, np.int64), 4, LANES.astype(np.uint32))
+    memory.store(np.full(128, 0x1004, np.int64), 4, [LANES.astype(np.uint32)])
     assert array.tolist() == [0, 127, 0, 0]
 
 
@@ -228,18 +211,18 @@ def test_global_faults_change_nothing(memory):
     ]:
         addresses[100] = wrong
         with pytest.raises(MemoryFault, match=reason):
-            memory.store(addresses, 4, LANES.astype(np.uint32))
+            memory.store(addresses, 4, [LANES.astype(np.uint32)])
         assert np.array_equal(second.bytes, before)
-        memory.store(addresses, 4, np.zeros(128, np.uint32), LANES < 0)
+        memory.store(addresses, 4, [np.zeros(128, np.uint32)], LANES < 0)
 
 
 def test_a_tail_narrower_than_the_access_can_be_read():
     memory = GlobalMemory()
     memory.add("odd", 0x1000, np.arange(7, dtype=np.uint8))
-    assert memory.load(np.array([0x1004] * 128), 2)[0] == 0x0504
-    assert memory.load(np.array([0x1006] * 128), 1)[0] == 6
+    assert memory.load(np.array([0x1004] * 128), 2, 1)[0][0] == 0x0504
+    assert memory.load(np.array([0x1006] * 128), 1, 1)[0][0] == 6
     with pytest.raises(MemoryFault):
-        memory.load(np.array([0x1004] * 128), 4)
+        memory.load(np.array([0x1004] * 128), 4, 1)
 
 
 def test_buffers_are_contiguous_aligned_and_apart(memory):

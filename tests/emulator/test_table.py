@@ -103,6 +103,7 @@ def test_loads_and_stores_of_tensor_memory_are_tested_in_every_shape():
             "shfl.sync.idx.b32 is not modelled: a member mask other than the whole warp",
         ),
         ("add.s64 %r1, %r2, %r3;", "add.s64 is not modelled: %r2 is not 64 bits wide"),
+        ("cvt.s32.f32 %r1, %r2;", "cvt.s32.f32 is not modelled"),
         (
             "tcgen05.shift.cta_group::1.down [%r1];",
             "tcgen05.shift.cta_group::1.down is not modelled: .shift",

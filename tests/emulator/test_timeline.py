@@ -5,8 +5,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+from fmha_gen.emulator import ptx
 from fmha_gen.emulator.report import Event
-from fmha_gen.emulator.timeline import chrome_trace
+from fmha_gen.emulator.timeline import chrome_trace, most_telling
+
+from . import kernels
 
 LOAD = "cp.async.bulk.tensor.4d.shared::cluster.global.tile"
 EVENTS = [
@@ -45,6 +49,31 @@ def test_rows_are_warps_with_their_roles():
         ("thread_name", 4): "warp 04 multiplies",
         ("thread_name", 11): "warp 11",
     }
+
+
+@pytest.mark.parametrize(
+    ("stretch", "name"),
+    [
+        (
+            "tcgen05.fence::after_thread_sync; mov.b32 %r1, 0; "
+            "tcgen05.mma.cta_group::1.kind::f16 [%r1], %rd1, %rd2, %r2, %p1;",
+            "tcgen05.mma.cta_group::1.kind::f16",
+        ),
+        (
+            "tcgen05.wait::ld.sync.aligned; ex2.approx.ftz.f32 %r1, %r2;",
+            "ex2.approx.ftz.f32",
+        ),
+        ("mov.b32 %r1, 0; bar.sync 0;", "bar.sync"),
+        ("mov.b32 %r1, 0; mov.b32 %r2, 0;", "mov.b32"),
+    ],
+)
+def test_a_stretch_is_named_after_what_it_is_for(stretch, name):
+    instructions = [
+        instruction
+        for instruction in ptx.parse(kernels.text(stretch)).instructions
+        if instruction.line == kernels.LINES_BEFORE + 1
+    ]
+    assert most_telling(instructions).name == name
 
 
 def test_it_says_that_steps_are_not_time():

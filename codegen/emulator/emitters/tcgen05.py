@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The Python of the tcgen05 instructions: see `emitters`, whose table this adds to."""
+"""Tensor memory and the products that accumulate in it: the tcgen05 instructions."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from .emitters import Emitter, UnsupportedInstruction, emits
-from .ptx import Address, Immediate, Instruction, Operand, Vector
-from .tcgen05 import KINDS, Form
-from .tensor_memory import SHAPES, movement
-
-GATES = frozenset(("alloc", "dealloc"))
-"""The first words after `tcgen05` that can hold lanes back."""
+from ..ptx import Address, Immediate, Instruction, Operand, Vector
+from ..tcgen05 import KINDS, Form
+from ..tensor_memory import SHAPES, movement
+from .emitter import Emitter, UnsupportedInstruction, elements, emits
 
 _CTA_GROUPS = ("cta_group::1", "cta_group::2")
 _COLLECTIVE = ("sync", "aligned", "b32")
@@ -88,7 +85,7 @@ def _movement(
         raise UnsupportedInstruction(instruction, f".{shape}.{count}")
     emitter.only(instruction, (action, *_COLLECTIVE, shape, count, packing))
     repetitions, packed = int(count[1:]), instruction.has(packing)
-    registers = _elements(instruction.operands[0 if action == "ld" else -1])
+    registers = elements(instruction.operands[0 if action == "ld" else -1])
     if len(registers) != SHAPES[shape][0] * repetitions:
         raise emitter.unsupported(f"{len(registers)} registers")
     split = 0
@@ -102,23 +99,19 @@ def _movement(
     )
 
 
-def _elements(operand: Operand) -> tuple[Operand, ...]:
-    return operand.elements if isinstance(operand, Vector) else (operand,)
-
-
 def _load(emitter: Emitter, instruction: Instruction) -> None:
     destination, source, *offset = instruction.operands
     moved = _movement(emitter, instruction, "pack::16b", offset)
     call = emitter.call("tensor_transfers.load", emitter.address(source), moved)
     emitter.lines.append(f"loaded = {call}")
-    for number, register in enumerate(_elements(destination)):
+    for number, register in enumerate(elements(destination)):
         emitter.assign(register, f"loaded[{number}]", "u32")
 
 
 def _store(emitter: Emitter, instruction: Instruction) -> None:
     destination, *offset, source = instruction.operands
     moved = _movement(emitter, instruction, "unpack::16b", offset)
-    values = ", ".join(emitter.value(register, "u32") for register in _elements(source))
+    values = ", ".join(emitter.value(register, "u32") for register in elements(source))
     address = emitter.address(destination)
     emitter.lines.append(
         emitter.call("tensor_transfers.store", address, moved, f"({values},)")

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where lanes wait, for whom, and where they let others go on: what splits a kernel into blocks."""
+
+from __future__ import annotations
+
+from .ptx import Instruction
+
+ALIGNED_NONE, ALIGNED_WARP, ALIGNED_GROUP = range(3)
+"""Who must execute an instruction together: nobody, a warp's lanes, a warpgroup's."""
+
+_GROUP_ALIGNED = frozenset(("fence", "mma_async", "commit_group"))  # of wgmma
+
+
+def alignment(instruction: Instruction) -> int:
+    """Which lanes must execute the instruction together."""
+    if instruction.opcode == "wgmma" and instruction.modifiers[0] in _GROUP_ALIGNED:
+        return ALIGNED_GROUP
+    # Barriers count threads; here warps arrive whole, at `barrier` without `.aligned` too: its
+    # lanes wait for the others of their warp first, which a deadlock would tell.
+    collective = instruction.opcode in (
+        "elect",
+        "shfl",
+        "vote",
+        "stmatrix",
+        "setmaxnreg",
+    )
+    barrier = instruction.opcode in ("bar", "barrier", "wgmma")
+    tensor = instruction.opcode == "tcgen05" and instruction.has("sync")
+    return ALIGNED_WARP if collective or barrier or tensor else ALIGNED_NONE
+
+
+def is_gate(instruction: Instruction) -> bool:
+    """Whether lanes can be held back at the instruction."""
+    opcode, modifiers = instruction.opcode, instruction.modifiers
+    if opcode == "mbarrier":
+        return modifiers[0] in ("try_wait", "test_wait")
+    if opcode == "barrier" and modifiers[0] == "cluster":
+        return modifiers[1] == "wait"
+    if opcode in ("bar", "barrier"):
+        return "sync" in modifiers and "warp" not in modifiers
+    if opcode == "wgmma":
+        return modifiers[0] == "wait_group"
+    if opcode == "tcgen05":
+        return modifiers[0] in ("alloc", "dealloc")
+    return opcode == "setmaxnreg" or (opcode == "cp" and "wait_group" in modifiers)
+
+
+def is_signal(instruction: Instruction) -> bool:
+    """Whether other warps can see that it ran: others may run right after it."""
+    opcode, modifiers = instruction.opcode, instruction.modifiers
+    return (
+        (opcode == "mbarrier" and modifiers[0] == "arrive")
+        or (opcode in ("bar", "barrier") and "arrive" in modifiers)
+        or (opcode == "cp" and "tensor" in modifiers)
+        or (opcode == "tcgen05" and modifiers[0] == "commit")
+    )

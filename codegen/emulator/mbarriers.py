@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The mbarriers of a cluster as lanes use them: init, inval, arrive, expect_tx and waits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .barriers import MBarrier
+from .checks import HAPPENED
+from .lanes import (
+    ALL,
+    LANES,
+    NONE,
+    OFFSET_MASK,
+    WARP,
+    WARP_MASKS,
+    Lanes,
+    Mask,
+    warps_of,
+)
+from .report import Fault, Kind
+
+if TYPE_CHECKING:
+    from .warpgroup import Warp, Warpgroup
+
+
+class MBarriers:
+    """What `mbarrier` instructions do; generated code calls the public methods."""
+
+    def __init__(self, group: Warpgroup) -> None:
+        self._group = group
+        self.phase_complete: Mask = NONE
+        """The result of the last wait."""
+        self._waits: dict[tuple[int, int, int], int] = {}
+        """Numbers the waits that were false, by (block, address, parity)."""
+        self._failed = np.zeros(LANES, np.int64)
+        """The wait that was false the last time, for each lane; 0: none."""
+
+    def init(
+        self, index: int, base: Lanes, offset: int, count: Lanes, mask: Mask
+    ) -> None:
+        """mbarrier.init by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            warp = self._group.warps[lane // WARP]
+            self._group.here(index, lane // WARP)
+            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
+            cta.shared.check_region(place, 8, 8)
+            epoch = warp.agent.epoch if warp.agent else 0
+            component = self._group.cluster.components.loads()
+            cta.mbarriers[place] = MBarrier(
+                int(count[lane]), warp.serial, epoch, component
+            )
+            self._group.cluster.progress += 1
+
+    def invalidate(self, index: int, base: Lanes, offset: int, mask: Mask) -> None:
+        """mbarrier.inval by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            self._group.here(index, lane // WARP)
+            self.find(int(base[lane]) + offset, self._group.warps[lane // WARP])
+            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
+            del cta.mbarriers[place]
+
+    def find(self, address: int, warp: Warp, *, copies: bool = False) -> MBarrier:
+        """The mbarrier at an address that a warp, or a copy that it issues, uses."""
+        barrier = self._group.cluster.mbarrier(address)
+        if warp.agent is not None:
+            known = (
+                warp.agent.copies_know_initialisation
+                if copies
+                else warp.agent.knows_initialisation
+            )
+            if not known(barrier.initialiser, barrier.initialised):
+                who = "the copy" if copies else "this warp"
+                self._group.machine.report(
+                    Kind.BARRIER,
+                    f"an mbarrier whose initialisation need not be visible to {who} yet",
+                )
+        return barrier
+
+    def arrive(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        count: Any,
+        transactions: Any,
+        remote: bool,
+        mask: Mask,
+    ) -> None:
+        """mbarrier.arrive, .arrive.expect_tx and .expect_tx by each lane.
+
+        count and transactions are lanes, or one number for all. remote: whether the mbarrier may
+        be another CTA's, as `.shared::cluster` says.
+        """
+        cluster = self._group.cluster
+        for number in warps_of(mask):
+            warp = self._group.warps[number]
+            self._group.here(index, number)
+            agent = warp.agent
+            clock = agent.release() if agent else None
+            lanes = np.flatnonzero(mask & WARP_MASKS[number])
+            # Together, so that arrivals of one instruction that fall into two phases are too many
+            # for the first: who waits for it would otherwise wait for a part of the warp.
+            for address in np.unique(base[lanes]).tolist():
+                arriving = lanes[base[lanes] == address]
+                barrier = self.find(address + offset, warp)
+                away = cluster.locate(address + offset)[0] is not self._group.cta
+                if away and not remote:
+                    raise Fault(
+                        Kind.BARRIER,
+                        "an mbarrier of another CTA, without .shared::cluster",
+                    )
+                if away and clock is not None:
+                    epoch = int(clock[HAPPENED, warp.serial])
+                    barrier.last_signals[warp.serial] = (epoch, self._group.line)
+                arrivals = _total(count, arriving)
+                # An expect_tx alone releases nothing: it only moves the count.
+                barrier.arrive(
+                    arrivals,
+                    _total(transactions, arriving),
+                    clock if arrivals else None,
+                )
+                cluster.progress += 1
+
+    def wait(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        parity: Lanes,
+        polls: bool,
+        mask: Mask,
+    ) -> Mask | None:
+        """Gate of try_wait and test_wait with a parity; the result is `phase_complete`.
+
+        A wait may come back false: the first time it does. A try_wait that is repeated at the same
+        place is held back until the phase completes, as the hardware may; a test_wait never is.
+        """
+        first = int(mask.argmax())
+        same = (base == base[first]) & (parity == parity[first])
+        if not (mask & ~same).any():
+            return self._wait_together(
+                index, int(base[first]) + offset, int(parity[first]), polls, mask
+            )
+        result = np.zeros(LANES, np.bool_)
+        passed = np.zeros(LANES, np.bool_)
+        pairs = {
+            (int(base[lane]), int(parity[lane]))
+            for lane in np.flatnonzero(mask).tolist()
+        }
+        for address, phase in sorted(pairs):
+            lanes = mask & (base == address) & (parity == phase)
+            part = self._wait_together(index, address + offset, phase, polls, lanes)
+            if part is not None:
+                passed |= part
+                result |= part & self.phase_complete
+        self.phase_complete = result
+        return passed
+
+    def _wait_together(
+        self, index: int, address: int, parity: int, polls: bool, mask: Mask
+    ) -> Mask | None:
+        """The same for lanes that wait for the same phase of the same mbarrier."""
+        warps = warps_of(mask)
+        self._group.here(index, warps[0])
+        if parity > 1:
+            raise Fault(Kind.BARRIER, f"a wait for parity {parity}")
+        barrier = self._group.cluster.mbarrier(address)
+        if self._group.cluster.locate(address)[0] is not self._group.cta:
+            raise Fault(Kind.BARRIER, "a wait on an mbarrier of another CTA")
+        complete = barrier.passed(parity)
+        key = (self._group.block, address, parity)
+        wait = self._waits.setdefault(key, len(self._waits) + 1)
+        passed = mask
+        for number in warps:
+            warp = self._group.warps[number]
+            self._group.here(index, number)
+            self.find(address, warp)
+            if complete:
+                if warp.agent:
+                    warp.agent.acquire(barrier.released)
+            elif not polls and (self._failed[mask & WARP_MASKS[number]] == wait).all():
+                passed = passed & ~WARP_MASKS[number]
+        self._failed[passed] = 0 if complete else wait
+        if not complete:
+
+            def reason() -> str:
+                return (
+                    f"mbarrier {address & OFFSET_MASK:#x} parity {parity} "
+                    f"({barrier.pending} of {barrier.count} arrivals and "
+                    f"{barrier.transactions} bytes are missing)"
+                )
+
+            self._group.hold(reason)
+        self.phase_complete = ALL if complete else NONE
+        return passed
+
+    def fence_init(self, index: int, mask: Mask) -> None:
+        """fence.mbarrier_init: initialisations up to here become visible to the cluster."""
+        for number in warps_of(mask):
+            agent = self._group.warps[number].agent
+            if agent:
+                agent.fence_initialisations()
+
+
+def _total(amount: Any, lanes: NDArray[Any]) -> int:
+    """Of these lanes; amount: of each lane, or one number for all."""
+    if isinstance(amount, int):
+        return amount * len(lanes)
+    return int(amount[lanes].sum(dtype=np.int64))

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared and global memory as lanes use it: ld, st, stmatrix, and their proxy fence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .checks import Agent, granules_of
+from .global_shadow import Place
+from .lanes import (
+    LANES,
+    OFFSET_MASK,
+    RANK_SHIFT,
+    WARP,
+    WARP_MASKS,
+    Lanes,
+    Mask,
+    some,
+    warps_of,
+)
+from .memory import store_matrices
+from .report import Fault, Kind
+
+if TYPE_CHECKING:
+    from .machine import Cta
+    from .warpgroup import Warpgroup
+
+
+class Transfers:
+    """What these instructions do; generated code calls the public methods."""
+
+    def __init__(self, group: Warpgroup) -> None:
+        self._group = group
+
+    def _shared(
+        self, addresses: Lanes, offset: int, remote: bool, mask: Mask
+    ) -> list[tuple[Cta, NDArray[np.int64], Mask]]:
+        """Whose shared memory lanes access, at which offsets, and which lanes that are.
+
+        remote: whether the instruction may access another CTA's, as `.shared::cluster` does.
+        """
+        wide = addresses.astype(np.int64) + offset
+        ranks = wide >> RANK_SHIFT
+        places: NDArray[np.int64] = wide & OFFSET_MASK
+        if (ranks[mask] == self._group.cta.rank).all():
+            return [(self._group.cta, places, mask)]
+        if not remote:
+            raise Fault(Kind.OUT_OF_BOUNDS, "a shared address that is not this CTA's")
+        parts = []
+        for rank in np.unique(ranks[mask]).tolist():
+            cta = self._group.cluster.locate(rank << RANK_SHIFT)[0]
+            if cta.exited:
+                raise Fault(
+                    Kind.OUT_OF_BOUNDS,
+                    f"shared memory of cta {cta.rank}, which has exited",
+                )
+            parts.append((cta, places, mask & (ranks == rank)))
+        return parts
+
+    def load_shared(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        count: int,
+        remote: bool,
+        mask: Mask,
+    ) -> list[Lanes]:
+        """ld.shared: `count` values of `width` bytes per lane."""
+        self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
+        values: list[Lanes] = []
+        for cta, addresses, lanes in self._shared(base, offset, remote, mask):
+            loaded = cta.shared.load(addresses, width, count, lanes)
+            if values:  # of another CTA; what a part leaves out is zero in it
+                loaded = [a | b for a, b in zip(values, loaded, strict=True)]
+            values = loaded
+            shadow = cta.shadow
+            if shadow is None:
+                continue
+            for number in warps_of(lanes):
+                agent = self._agent(index, number)
+                touched = granules_of(
+                    addresses[lanes & WARP_MASKS[number]], width * count
+                )
+                shadow.read(touched, agent.warp, agent.epoch, agent.clock, "ld.shared")
+                self._visit(cta, agent)
+        return values
+
+    def store_shared(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        values: Sequence[Lanes],
+        remote: bool,
+        mask: Mask,
+    ) -> None:
+        """st.shared: values of `width` bytes per lane."""
+        if not some(mask):
+            return
+        self._group.here(index, warps_of(mask)[0])
+        for cta, addresses, lanes in self._shared(base, offset, remote, mask):
+            cta.shared.store(addresses, width, values, lanes)
+            nbytes = width * len(values)
+            self._note_writes(index, cta, addresses, nbytes, lanes, "st.shared")
+
+    def _visit(self, cta: Cta, agent: Agent) -> None:
+        """Notes an access to another CTA's shared memory: that CTA must stay until then."""
+        if cta is not self._group.cta:
+            cta.visits[agent.warp] = (agent.epoch, self._group.line)
+
+    def store_matrix(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        values: Sequence[Lanes],
+        trans: bool,
+        mask: Mask,
+    ) -> None:
+        """stmatrix by whole warps."""
+        if not some(mask):
+            return
+        self._group.here(index, warps_of(mask)[0])
+        ((cta, addresses, _),) = self._shared(base, offset, False, mask)
+        store_matrices(cta.shared, addresses, values, mask, transpose=trans)
+        # Lane 8 m + r names row r of matrix m; the other lanes' addresses are not read.
+        rows = mask & (np.arange(LANES) % WARP < 8 * len(values))
+        self._note_writes(index, cta, addresses, 16, rows, "stmatrix")
+
+    def _note_writes(
+        self,
+        index: int,
+        cta: Cta,
+        addresses: Lanes,
+        nbytes: int,
+        mask: Mask,
+        what: str,
+    ) -> None:
+        shadow = cta.shadow
+        if shadow is None:
+            return
+        for number in warps_of(mask):
+            agent = self._agent(index, number)
+            touched = granules_of(addresses[mask & WARP_MASKS[number]], nbytes)
+            shadow.write(
+                touched, agent.warp, agent.epoch, agent.clock, self._group.line, what
+            )
+            self._visit(cta, agent)
+
+    def load_global(
+        self, index: int, base: Lanes, offset: int, width: int, count: int, mask: Mask
+    ) -> list[Lanes]:
+        """ld.global: `count` values of `width` bytes per lane."""
+        self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
+        addresses = base.astype(np.int64) + offset
+        values = self._group.machine.memory.load(addresses, width, count, mask)
+        self._note_global(index, addresses, width * count, mask, stored=False)
+        return values
+
+    def store_global(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        width: int,
+        values: Sequence[Lanes],
+        mask: Mask,
+    ) -> None:
+        """st.global: values of `width` bytes per lane."""
+        if not some(mask):
+            return
+        self._group.here(index, warps_of(mask)[0])
+        addresses = base.astype(np.int64) + offset
+        self._group.machine.memory.store(addresses, width, values, mask)
+        self._note_global(index, addresses, width * len(values), mask, stored=True)
+
+    def _note_global(
+        self, index: int, addresses: Lanes, nbytes: int, mask: Mask, *, stored: bool
+    ) -> None:
+        """Checks what lanes touch of global memory."""
+        shadow = self._group.machine.global_shadow
+        if shadow is None:
+            return
+        note, what = (
+            (shadow.write, "st.global") if stored else (shadow.read, "ld.global")
+        )
+        for number in warps_of(mask):
+            agent = self._agent(index, number)
+            lanes = mask & WARP_MASKS[number]
+            for buffer, _, offsets in self._group.machine.memory.split(
+                addresses, nbytes, lanes
+            ):
+                place = Place(buffer, offsets // nbytes, nbytes)
+                note(
+                    place, agent.warp, agent.epoch, agent.clock, self._group.line, what
+                )
+
+    def _agent(self, index: int, warp: int) -> Agent:
+        self._group.here(index, warp)
+        agent = self._group.warps[warp].agent
+        assert agent is not None  # there is a shadow, so there are agents
+        return agent
+
+    def fence_async(self, index: int, mask: Mask) -> None:
+        """fence.proxy.async: generic writes up to here become visible to copies and products."""
+        for number in warps_of(mask):
+            agent = self._group.warps[number].agent
+            if agent:
+                agent.fence_async()
