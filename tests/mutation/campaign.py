@@ -38,8 +38,9 @@ KERNELS = (  # one for each structure
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
 # are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
-# stages; then a CTA with an odd number of tiles.
-CASES = ("strided", "exact", "ragged", "short_kv", "waves")
+# stages; then a CTA with an odd number of tiles; last, two query tiles of one head where a group of
+# heads is enough for the others.
+CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -51,6 +52,7 @@ SCHEDULES = (
     ),
     *(Schedule(seed, Order.RANDOM_WARPS, Completion.RANDOM) for seed in (1, 2)),
     Schedule(1, Order.STARVATION, Completion.EAGER),
+    Schedule(2, Order.STARVATION, Completion.LATE),
 )
 LONGEST = 4  # times the steps of the kernel as it is, then it does not end
 
