@@ -50,12 +50,16 @@ class Problem:
         return "causal" if self.causal else "none"
 
     @property
-    def family(self) -> str:
-        """What stays the same when only counts of rows change, such as ``d128 bf16 causal``."""
+    def variant(self) -> str:
+        """Head dim, dtype and grouping, such as ``d128 bf16 GQA 8``."""
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.heads // self.kv_heads
-        heads = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.dtype} {self.mask}{heads}"
+        return f"{dim} {self.dtype}" + (f" GQA {group}" if group > 1 else "")
+
+    @property
+    def family(self) -> str:
+        """What stays the same when only counts of rows change, such as ``d128 bf16 causal``."""
+        return f"{self.variant} {self.mask}"
 
     def __str__(self) -> str:
         heads = f"{self.heads}"

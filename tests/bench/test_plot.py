@@ -38,12 +38,12 @@ def run() -> Report:
 
 def test_a_panel_per_family_and_what_its_problems_share() -> None:
     found = plot.panels(results.lines(run().cells))
-    assert [panel.title for panel in found] == [
-        "d64 bf16 none, 16384 tokens",
-        "d64 bf16 causal, 16384 tokens",
-        "d128 bf16 none, 16384 tokens",
-        "d128 bf16 causal, 16384 tokens",
-        "d128 bf16 causal, batch 1",
+    assert [(panel.column, panel.mask) for panel in found] == [
+        (("d64 bf16", "16384 tokens"), "none"),
+        (("d64 bf16", "16384 tokens"), "causal"),
+        (("d128 bf16", "16384 tokens"), "none"),
+        (("d128 bf16", "16384 tokens"), "causal"),
+        (("d128 bf16", "batch 1"), "causal"),
     ]
     assert all(set(panel.lines) == {"ours", "fa4", "cudnn"} for panel in found)
     assert [length for length, _ in found[0].lines["ours"]] == list(LENGTHS)
@@ -57,7 +57,8 @@ def test_the_svg_has_every_line_and_its_text(tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8")
     ElementTree.fromstring(text)
     for panel in plot.panels(results.lines(run().cells)):
-        assert panel.title in text
+        variant, shared = panel.column
+        assert f">{variant}, {panel.mask}<" in text and f">{shared}<" in text
     for words in ("ours", "fa4", "cudnn", "TFLOPS", "NVIDIA H200", "512", "1k", "4k"):
         assert f">{words}" in text
     assert "fa3" not in text
@@ -65,6 +66,34 @@ def test_the_svg_has_every_line_and_its_text(tmp_path: Path) -> None:
     assert len(thick) == 5 + 1  # ours: one line a panel, and the legend's
     plot.draw(run(), tmp_path / "again.svg")
     assert text == (tmp_path / "again.svg").read_text(encoding="utf-8")
+
+
+def test_panels_stand_by_head_dim_and_mask_and_show_every_point() -> None:
+    places = [place for place in plot.figure_of(run()).axes if place.axison]
+    titles = [place.get_title().replace("\n", ", ") for place in places]
+    assert titles == [
+        "d64 bf16, none, 16384 tokens",
+        "d128 bf16, none, 16384 tokens",
+        "d64 bf16, causal, 16384 tokens",
+        "d128 bf16, causal, 16384 tokens",
+        "d128 bf16, causal, batch 1",
+    ]
+    for place in places:
+        bottom, top = place.get_ylim()
+        assert bottom == 0
+        assert len(place.lines) == 3
+        assert 600 <= max(max(line.get_ydata()) for line in places[0].lines) < top
+        assert all(max(line.get_ydata()) < top for line in place.lines)
+
+
+def test_many_variants_go_below_each_other() -> None:
+    cells = [
+        Cell(problem(4, 16, 16, 4096, 4096, dim), ["x"], None, {"x": timing(1.0)})
+        for dim in range(64, 64 * 9, 64)
+    ]
+    places = plot.figure_of(report(*cells)).axes
+    assert len(places) == 2 * plot.MOST_COLUMNS
+    assert [place.axison for place in places] == [True] * 8 + [False] * 2
 
 
 def test_contenders_differ_without_colour() -> None:

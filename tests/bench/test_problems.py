@@ -118,7 +118,7 @@ def test_causal_flops_count_the_visible_pairs(q: int, kv: int) -> None:
 def test_names() -> None:
     one = problem(4, 16, 2, 512, 512, 192, 128, causal=True)
     assert (one.family, str(one)) == (
-        "d192x128 bf16 causal GQA 8",
+        "d192x128 bf16 GQA 8 causal",
         "b4 h16/2 s512 causal",
     )
     one = problem(4, 16, 16, 1, 512)
