@@ -275,7 +275,7 @@ def _listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _counts(option: str, text: str | None) -> list[int]:
+def _counts(option: str, text: str | None) -> tuple[int, ...]:
     """The positive whole numbers of a list with commas; none when there is no list."""
     try:
         counts = [int(part) for part in text.split(",")] if text is not None else []
@@ -285,7 +285,7 @@ def _counts(option: str, text: str | None) -> list[int]:
         raise typer.BadParameter(
             f"{text!r} is no list such as 512,1024", param_hint=option
         )
-    return list(dict.fromkeys(counts))
+    return tuple(dict.fromkeys(counts))
 
 
 @contextlib.contextmanager

@@ -87,10 +87,19 @@ def run(
 ) -> Report:
     """Time kernels and print tables; raises CheckFailed when one of ours does not run.
 
-    paths: as for validate. against: the peers; None means all that are installed. json_file: gets
-    every round of everyone. plot_file: gets a picture. record: write rung 5 into the records.
+    paths: as for validate; or the JSON of a run alone, which is then only shown. against: the
+    peers; None means all that are installed. json_file: gets every round of everyone. plot_file:
+    gets a picture. record: write rung 5 into the records.
     """
     check_arguments(choice, against, rounds, plot_file, record)
+    if [Path(path).suffix for path in paths] == [".json"]:
+        if record or against is not None or choice != Choice():
+            raise CheckFailed(
+                f"{paths[0]}: a run is only shown, with --plot and --json"
+            )
+        report = load_run(Path(paths[0]))
+        show(report, json_file, plot_file)
+        return report
     rows = grid.load(choice.grid) if choice.grid else None
     files = kernel_files(paths, out)
     require_gpu()
@@ -101,17 +110,29 @@ def run(
     cells, unused = cells_for(specs, choice, rows)
     report = race(kernels, cells, peers, rounds, gpu)
     report.notes += [*notes, *unused]
+    show(report, json_file, plot_file)
+    conclude(kernels, report, record=record)
+    return report
 
+
+def load_run(file: Path) -> Report:
+    """What `--json` wrote. Raises CheckFailed when it is something else."""
+    try:
+        return results.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckFailed(f"{file}: not the JSON of a run: {error!r}") from error
+
+
+def show(report: Report, json_file: Path | None, plot_file: Path | None) -> None:
+    """Print a run, and write the files that were asked for."""
     fits = overhead.fits(results.lines(report.cells), report.machine.multiprocessors)
     tables.print_report(report, fits)
     if json_file is not None:
         found = results.as_json(report) | {"overhead": [asdict(fit) for fit in fits]}
-        text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+        text = json.dumps(found, indent=1) + "\n"
         json_file.write_text(text, encoding="utf-8")
     if plot_file is not None:
         plot.draw(report, plot_file)
-    conclude(kernels, report, record=record)
-    return report
 
 
 def check_arguments(
@@ -159,7 +180,7 @@ def choose_peers(against: Sequence[str] | None) -> tuple[list[str], list[str]]:
 def _installed(package: str) -> bool:
     try:
         return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:  # of the package that it would be in
+    except ImportError:  # of the package that it would be in
         return False
 
 
@@ -208,8 +229,14 @@ def cells_for(
 
 
 def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None:
-    """Write the records if asked to; raises CheckFailed for kernels that did not run."""
+    """Write the records if asked to; raises CheckFailed for kernels that did not run.
+
+    After an error that broke the GPU nothing is written: it would be held against all kernels.
+    """
     failures = []
+    if "after" not in report.matmul:
+        failures.append("the GPU stopped working" + (", no records" if record else ""))
+        record = False
     for kernel in kernels:
         cells = [cell for cell in report.cells if kernel.stem in cell.ours]
         if not cells:
@@ -274,12 +301,15 @@ def race(
     )
     report = Report(machine, peers, rounds, contenders.MATMUL_FLOPS, list(cells))
     dice = random.Random(SEED)
-    with torch.no_grad(), progress_bar("bench", len(cells)) as advance:
+    with torch.no_grad(), progress_bar("bench", len(cells), redraws=False) as advance:
         report.matmul["before"] = time_matmul(device, gpu, rounds, dice)
         for cell in report.cells:
             time_cell(cell, modules, peers, device, gpu, rounds, dice)
             advance(cell)
-        report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
+        try:
+            report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
+        except Exception as failure:  # what was timed before it broke is worth showing
+            report.notes.append(f"the GPU stopped working: {_one_line(failure)}")
     return report
 
 
@@ -327,8 +357,14 @@ def time_cell(
             cell.missing[name] = _one_line(failure)
         else:
             cell.timings[name] = Timing(error)
-    for name, found in measure(ready, device, gauge, rounds=rounds, dice=dice).items():
-        cell.timings[name].rounds = found
+    try:
+        found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    except Exception as failure:  # an error of the GPU does not say whose it is
+        cell.missing |= dict.fromkeys(ready, _one_line(failure))
+        cell.timings.clear()
+    else:
+        for name, by_regime in found.items():
+            cell.timings[name].rounds = by_regime
 
 
 def _one_line(failure: Exception) -> str:

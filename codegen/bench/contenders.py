@@ -75,13 +75,13 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     """Attention of cuDNN, as PyTorch offers it."""
     if problem.causal and problem.q != problem.kv:
         raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
-    heads_first = [x.transpose(1, 2) for x in inputs]
+    q, k, v = (x.transpose(1, 2) for x in inputs)
     grouped = problem.heads != problem.kv_heads
 
     def launch() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             found = scaled_dot_product_attention(
-                *heads_first, is_causal=problem.causal, enable_gqa=grouped
+                q, k, v, is_causal=problem.causal, enable_gqa=grouped
             )
         return found.transpose(1, 2)
 
@@ -118,11 +118,12 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
 
 def versions() -> dict[str, str | int | None]:
     """Of everything that takes part; None where it is not installed as a distribution."""
+    backends: Any = torch.backends  # its annotations are not complete
     found: dict[str, str | int | None] = {
         "dsl": cutlass.__version__,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": backends.cudnn.version(),
     }
     for name, distribution in DISTRIBUTIONS.items():
         try:

@@ -4,10 +4,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
 from .timing import Launch
+
+cuda: Any = torch.cuda  # its annotations are not complete
 
 HOLD_CYCLES = (
     400_000  # about 0.2 ms of one thread; a graph is launched in a tenth of it
@@ -20,19 +23,17 @@ class CudaDevice:
     name = "cuda"
 
     def __init__(self) -> None:
-        self._begin, self._end = (
-            torch.cuda.Event(enable_timing=True) for _ in range(2)
-        )
+        self._begin, self._end = (cuda.Event(enable_timing=True) for _ in range(2))
 
     @property
     def multiprocessors(self) -> int:
         """How many SMs the device has."""
-        return int(torch.cuda.get_device_properties("cuda").multi_processor_count)
+        return int(cuda.get_device_properties("cuda").multi_processor_count)
 
     def capture(self, launch: Launch, launches: int) -> Launch:
         """See timing.Device. What the launches allocate lives as long as the graph."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
             for _ in range(launches):
                 launch()
         replay: Launch = graph.replay
@@ -57,11 +58,11 @@ class CudaDevice:
 
     def hold(self) -> None:
         """See timing.Device."""
-        torch.cuda._sleep(HOLD_CYCLES)
+        cuda._sleep(HOLD_CYCLES)
 
     def synchronize(self) -> None:
         """See timing.Device."""
-        torch.cuda.synchronize()
+        cuda.synchronize()
 
     def now(self) -> float:
         """See timing.Device."""

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .problems import Problem
-from .timing import BURST, GRAPH, REGIMES, SUSTAINED, Timing
+from .timing import BURST, GRAPH, REGIMES, SUSTAINED, Round, Timing
 
 OURS = "ours"  # the fastest of our kernels, where one line stands for all of them
 FA4 = "fa4"
@@ -145,6 +145,9 @@ def as_json(report: Report) -> dict[str, Any]:
         "driver": report.machine.driver,
         "multiprocessors": report.machine.multiprocessors,
         "versions": dict(report.machine.versions),
+        "peers": list(report.peers),
+        "rounds": report.rounds,
+        "matmul_flops": report.matmul_flops,
         "matmul": {
             when: _timing_json(timing, report.matmul_flops)
             for when, timing in report.matmul.items()
@@ -185,6 +188,48 @@ def _timing_json(timing: Timing, flops: float) -> dict[str, Any]:
     }
 
 
+def from_json(found: Mapping[str, Any]) -> Report:
+    """The run that `as_json` described. Raises KeyError or TypeError for anything else."""
+    machine = Machine(
+        *(found[name] for name in ("gpu", "driver", "multiprocessors", "versions"))
+    )
+    cells = [
+        Cell(
+            Problem(**cell["problem"]),
+            cell["ours"],
+            cell["best_over_fa4"],
+            {name: _timing(timing) for name, timing in cell["contenders"].items()},
+            cell["missing"],
+        )
+        for cell in found["cells"]
+    ]
+    return Report(
+        machine,
+        found["peers"],
+        found["rounds"],
+        found["matmul_flops"],
+        cells,
+        {when: _timing(timing) for when, timing in found["matmul"].items()},
+        found["notes"],
+    )
+
+
+def _timing(found: Mapping[str, Any]) -> Timing:
+    rounds = {
+        regime: [
+            Round(
+                one["seconds"],
+                tuple(one["sm_clock_mhz"]),
+                tuple(one["power_watts"]),
+                one["host_seconds"],
+            )
+            for one in of_regime["rounds"]
+        ]
+        for regime, of_regime in found["regimes"].items()
+    }
+    return Timing(found["error"], rounds)
+
+
 def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
     """The rung's object of a kernel's record; None unless it ran in every cell, beside a peer.
 
@@ -203,7 +248,9 @@ def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
             regime: _median_clock([cell.timings[stem] for cell in cells], regime)
             for regime in (GRAPH, BURST, SUSTAINED)
         },
-        "matmul_graph_tflops": _figure(report.matmul_tflops("after")),
+        "matmul_graph_tflops": {
+            when: _figure(report.matmul_tflops(when)) for when in report.matmul
+        },
         "cells": [
             {
                 "batch": cell.problem.batch,

@@ -208,6 +208,16 @@ def test_json_keeps_every_round() -> None:
     assert one["problem"]["d_qk"] == 125
 
 
+def test_json_says_all_of_a_run() -> None:
+    first = cell(x=600, fa4=500)
+    first.best_over_fa4 = 1.1
+    first.missing["cudnn"] = "RuntimeError: no"
+    found = report(first, peers=("cudnn", "fa4"))
+    found.notes.append("no fa3")
+    found.peers = list(found.peers)
+    assert results.from_json(json.loads(json.dumps(results.as_json(found)))) == found
+
+
 def test_the_record_holds_the_figures_of_the_kernels_own_cells() -> None:
     first = cell(x=612.34, fa4=500)
     other = cell(y=700, fa4=500)
@@ -227,7 +237,7 @@ def test_the_record_holds_the_figures_of_the_kernels_own_cells() -> None:
         "versions": {"torch": "2.11", "fa3": None},
         "rounds": 5,
         "clocks": {"graph": 1700, "burst": 1700, "sustained": 1700},
-        "matmul_graph_tflops": 790.0,
+        "matmul_graph_tflops": {"before": 790.0, "after": 790.0},
         "cells": [
             {
                 "batch": 1,
