@@ -91,7 +91,8 @@ def run(
     peers; None means all that are installed. json_file: gets every round of everyone. plot_file:
     gets a picture. record: write rung 5 into the records.
     """
-    check_arguments(choice, against, rounds, plot_file, record)
+    check_arguments(choice, against, rounds, record)
+    check_files(json_file, plot_file)
     if [Path(path).suffix for path in paths] == [".json"]:
         if record or against is not None or choice != Choice():
             raise CheckFailed(
@@ -139,7 +140,6 @@ def check_arguments(
     choice: Choice,
     against: Sequence[str] | None,
     rounds: int,
-    plot_file: Path | None,
     record: bool,
 ) -> None:
     """Raise CheckFailed for what can be refused before anything runs."""
@@ -158,6 +158,13 @@ def check_arguments(
         raise CheckFailed("--grid says all sizes; leave the other options out")
     if choice.batch and choice.tokens:
         raise CheckFailed("--batch and --tokens exclude each other")
+
+
+def check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raise, minutes before they are written, when they cannot be."""
+    for file in filter(None, (json_file, plot_file)):
+        if not file.parent.is_dir():
+            raise CheckFailed(f"{file}: there is no folder {file.parent}")
     if plot_file is not None:
         plot.require(plot_file)
 
@@ -247,11 +254,11 @@ def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None
             for cell in cells
             if kernel.stem in cell.missing
         ]
-        if record and result is None and not findings:
-            findings.append(Finding(RUNG, "not recorded: a problem has no peer"))
-        if record:
+        if record and (result or findings):
             outcome = Outcome(kernel.path, tuple(findings), result)
             evaluation.write_record(outcome, kernel.body, rung=RUNG, above=())
+        elif record:  # no fault of the kernel: what it has stays
+            findings.append(Finding(RUNG, "not recorded: a problem has no peer"))
         failures += [f"{kernel.path}: {one.case}: {one.text}" for one in findings]
     if failures:
         raise CheckFailed("\n".join(failures))

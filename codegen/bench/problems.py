@@ -97,7 +97,7 @@ def problems_for(
 ) -> Iterator[Problem]:
     """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
 
-    lengths: of the dynamic sides. tokens: batch * q, one problem each, unless ``batch`` is given.
+    lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
     """
     fixed = spec["seqlen"]
@@ -121,8 +121,6 @@ def problems_for(
         for total in tokens or (DEFAULT_TOKENS,):
             some = batch or max(1, total // counts["q"])
             yield problem_for(spec, batch=some, heads=heads, **counts)
-            if batch is not None:
-                break
 
 
 def default_heads(spec: Mapping[str, Any]) -> int:

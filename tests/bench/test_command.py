@@ -96,6 +96,7 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
         ({"choice": Choice(grid=Path("g"), batch=1)}, "--grid says all sizes"),
         ({"choice": Choice(tokens=[1], batch=1)}, "--batch and --tokens exclude"),
         ({"choice": Choice(grid=Path("no.csv"))}, "no.csv: cannot be read"),
+        ({"json_file": Path("no/x.json")}, "no/x.json: there is no folder no"),
         ({"plot_file": Path("x.gif")}, "--plot x.gif: the name must end in"),
     ],
 )

@@ -51,6 +51,19 @@ def test_a_panel_per_family_and_what_its_problems_share() -> None:
     assert [length for length, _ in found[4].lines["fa4"]] == [256, 512, 1024]
 
 
+def test_a_problem_that_could_be_on_two_lines_is_on_that_of_its_tokens() -> None:
+    tokens = [problem(4096 // n, 16, 16, n, n) for n in (512, 1024, 2048)]
+    both = problem(1, 16, 16, 4096, 4096)
+    alone = [problem(1, 16, 16, n, n) for n in (128, 256, 512)]
+    times = dict.fromkeys([*alone, *tokens, both], 1.0)
+    found = plot.panels({"d128 bf16 none": {"ours": times}})
+    lengths = {panel.column[1]: [n for n, _ in panel.lines["ours"]] for panel in found}
+    assert lengths == {
+        "batch 1": [128, 256, 512],
+        "4096 tokens": [512, 1024, 2048, 4096],
+    }
+
+
 def test_the_svg_has_every_line_and_its_text(tmp_path: Path) -> None:
     file = tmp_path / "bench.svg"
     plot.draw(run(), file)

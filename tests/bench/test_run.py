@@ -60,6 +60,8 @@ def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
     # as if the problem were ten million times as large: few launches fill a graph
     device.spend(HOST[who], 1e7 * 4 * pairs * q.shape[3] / TFLOPS[who], who)
     out = attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal).out.to(q.dtype)
+    if f"{who} is NaN" in faults:
+        return out * float("nan")
     return out * (1.1 if f"{who} is wrong" in faults else 1)
 
 
@@ -188,9 +190,11 @@ def test_a_peer_may_fail_and_is_named(generated: tuple[Path, Path]) -> None:
     assert result.stdout.splitlines()[-1] == (
         "no fa4 for d16 bf16 none b2 h2 s64 none and 1 more: RuntimeError: no such shape"
     )
+    before = (folder / "records" / "full.json").read_bytes()
     result = invoke(folder / "full.py", *SIZES, "--against", "fa4", "--record")
     assert result.exit_code == 1
     assert result.stderr.endswith("benchmarked: not recorded: a problem has no peer\n")
+    assert (folder / "records" / "full.json").read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -198,6 +202,7 @@ def test_a_peer_may_fail_and_is_named(generated: tuple[Path, Path]) -> None:
     [
         ("ours raises", "RuntimeError: no such shape"),
         ("ours is wrong", "RuntimeError: computes something else: relative error 0.1"),
+        ("ours is NaN", "RuntimeError: computes something else: relative error nan"),
     ],
 )
 def test_a_kernel_that_fails_loses_its_rung(
