@@ -64,7 +64,7 @@ def test_nothing_to_time_is_told_with_the_reasons() -> None:
 
 def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None:
     rows = grid.load(
-        Path(__file__).parents[2] / "codegen/decisions/0010-bench-grid.csv"
+        Path(__file__).parents[2] / "codegen/decisions/0013-bench-grid.csv"
     )
     specs = {
         f"{dim}_{mask}_{group}": spec(dim, mask=mask, q_per_kv=group)

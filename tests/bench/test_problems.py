@@ -192,7 +192,7 @@ def test_a_bad_grid_is_told_with_its_line(
 
 
 def test_the_grid_of_the_bar_has_its_rows() -> None:
-    rows = grid.load(ROOT / "codegen/decisions/0010-bench-grid.csv")
+    rows = grid.load(ROOT / "codegen/decisions/0013-bench-grid.csv")
     assert len(rows) == 45
     assert all(row.best_over_fa4 for row in rows)
     many = [row for row in rows if row.batch * row.seqlen == 16384]
