@@ -206,32 +206,46 @@ def bench(
     paths: Paths,
     out: Out = Path("generated"),
     against: Annotated[
-        str, typer.Option(help="Peers, separated by commas.")
-    ] = "fa4,cudnn",
+        str | None,
+        typer.Option(help="Peers, of cudnn,fa3,fa4; default: all that are installed."),
+    ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, help="Times each contender is timed.")
-    ] = 7,
+    ] = 5,
+    seqlen: Annotated[
+        str | None, typer.Option(help="Lengths of dynamic sides, such as 512,1024.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(help="batch * queries, such as 16384,65536.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Whatever --seqlen.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    grid: Annotated[
+        Path | None, typer.Option(help="CSV file with a problem per row.")
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", help="File for all rounds.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(min=1)] = None,
-    heads: Annotated[int | None, typer.Option(min=1)] = None,
-    seqlen: Annotated[
-        int | None, typer.Option(min=1, help="Of the dynamic sides.")
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="File for a picture, .png or .svg.")
     ] = None,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write the figures into the records.")
+    ] = False,
 ) -> None:
     """Time kernels beside their peers in one run on this machine's GPU."""
+    lengths, totals = _counts("--seqlen", seqlen), _counts("--tokens", tokens)
     with _reported():
-        from . import bench as race
+        from .bench import command as race
 
         race.run(
             paths,
-            against=[peer for peer in against.split(",") if peer],
+            choice=race.Choice(lengths, totals, batch, heads, grid),
+            against=None if against is None else _listed(against),
             rounds=rounds,
             json_file=json_file,
-            batch=batch,
-            heads=heads,
-            seqlen=seqlen,
+            plot_file=plot_file,
+            record=record,
             out=out,
         )
 
@@ -255,6 +269,23 @@ def doctor(as_json: Json = False) -> None:
     else:
         print(examination.to_text(findings))
     raise typer.Exit(0 if examination.can_build(findings) else 3)
+
+
+def _listed(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def _counts(option: str, text: str | None) -> tuple[int, ...]:
+    """The positive whole numbers of a list with commas; none when there is no list."""
+    try:
+        counts = [int(part) for part in text.split(",")] if text is not None else []
+    except ValueError:
+        counts = [0]
+    if any(count < 1 for count in counts):
+        raise typer.BadParameter(
+            f"{text!r} is no list such as 512,1024", param_hint=option
+        )
+    return tuple(dict.fromkeys(counts))
 
 
 @contextlib.contextmanager

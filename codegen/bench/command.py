@@ -1,0 +1,379 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha-gen bench`: from kernels and problems to a table, JSON, a picture and records."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from .. import evaluation
+from ..errors import CheckFailed, EnvironmentProblem
+from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
+from ..gpu import Gpu, find_gpu
+from ..render import body_digest
+from ..validate import require_gpu
+from . import grid, overhead, plot, results, tables
+from .problems import Problem, problems_for
+from .results import Cell, Machine, Report
+from .timing import SEED, Gauge, Timing, measure, prepare
+
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+
+RUNG = "benchmarked"
+PACKAGES = {"cudnn": "torch", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+DEFAULT_ROUNDS = 5
+RECORD_ROUNDS = 5  # at least, for a record
+WRONG = 0.02  # relative error beyond which a contender computes something else
+MATMUL = "matmul"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A generated kernel, imported. body: the digest of the text that was imported."""
+
+    path: Path
+    body: str
+    module: ModuleType
+
+    @property
+    def stem(self) -> str:
+        """The kernel's name."""
+        return self.path.stem
+
+    @property
+    def spec(self) -> Mapping[str, Any]:
+        """Its SPEC."""
+        found: Mapping[str, Any] = self.module.SPEC
+        return found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What to time kernels at; see `problems_for`, and `grid`, which rules the others out."""
+
+    lengths: Sequence[int] = ()
+    tokens: Sequence[int] = ()
+    batch: int | None = None
+    heads: int | None = None
+    grid: Path | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one kernel showed, as `evaluation` writes it into a record."""
+
+    kernel: Path
+    findings: tuple[Finding, ...]
+    result: Mapping[str, Any] | None
+
+
+def run(
+    paths: Sequence[str | Path],
+    *,
+    choice: Choice = Choice(),
+    against: Sequence[str] | None = None,
+    rounds: int = DEFAULT_ROUNDS,
+    json_file: Path | None = None,
+    plot_file: Path | None = None,
+    record: bool = False,
+    out: Path = DEFAULT_OUT,
+) -> Report:
+    """Time kernels and print tables; raises CheckFailed when one of ours does not run.
+
+    paths: as for validate; or the JSON of a run alone, which is then only shown. against: the
+    peers; None means all that are installed. json_file: gets every round of everyone. plot_file:
+    gets a picture. record: write rung 5 into the records.
+    """
+    check_arguments(choice, against, rounds, record)
+    check_files(json_file, plot_file)
+    if [Path(path).suffix for path in paths] == [".json"]:
+        if record or against is not None or choice != Choice():
+            raise CheckFailed(
+                f"{paths[0]}: a run is only shown, with --plot and --json"
+            )
+        report = load_run(Path(paths[0]))
+        show(report, json_file, plot_file)
+        return report
+    rows = grid.load(choice.grid) if choice.grid else None
+    files = kernel_files(paths, out)
+    require_gpu()
+    gpu = find_gpu()
+    peers, notes = choose_peers(against)
+    kernels = load(files)
+    specs = {kernel.stem: kernel.spec for kernel in kernels}
+    cells, unused = cells_for(specs, choice, rows)
+    report = race(kernels, cells, peers, rounds, gpu)
+    report.notes += [*notes, *unused]
+    show(report, json_file, plot_file)
+    conclude(kernels, report, record=record)
+    return report
+
+
+def load_run(file: Path) -> Report:
+    """What `--json` wrote. Raises CheckFailed when it is something else."""
+    try:
+        return results.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckFailed(f"{file}: not the JSON of a run: {error!r}") from error
+
+
+def show(report: Report, json_file: Path | None, plot_file: Path | None) -> None:
+    """Print a run, and write the files that were asked for."""
+    fits = overhead.fits(results.lines(report.cells), report.machine.multiprocessors)
+    tables.print_report(report, fits)
+    if json_file is not None:
+        found = results.as_json(report) | {"overhead": [asdict(fit) for fit in fits]}
+        text = json.dumps(found, indent=1) + "\n"
+        json_file.write_text(text, encoding="utf-8")
+    if plot_file is not None:
+        plot.draw(report, plot_file)
+
+
+def check_arguments(
+    choice: Choice,
+    against: Sequence[str] | None,
+    rounds: int,
+    record: bool,
+) -> None:
+    """Raise CheckFailed for what can be refused before anything runs."""
+    if unknown := [name for name in against or () if name not in PACKAGES]:
+        known = ", ".join(PACKAGES)
+        raise CheckFailed(f"--against {','.join(unknown)}: the peers are {known}")
+    if rounds < 1:
+        raise CheckFailed(f"--rounds {rounds}: at least 1")
+    if record and rounds < RECORD_ROUNDS:
+        raise CheckFailed(f"--record needs --rounds {RECORD_ROUNDS} or more")
+    if record and against is not None and not against:
+        raise CheckFailed("--record needs a peer")
+    if choice.grid and (
+        choice.lengths or choice.tokens or choice.batch or choice.heads
+    ):
+        raise CheckFailed("--grid says all sizes; leave the other options out")
+    if choice.batch and choice.tokens:
+        raise CheckFailed("--batch and --tokens exclude each other")
+
+
+def check_files(json_file: Path | None, plot_file: Path | None) -> None:
+    """Raise, minutes before they are written, when they cannot be."""
+    for file in filter(None, (json_file, plot_file)):
+        if not file.parent.is_dir():
+            raise CheckFailed(f"{file}: there is no folder {file.parent}")
+    if plot_file is not None:
+        plot.require(plot_file)
+
+
+def choose_peers(against: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    """The peers to time, and a note on each that is left out because it is not installed.
+
+    Raises EnvironmentProblem when one that was asked for is not.
+    """
+    absent = [name for name, package in PACKAGES.items() if not _installed(package)]
+    if against is None:
+        notes = [f"no {name}: {PACKAGES[name]} is not installed" for name in absent]
+        return [name for name in PACKAGES if name not in absent], notes
+    for name in against:
+        if name in absent:
+            raise EnvironmentProblem(f"{name}: {PACKAGES[name]} is not installed")
+    return list(dict.fromkeys(against)), []
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:  # of the package that it would be in
+        return False
+
+
+def cells_for(
+    specs: Mapping[str, Mapping[str, Any]],
+    choice: Choice,
+    rows: Sequence[grid.Row] | None,
+) -> tuple[list[Cell], list[str]]:
+    """A cell for every problem, with all the kernels (by stem) that compute it.
+
+    Also notes on kernels without a problem and rows of a grid without a kernel. Raises CheckFailed
+    when there is no cell at all.
+    """
+    cells: dict[Problem, Cell] = {}
+    notes = []
+
+    def enter(problem: Problem, stem: str, best_over_fa4: float | None = None) -> None:
+        cell = cells.setdefault(problem, Cell(problem, [], best_over_fa4))
+        if stem not in cell.ours:
+            cell.ours.append(stem)
+
+    if rows is None:
+        for stem, spec in specs.items():
+            for problem in problems_for(
+                spec,
+                lengths=choice.lengths,
+                tokens=choice.tokens,
+                batch=choice.batch,
+                heads=choice.heads,
+            ):
+                enter(problem, stem)
+    else:
+        for row in rows:
+            computed = {stem: row.problem(spec) for stem, spec in specs.items()}
+            for stem, found in computed.items():
+                if found is not None:
+                    enter(found, stem, row.best_over_fa4)
+            if not any(computed.values()):
+                notes.append(f"no kernel for {row}")
+    used = {stem for cell in cells.values() for stem in cell.ours}
+    why = "no row of the grid" if rows else "fixed to other lengths"
+    notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
+    if not cells:
+        raise CheckFailed("\n".join(["nothing to time", *notes]))
+    return list(cells.values()), notes
+
+
+def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None:
+    """Write the records if asked to; raises CheckFailed for kernels that did not run.
+
+    After an error that broke the GPU nothing is written: it would be held against all kernels.
+    """
+    failures = []
+    if "after" not in report.matmul:
+        failures.append("the GPU stopped working" + (", no records" if record else ""))
+        record = False
+    for kernel in kernels:
+        cells = [cell for cell in report.cells if kernel.stem in cell.ours]
+        if not cells:
+            continue  # said in the notes; its record is about other problems
+        result = results.benchmarked(report, kernel.stem)
+        findings = [
+            Finding(str(cell.problem), cell.missing[kernel.stem])
+            for cell in cells
+            if kernel.stem in cell.missing
+        ]
+        if record and (result or findings):
+            outcome = Outcome(kernel.path, tuple(findings), result)
+            evaluation.write_record(outcome, kernel.body, rung=RUNG, above=())
+        elif record:  # no fault of the kernel: what it has stays
+            findings.append(Finding(RUNG, "not recorded: a problem has no peer"))
+        failures += [f"{kernel.path}: {one.case}: {one.text}" for one in findings]
+    if failures:
+        raise CheckFailed("\n".join(failures))
+
+
+# --- on the GPU ---------------------------------------------------------------------------
+
+
+def load(files: Sequence[Path]) -> list[Kernel]:
+    """Import kernels. Raises EnvironmentProblem when this machine cannot run one."""
+    from ..trial import environment_problem, load_kernel
+
+    kernels: dict[str, Kernel] = {}
+    for path in files:
+        if path.stem in kernels:
+            raise CheckFailed(f"{kernels[path.stem].path} and {path}: the same name")
+        if path.stem in PACKAGES:
+            raise CheckFailed(f"{path}: this is the name of a peer")
+        body = body_digest(path.read_text(encoding="utf-8"))
+        try:
+            kernel = Kernel(path, body, load_kernel(path))
+        except ImportError as failure:
+            raise EnvironmentProblem(f"cannot import {path}: {failure}") from failure
+        if problem := environment_problem(kernel.spec["arch"]):
+            raise EnvironmentProblem(f"{path}: {problem}")
+        kernels[path.stem] = kernel
+    return list(kernels.values())
+
+
+def race(
+    kernels: Sequence[Kernel],
+    cells: Sequence[Cell],
+    peers: Sequence[str],
+    rounds: int,
+    gpu: Gpu,
+) -> Report:
+    """Time everyone in every cell, and the matrix product before and after them."""
+    import torch
+
+    from . import contenders
+    from .cuda import CudaDevice
+
+    device = CudaDevice()
+    modules = {kernel.stem: kernel.module for kernel in kernels}
+    machine = Machine(
+        gpu.name, gpu.driver, device.multiprocessors, contenders.versions()
+    )
+    report = Report(machine, peers, rounds, contenders.MATMUL_FLOPS, list(cells))
+    dice = random.Random(SEED)
+    with torch.no_grad(), progress_bar("bench", len(cells), redraws=False) as advance:
+        report.matmul["before"] = time_matmul(device, gpu, rounds, dice)
+        for cell in report.cells:
+            time_cell(cell, modules, peers, device, gpu, rounds, dice)
+            advance(cell)
+        try:
+            report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
+        except Exception as failure:  # what was timed before it broke is worth showing
+            report.notes.append(f"the GPU stopped working: {_one_line(failure)}")
+    return report
+
+
+def time_matmul(
+    device: CudaDevice, gauge: Gauge, rounds: int, dice: random.Random
+) -> Timing:
+    """The matrix product alone."""
+    from . import contenders
+
+    ready = {MATMUL: prepare(contenders.matmul(device.name), device)}
+    found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    return Timing(None, found[MATMUL])
+
+
+def time_cell(
+    cell: Cell,
+    modules: Mapping[str, ModuleType],
+    peers: Sequence[str],
+    device: CudaDevice,
+    gauge: Gauge,
+    rounds: int,
+    dice: random.Random,
+) -> None:
+    """Fill a cell's timings, and why the others are missing."""
+    from . import contenders
+
+    inputs = contenders.make_inputs(cell.problem, device.name)
+
+    def launch_of(name: str) -> Callable[[], object]:
+        if name in modules:
+            return contenders.ours(modules[name], inputs)
+        return contenders.PEERS[name](cell.problem, inputs)
+
+    ready = {}
+    for name in (*cell.ours, *peers):
+        try:
+            launch = launch_of(name)
+            error = contenders.error_of(launch, cell.problem, inputs)
+            if not error <= WRONG:
+                raise RuntimeError(
+                    f"computes something else: relative error {error:.3g}"
+                )
+            ready[name] = prepare(launch, device)
+        except Exception as failure:  # a peer may lack a shape, a package or a GPU
+            cell.missing[name] = _one_line(failure)
+        else:
+            cell.timings[name] = Timing(error)
+    try:
+        found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    except Exception as failure:  # an error of the GPU does not say whose it is
+        cell.missing |= dict.fromkeys(ready, _one_line(failure))
+        cell.timings.clear()
+    else:
+        for name, by_regime in found.items():
+            cell.timings[name].rounds = by_regime
+
+
+def _one_line(failure: Exception) -> str:
+    text = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {text[0] if text else 'no message'}"

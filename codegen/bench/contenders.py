@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who computes a problem, each called as its own users call it: tensors in, fresh output back.
+
+Tensors are [batch, rows, heads, dim]. FlashAttention-4 writes LSE if our kernel does,
+FlashAttention-3 always, cuDNN never. Inputs are random and normal: zeros would run faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module, metadata
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import cutlass
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..compare import relative_error
+from ..reference import attention
+from ..trial import DTYPES
+from .problems import Problem
+from .timing import SEED, Launch
+
+MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card is
+MATMUL_FLOPS = 2 * MATMUL_SIZE**3
+DISTRIBUTIONS = {"fa3": "flash_attn_3", "fa4": "flash-attn-4"}  # by peer
+
+
+class Inputs(NamedTuple):
+    """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v]."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_inputs(problem: Problem, device: str) -> Inputs:
+    """The same values whoever asks."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    return Inputs(
+        *(
+            torch.randn(
+                *(problem.batch, rows, count, dim), device=device, generator=generator
+            ).to(DTYPES[problem.dtype])
+            for rows, count, dim in (
+                (problem.q, problem.heads, problem.d_qk),
+                (problem.kv, problem.kv_heads, problem.d_qk),
+                (problem.kv, problem.kv_heads, problem.d_v),
+            )
+        )
+    )
+
+
+def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
+    """A generated kernel's public entry, which allocates out, and lse where there is one."""
+    return lambda: kernel.fmha(*inputs)
+
+
+def fa4(problem: Problem, inputs: Inputs) -> Launch:
+    """FlashAttention-4."""
+    function = import_module("flash_attn.cute").flash_attn_func
+    causal, lse = problem.causal, problem.lse
+    return lambda: _out(function(*inputs, causal=causal, return_lse=lse))
+
+
+def fa3(problem: Problem, inputs: Inputs) -> Launch:
+    """FlashAttention-3."""
+    function = import_module("flash_attn_interface").flash_attn_func
+    return lambda: _out(function(*inputs, causal=problem.causal))
+
+
+def cudnn(problem: Problem, inputs: Inputs) -> Launch:
+    """Attention of cuDNN, as PyTorch offers it."""
+    if problem.causal and problem.q != problem.kv:
+        raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
+    q, k, v = (x.transpose(1, 2) for x in inputs)
+    grouped = problem.heads != problem.kv_heads
+
+    def launch() -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            found = scaled_dot_product_attention(
+                q, k, v, is_causal=problem.causal, enable_gqa=grouped
+            )
+        return found.transpose(1, 2)
+
+    return launch
+
+
+PEERS: Mapping[str, Callable[[Problem, Inputs], Launch]] = {
+    "cudnn": cudnn,
+    "fa3": fa3,
+    "fa4": fa4,
+}
+
+
+def matmul(device: str) -> Launch:
+    """A bf16 product of two `MATMUL_SIZE` squared matrices."""
+    generator = torch.Generator(device).manual_seed(SEED)
+    a, b = (
+        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, generator=generator).to(
+            torch.bfloat16
+        )
+        for _ in range(2)
+    )
+    return lambda: a @ b
+
+
+def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
+    """Relative error against float64 of the last batch's last head, whoever computes it."""
+    last = (slice(-1, None), slice(None), slice(-1, None))
+    q, k, v = (x[last] for x in inputs)
+    scale = problem.d_qk**-0.5
+    truth = attention(q, k, v, scale=scale, causal=problem.causal).out
+    return relative_error(launch()[last].double(), truth)
+
+
+def versions() -> dict[str, str | int | None]:
+    """Of everything that takes part; None where it is not installed as a distribution."""
+    backends: Any = torch.backends  # its annotations are not complete
+    found: dict[str, str | int | None] = {
+        "dsl": cutlass.__version__,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn": backends.cudnn.version(),
+    }
+    for name, distribution in DISTRIBUTIONS.items():
+        try:
+            found[name] = metadata.version(distribution)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _out(found: Any) -> Any:
+    """Versions differ in whether LSE comes along."""
+    return found[0] if isinstance(found, tuple) else found

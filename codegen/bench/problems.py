@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What contenders compute: one attention forward each, and the ones that suit a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..cases import DYNAMIC
+from ..errors import CheckFailed
+
+DEFAULT_LENGTH = 4096  # of a dynamic side
+DEFAULT_TOKENS = 16384  # batch * q
+DEFAULT_WIDTH = 2048  # heads * head_dim.v
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call. batch, heads, kv_heads, q, kv: counts; d_qk, d_v: head dims; causal: bottom-right.
+
+    lse: whether log-sum-exp is written as well.
+    """
+
+    dtype: str
+    batch: int
+    heads: int
+    kv_heads: int
+    q: int
+    kv: int
+    d_qk: int
+    d_v: int
+    causal: bool
+    lse: bool
+
+    @property
+    def flops(self) -> float:
+        """2 * batch * heads * pairs * (d_qk + d_v), with pairs = q * kv without a mask.
+
+        Causal, counting half of the diagonal: q * kv - q^2 / 2 for q <= kv, else kv^2 / 2.
+        """
+        pairs: float = self.q * self.kv
+        if self.causal:
+            pairs = pairs - self.q**2 / 2 if self.q <= self.kv else self.kv**2 / 2
+        return 2 * self.batch * self.heads * pairs * (self.d_qk + self.d_v)
+
+    @property
+    def mask(self) -> str:
+        """As a spec says it."""
+        return "causal" if self.causal else "none"
+
+    @property
+    def variant(self) -> str:
+        """Head dim, dtype and grouping, such as ``d128 bf16 GQA 8``."""
+        dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
+        group = self.heads // self.kv_heads
+        return f"{dim} {self.dtype}" + (f" GQA {group}" if group > 1 else "")
+
+    @property
+    def family(self) -> str:
+        """What stays the same when only counts of rows change, such as ``d128 bf16 causal``."""
+        return f"{self.variant} {self.mask}"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}"
+        if self.kv_heads != self.heads:
+            heads += f"/{self.kv_heads}"
+        rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
+        return f"b{self.batch} h{heads} {rows} {self.mask}"
+
+
+def problem_for(
+    spec: Mapping[str, Any], *, batch: int, heads: int, q: int, kv: int
+) -> Problem:
+    """The problem that a SPEC's kernel computes for these counts."""
+    return Problem(
+        dtype=spec["dtype"],
+        batch=batch,
+        heads=heads,
+        kv_heads=heads // spec["q_per_kv"],
+        q=q,
+        kv=kv,
+        d_qk=spec["head_dim"]["qk"],
+        d_v=spec["head_dim"]["v"],
+        causal=spec["mask"] == "causal",
+        lse=bool(spec["lse"]),
+    )
+
+
+def problems_for(
+    spec: Mapping[str, Any],
+    *,
+    lengths: Sequence[int] = (),
+    tokens: Sequence[int] = (),
+    batch: int | None = None,
+    heads: int | None = None,
+) -> Iterator[Problem]:
+    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
+
+    lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
+    heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
+    """
+    fixed = spec["seqlen"]
+    group = spec["q_per_kv"]
+    if heads is None:
+        heads = default_heads(spec)
+    if heads < 1 or heads % group:
+        raise CheckFailed(
+            f"{spec['name']}: --heads {heads} is no multiple of q_per_kv = {group}"
+        )
+    if DYNAMIC in fixed.values():
+        rows = [
+            {side: n if at == DYNAMIC else int(at) for side, at in fixed.items()}
+            for n in lengths or (DEFAULT_LENGTH,)
+        ]
+    elif not lengths or any(int(at) in lengths for at in fixed.values()):
+        rows = [{side: int(at) for side, at in fixed.items()}]
+    else:
+        rows = []
+    for counts in rows:
+        for total in tokens or (DEFAULT_TOKENS,):
+            some = batch or max(1, total // counts["q"])
+            yield problem_for(spec, batch=some, heads=heads, **counts)
+
+
+def default_heads(spec: Mapping[str, Any]) -> int:
+    """Query heads that make heads * head_dim.v = 2048, as a multiple of q_per_kv."""
+    group = int(spec["q_per_kv"])
+    return max(1, DEFAULT_WIDTH // int(spec["head_dim"]["v"]) // group) * group

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run prints: everyone's speed, what tiles cost, how fast the card was, who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+from rich.table import Table
+
+from .. import evaluation
+from .overhead import Fit
+from .results import Cell, Report, summary
+from .timing import BURST, EAGER, GRAPH, REGIMES, SUSTAINED
+
+Justify = Literal["left", "right"]
+BESIDE_GRAPH = (EAGER, BURST, SUSTAINED)
+
+
+def print_report(report: Report, fits: Sequence[Fit]) -> None:
+    """Print all of it; without colours and line breaks when it is not a terminal."""
+    evaluation.print_table(lambda plain: speeds(report, plain=plain))
+    if fits:
+        print("\nmodel: T = t0 + tiles * (n + c) * flops of a block / A, per launch")
+        evaluation.print_table(lambda plain: overheads(fits, plain=plain))
+    print()
+    for line in closing_lines(report):
+        print(line)
+
+
+def speeds(report: Report, *, plain: bool) -> Table:
+    """One row per kernel and problem, TFLOPS: as graphs everyone, in other regimes our kernel.
+
+    ``/best``: over the best peer in that regime. MHz and W: of our sustained round.
+    """
+    columns: dict[str, Justify] = {"kernel": "left", "problem": "left"}
+    columns |= dict.fromkeys((GRAPH, *report.peers), "right")
+    columns |= {"best peer": "left", "/best": "right"}
+    for regime in BESIDE_GRAPH:
+        columns |= {regime: "right", f"{regime} /best": "right"}
+    columns |= dict.fromkeys(("host us", "MHz", "W"), "right")
+    rows = [
+        _row(cell, stem, report.peers) for cell in report.cells for stem in cell.ours
+    ]
+    return evaluation.table(columns, rows, plain=plain)
+
+
+def _row(cell: Cell, stem: str, peers: Sequence[str]) -> list[str]:
+    best = cell.best_peer()
+    row = [stem, str(cell.problem)]
+    row += [_number(cell.tflops(name), 0) for name in (stem, *peers)]
+    row += [best.name if best else "-", _number(cell.over_best(stem), 2)]
+    for regime in BESIDE_GRAPH:
+        row.append(_number(cell.tflops(stem, regime), 0))
+        row.append(_number(cell.over_best(stem, regime), 2))
+    if stem not in cell.timings:
+        return [*row, "-", "-", "-"]
+    timing = cell.timings[stem]
+    row.append(_number(timing.host_seconds() * 1e6, 1))
+    row.append(_number(timing.sm_clock_mhz(SUSTAINED), 0))
+    row.append(_number(timing.power_watts(SUSTAINED), 0))
+    return row
+
+
+def overheads(fits: Sequence[Fit], *, plain: bool) -> Table:
+    """One row per family and contender; see `overhead`."""
+    columns: dict[str, Justify] = {
+        "problems": "left",
+        "contender": "left",
+        "A TFLOPS": "right",
+        "c blocks": "right",
+        "c us": "right",
+        "t0 us": "right",
+        "worst residual": "right",
+        "fitted": "right",
+    }
+    rows = [
+        (
+            fit.family,
+            fit.contender,
+            f"{fit.loop_tflops:.0f}",
+            f"{fit.tile_blocks:.2f}",
+            f"{fit.tile_seconds * 1e6:.2f}",
+            "in c" if fit.launch_seconds is None else f"{fit.launch_seconds * 1e6:.1f}",
+            f"{fit.worst:+.1%}",
+            f"{sum(p.fitted for p in fit.points)} of {len(fit.points)}",
+        )
+        for fit in fits
+    ]
+    return evaluation.table(columns, rows, plain=plain)
+
+
+def closing_lines(report: Report) -> Iterator[str]:
+    """The summary, the matrix product, then notes, and who is missing where and why."""
+    if found := summary(report.cells):
+        at = found.least_at.problem
+        yield (
+            f"fastest of ours over the best peer, {found.cells} problems: geometric mean "
+            f"{found.mean:.3f}, least {found.least:.3f} at {at.family} {at}"
+        )
+    for when in report.matmul:
+        figures = ", ".join(
+            f"{regime} {report.matmul_tflops(when, regime):.0f}" for regime in REGIMES
+        )
+        yield f"8192^3 bf16 matrix product {when} all problems, TFLOPS: {figures}"
+    yield from report.notes
+    reasons: dict[tuple[str, str], list[Cell]] = {}
+    for cell in report.cells:
+        for name, reason in cell.missing.items():
+            reasons.setdefault((name, reason), []).append(cell)
+    for (name, reason), cells in reasons.items():
+        first = f"{cells[0].problem.family} {cells[0].problem}"
+        more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
+        yield f"no {name} for {first}{more}: {reason}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which problems, peers and files the command takes; no GPU, no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fmha_gen import cli
+from fmha_gen.bench import command, grid
+from fmha_gen.bench.command import Choice, cells_for
+from fmha_gen.bench.grid import Row
+from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from typer.testing import CliRunner
+
+from .test_problems import spec
+
+
+def entered(*arguments: Any) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    cells, notes = cells_for(*arguments)
+    return [(str(cell.problem), cell.ours) for cell in cells], notes
+
+
+def test_kernels_of_the_same_problem_share_a_cell_and_its_peers() -> None:
+    specs = {
+        "dynamic": spec(),
+        "fixed": spec(q=512, kv=512),
+        "with_lse": spec(lse=True),
+        "other": spec(q=4096, kv=4096),
+    }
+    cells, notes = entered(specs, Choice(lengths=[512, 1024]), None)
+    assert cells == [
+        ("b32 h16 s512 none", ["dynamic", "fixed"]),
+        ("b16 h16 s1024 none", ["dynamic"]),
+        ("b32 h16 s512 none", ["with_lse"]),
+        ("b16 h16 s1024 none", ["with_lse"]),
+    ]
+    assert notes == ["other was not timed: fixed to other lengths"]
+
+
+def test_the_same_problem_twice_is_one_cell() -> None:
+    choice = Choice(lengths=[65536], tokens=[1024, 2048])
+    assert entered({"x": spec()}, choice, None)[0] == [("b1 h16 s65536 none", ["x"])]
+
+
+def test_a_grid_says_which_kernels_and_which_factors() -> None:
+    rows = [
+        Row("bf16", 128, 128, "none", 1, 1, 256, 1.2),
+        Row("bf16", 64, 64, "none", 1, 1, 256, None),
+    ]
+    cells, notes = cells_for({"x": spec(), "y": spec(mask="causal")}, Choice(), rows)
+    assert [(cell.ours, cell.best_over_fa4) for cell in cells] == [(["x"], 1.2)]
+    assert notes == [
+        "no kernel for d64 bf16 none b1 s256",
+        "y was not timed: no row of the grid",
+    ]
+
+
+def test_nothing_to_time_is_told_with_the_reasons() -> None:
+    with pytest.raises(CheckFailed, match="nothing to time\nx was not timed: fixed"):
+        cells_for({"x": spec(q=512, kv=512)}, Choice(lengths=[64]), None)
+
+
+def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None:
+    rows = grid.load(
+        Path(__file__).parents[2] / "codegen/decisions/0013-bench-grid.csv"
+    )
+    specs = {
+        f"{dim}_{mask}_{group}": spec(dim, mask=mask, q_per_kv=group)
+        for dim in (64, 128, 256)
+        for mask in ("none", "causal")
+        for group in (1, 8)
+    }
+    cells, notes = cells_for(specs, Choice(), rows)
+    assert len(cells) == 45
+    assert all(len(cell.ours) == 1 for cell in cells)
+    assert [note.split()[0] for note in notes] == [
+        "64_none_8",
+        "64_causal_8",
+        "256_none_8",
+        "256_causal_8",
+    ]
+
+
+# --- arguments ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"against": ["fa9"]}, "--against fa9: the peers are cudnn, fa3, fa4"),
+        ({"rounds": 0}, "--rounds 0: at least 1"),
+        ({"rounds": 4, "record": True}, "--record needs --rounds 5 or more"),
+        ({"against": [], "record": True}, "--record needs a peer"),
+        ({"choice": Choice(grid=Path("g"), batch=1)}, "--grid says all sizes"),
+        ({"choice": Choice(tokens=[1], batch=1)}, "--batch and --tokens exclude"),
+        ({"choice": Choice(grid=Path("no.csv"))}, "no.csv: cannot be read"),
+        ({"json_file": Path("no/x.json")}, "no/x.json: there is no folder no"),
+        ({"plot_file": Path("x.gif")}, "--plot x.gif: the name must end in"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(CheckFailed, match=message):
+        command.run([Path("x.py")], **options)
+
+
+def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {"torch"}
+
+    def find_spec(name: str) -> Any:
+        if "." in name and name.split(".")[0] not in there:
+            raise ModuleNotFoundError(name)
+        return name if name in there else None
+
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    assert command.choose_peers(None) == (
+        ["cudnn"],
+        [
+            "no fa3: flash_attn_interface is not installed",
+            "no fa4: flash_attn.cute is not installed",
+        ],
+    )
+    assert command.choose_peers(["cudnn", "cudnn"]) == (["cudnn"], [])
+    with pytest.raises(
+        EnvironmentProblem, match=r"fa4: flash_attn\.cute is not installed"
+    ):
+        command.choose_peers(["cudnn", "fa4"])
+
+
+@pytest.mark.parametrize("text", ["", "a", "512,", "0", "-1", "512,1k"])
+def test_lists_of_numbers_on_the_command_line(text: str) -> None:
+    result = CliRunner().invoke(cli.app, ["bench", "x.py", "--seqlen", text])
+    assert result.exit_code == 2
+    assert "is no list such as 512,1024" in result.output.replace("\n", " ")

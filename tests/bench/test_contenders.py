@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everyone computes the same, called as their packages want it; tensors are on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from .test_problems import problem
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is missing: pip install 'fmha-gen[torch]'"
+)
+
+from fmha_gen.bench import command, contenders  # noqa: E402
+from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
+from fmha_gen.reference import attention  # noqa: E402
+
+PROBLEM = problem(2, 4, 2, 48, 48, 64, 32, causal=True, lse=True)
+
+
+def exact(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
+    found = attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
+    return found.out.to(q.dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+    """Stands in for FlashAttention's packages and for cuDNN; what they were called with."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def fa4(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        found.append(("fa4", options))
+        out = exact(q, k, v, causal=options["causal"])
+        return (out, "lse") if options["return_lse"] else out
+
+    def fa3(q: Any, k: Any, v: Any, **options: Any) -> Any:
+        found.append(("fa3", options))
+        return exact(q, k, v, **options)
+
+    @contextlib.contextmanager
+    def sdpa_kernel(backend: Any) -> Any:
+        found.append(("backend", {"name": backend.name}))
+        yield
+
+    for name, function in (("flash_attn.cute", fa4), ("flash_attn_interface", fa3)):
+        module = ModuleType(name)
+        module.flash_attn_func = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(contenders, "sdpa_kernel", sdpa_kernel)
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(command.PACKAGES))
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_every_peer_computes_the_problem(
+    name: str, lse: bool, causal: bool, calls: list[Any]
+) -> None:
+    asked = replace(PROBLEM, lse=lse, causal=causal)
+    inputs = contenders.make_inputs(asked, "cpu")
+    launch = contenders.PEERS[name](asked, inputs)
+    assert launch().shape == (2, 48, 4, 32)
+    assert 0 < contenders.error_of(launch, asked, inputs) < 0.005
+    told = {
+        "fa4": {"causal": causal, "return_lse": lse},
+        "fa3": {"causal": causal},
+        "cudnn": {"name": "CUDNN_ATTENTION"},
+    }
+    assert calls[-1][1] == told[name]
+
+
+def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
+    inputs = contenders.make_inputs(PROBLEM, "cpu")
+    launch = contenders.fa4(replace(PROBLEM, causal=False), inputs)
+    assert contenders.error_of(launch, PROBLEM, inputs) > command.WRONG
+    out = contenders.fa4(PROBLEM, inputs)()
+    out[-1, -1, -1, -1] = float("nan")
+    error = contenders.error_of(lambda: out, PROBLEM, inputs)
+    assert not error <= command.WRONG
+
+
+def test_cudnn_has_no_bottom_right_mask(calls: list[Any]) -> None:
+    asked = replace(PROBLEM, q=16)
+    with pytest.raises(RuntimeError, match="no bottom-right causal mask"):
+        contenders.cudnn(asked, contenders.make_inputs(asked, "cpu"))
+
+
+def test_ours_is_called_through_its_public_entry() -> None:
+    kernel: Any = SimpleNamespace(fmha=lambda *tensors: tensors)
+    inputs = contenders.make_inputs(PROBLEM, "cpu")
+    assert contenders.ours(kernel, inputs)() == tuple(inputs)
+
+
+def test_inputs_are_the_same_whoever_asks() -> None:
+    one, two = (contenders.make_inputs(PROBLEM, "cpu") for _ in range(2))
+    assert [tuple(x.shape) for x in one] == [
+        (2, 48, 4, 64),
+        (2, 48, 2, 64),
+        (2, 48, 2, 32),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+    assert {x.dtype for x in one} == {torch.bfloat16}
+    assert 0.9 < float(one.q.float().std()) < 1.1
+
+
+def test_the_matrix_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    flops = contenders.MATMUL_FLOPS
+    assert flops == 2 * 8192**3
+    monkeypatch.setattr(contenders, "MATMUL_SIZE", 32)
+    found = contenders.matmul("cpu")()
+    assert (found.shape, found.dtype) == ((32, 32), torch.bfloat16)
+    assert 4 < float(found.float().std()) < 8  # sqrt(32)
+
+
+def test_versions_name_what_is_not_installed_too() -> None:
+    found = contenders.versions()
+    assert {"dsl", "torch", "cuda", "cudnn", "fa3", "fa4"} == found.keys()
+    assert found["torch"] == torch.__version__ and found["fa3"] is None
+
+
+def test_every_peer_has_a_package() -> None:
+    assert contenders.PEERS.keys() == command.PACKAGES.keys()
+
+
+# --- the CUDA device ----------------------------------------------------------------------
+
+
+class Event:
+    """Stands in for `torch.cuda.Event`; the n-th record is at n ms."""
+
+    clock = 0.0
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        Event.clock += 1
+        self.at = Event.clock
+
+    def query(self) -> bool:
+        return self.at < 3
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[Any] = []
+
+    @contextlib.contextmanager
+    def capturing(graph: Any) -> Any:
+        log.append("capture")
+        yield
+        log.append("captured")
+
+    graph = SimpleNamespace(replay=lambda: log.append("replay"))
+    for name, value in {
+        "Event": Event,
+        "CUDAGraph": lambda: graph,
+        "graph": capturing,
+        "_sleep": lambda cycles: log.append(cycles > 1e5),
+        "synchronize": lambda: log.append("synchronize"),
+        "get_device_properties": lambda name: SimpleNamespace(
+            multi_processor_count=132
+        ),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    device = CudaDevice()
+    replay = device.capture(lambda: log.append("launch"), 3)
+    replay()
+    device.hold()
+    device.synchronize()
+    assert log == [
+        "capture",
+        *["launch"] * 3,
+        "captured",
+        "replay",
+        True,
+        "synchronize",
+    ]
+    device.start()
+    device.stop()
+    assert device.finished()
+    assert device.elapsed() == pytest.approx(1e-3)
+    device.stop()
+    assert not device.finished()
+    assert device.multiprocessors == 132
+    begin = device.now()
+    device.sleep(0.01)
+    assert device.now() - begin >= 0.01

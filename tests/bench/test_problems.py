@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which problems a kernel is timed at, and how many FLOPs they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fmha_gen.bench import grid
+from fmha_gen.bench.grid import Row
+from fmha_gen.bench.problems import Problem, problems_for
+from fmha_gen.errors import CheckFailed
+
+ROOT = Path(__file__).parents[2]
+
+
+def spec(
+    qk: int = 128,
+    v: int | None = None,
+    q: Any = "dynamic",
+    kv: Any = "dynamic",
+    **more: Any,
+) -> dict[str, Any]:
+    return {
+        "name": "x",
+        "dtype": "bf16",
+        "head_dim": {"qk": qk, "v": v or qk},
+        "seqlen": {"q": q, "kv": kv},
+        "q_per_kv": 1,
+        "mask": "none",
+        "lse": False,
+        **more,
+    }
+
+
+def problem(
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    q: int,
+    kv: int,
+    d_qk: int = 128,
+    d_v: int | None = None,
+    causal: bool = False,
+    lse: bool = False,
+) -> Problem:
+    sizes = (batch, heads, kv_heads, q, kv, d_qk, d_v or d_qk)
+    return Problem("bf16", *sizes, causal, lse)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (spec(64), problem(4, 32, 32, 4096, 4096, 64)),
+        (spec(256, mask="causal"), problem(4, 8, 8, 4096, 4096, 256, causal=True)),
+        (spec(192, 128, q_per_kv=8), problem(4, 16, 2, 4096, 4096, 192, 128)),
+        (spec(256, q_per_kv=16), problem(4, 16, 1, 4096, 4096, 256)),
+        (spec(q=1024, kv=2048), problem(16, 16, 16, 1024, 2048)),
+        (spec(q=100_000, lse=True), problem(1, 16, 16, 100_000, 4096, lse=True)),
+    ],
+)
+def test_the_default_problem(given: dict[str, Any], expected: Problem) -> None:
+    assert list(problems_for(given)) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes", "expected"),
+    [
+        (spec(), {"lengths": [512, 8192]}, [(32, 512, 512), (2, 8192, 8192)]),
+        (spec(), {"lengths": [512], "batch": 7}, [(7, 512, 512)]),
+        (
+            spec(),
+            {"lengths": [512], "tokens": [1024, 4096]},
+            [(2, 512, 512), (8, 512, 512)],
+        ),
+        (spec(q=1), {"lengths": [64, 65], "batch": 7}, [(7, 1, 64), (7, 1, 65)]),
+        (spec(q=512, kv=512), {"lengths": [512, 1024]}, [(32, 512, 512)]),
+        (spec(q=4096, kv=512), {"lengths": [512, 1024]}, [(4, 4096, 512)]),
+        (spec(q=4096, kv=4096), {"lengths": [512, 1024]}, []),
+    ],
+)
+def test_many_lengths(
+    given: dict[str, Any], sizes: dict[str, Any], expected: list[tuple[int, ...]]
+) -> None:
+    found = problems_for(given, **sizes)
+    assert [(one.batch, one.q, one.kv) for one in found] == expected
+
+
+def test_heads_are_a_multiple_of_the_group() -> None:
+    (found,) = problems_for(spec(q_per_kv=4), heads=12)
+    assert (found.heads, found.kv_heads) == (12, 3)
+    with pytest.raises(CheckFailed, match="--heads 6 is no multiple of q_per_kv = 4"):
+        list(problems_for(spec(q_per_kv=4), heads=6))
+
+
+@pytest.mark.parametrize(
+    ("q", "kv", "causal", "pairs"),
+    [
+        (10, 20, False, 200),
+        (20, 20, True, 200),
+        (10, 20, True, 150),
+        (20, 10, True, 50),
+    ],
+)
+def test_flops(q: int, kv: int, causal: bool, pairs: int) -> None:
+    flops = problem(2, 6, 3, q, kv, 192, 128, causal).flops
+    assert flops == 2 * 2 * 6 * pairs * (192 + 128)
+
+
+@pytest.mark.parametrize(("q", "kv"), [(700, 700), (300, 700), (700, 300)])
+def test_causal_flops_count_the_visible_pairs(q: int, kv: int) -> None:
+    visible = sum(max(0, min(kv, row + kv - q + 1)) for row in range(q))
+    counted = problem(1, 1, 1, q, kv, 1, causal=True).flops / 4
+    assert counted == pytest.approx(visible, rel=5e-3)  # the diagonal counts half
+
+
+def test_names() -> None:
+    one = problem(4, 16, 2, 512, 512, 192, 128, causal=True)
+    assert (one.family, str(one)) == (
+        "d192x128 bf16 GQA 8 causal",
+        "b4 h16/2 s512 causal",
+    )
+    one = problem(4, 16, 16, 1, 512)
+    assert (one.family, str(one)) == ("d128 bf16 none", "b4 h16 q1 kv512 none")
+
+
+# --- grids --------------------------------------------------------------------------------
+
+HEAD = "dtype,head_dim,mask,q_per_kv,batch,seqlen,best/fa4\n"
+
+
+def load(folder: Path, text: str) -> list[Row]:
+    file = folder / "grid.csv"
+    file.write_text(text, encoding="utf-8")
+    return grid.load(file)
+
+
+def test_a_grid(tmp_path: Path) -> None:
+    text = f"{HEAD}bf16,128,causal,8,16,1024,1.31\nfp16,192x128,none,1,1,256,\n"
+    gqa, other = load(tmp_path, text)
+    assert gqa == Row("bf16", 128, 128, "causal", 8, 16, 1024, 1.31)
+    assert other == Row("fp16", 192, 128, "none", 1, 1, 256, None)
+    assert str(gqa) == "d128 bf16 causal GQA 8 b16 s1024"
+    assert str(other) == "d192x128 fp16 none b1 s256"
+
+
+def test_a_row_suits_the_kernels_made_for_it() -> None:
+    row = Row("bf16", 128, 128, "causal", 8, 16, 1024, None)
+    suits = spec(mask="causal", q_per_kv=8)
+    asked = problem(16, 16, 2, 1024, 1024, causal=True)
+    assert row.problem(suits) == asked
+    assert row.problem({**suits, "seqlen": {"q": 1024, "kv": 1024}}) == asked
+    for wrong in (
+        {"dtype": "fp16"},
+        {"head_dim": {"qk": 192, "v": 128}},
+        {"mask": "none"},
+        {"q_per_kv": 1},
+        {"seqlen": {"q": 1024, "kv": 512}},
+    ):
+        assert row.problem({**suits, **wrong}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", r":1: the columns must be dtype,head_dim,"),
+        ("dtype\n", r":1: the columns must be dtype,head_dim,"),
+        (HEAD, r"grid\.csv: no rows"),
+        (f"{HEAD}bf16,128\n", r":2: 2 cells instead of 7"),
+        (f"{HEAD}fp8,128,none,1,1,256,\n", r':2: dtype: "fp8" is none of bf16, fp16'),
+        (f"{HEAD}bf16,64xx,none,1,1,256,\n", r':2: head_dim: "x" is no count'),
+        (f"{HEAD}bf16,64,full,1,1,256,\n", r':2: mask: "full" is none of'),
+        (f"{HEAD}bf16,64,none,0,1,256,\n", r':2: q_per_kv: "0" is no count'),
+        (f"{HEAD}bf16,64,none,1,1,-1,\n", r':2: seqlen: "-1" is no count'),
+        (f"{HEAD}bf16,64,none,1,1,1,0.9\n", r':2: best/fa4: "0.9" is no factor'),
+        (f"{HEAD}bf16,64,none,1,1,1,nan\n", r':2: best/fa4: "nan" is no factor'),
+        (
+            f"{HEAD}bf16,64,none,1,1,1,\nbf16,64,none,1,1,1,2\n",
+            r":3: the same as line 2",
+        ),
+        (f'{HEAD}"bf16,64\n', r":2: unexpected end of data"),
+    ],
+)
+def test_a_bad_grid_is_told_with_its_line(
+    text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckFailed, match=message):
+        load(tmp_path, text)
+    with pytest.raises(CheckFailed, match="cannot be read"):
+        grid.load(tmp_path / "none.csv")
+
+
+def test_the_grid_of_the_bar_has_its_rows() -> None:
+    rows = grid.load(ROOT / "codegen/decisions/0013-bench-grid.csv")
+    assert len(rows) == 45
+    assert all(row.best_over_fa4 for row in rows)
+    many = [row for row in rows if row.batch * row.seqlen == 16384]
+    assert len({(r.d_qk, r.mask, r.seqlen) for r in many if r.q_per_kv == 1}) == 36
+    assert sum(row.q_per_kv == 8 for row in many) == 4
+    single = [row for row in rows if row not in many]
+    assert [row.seqlen for row in single] == [256, 512, 1024, 2048, 4096]
+    assert {(row.d_qk, row.mask, row.batch) for row in single} == {(128, "causal", 1)}

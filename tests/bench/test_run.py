@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the command line to tables, JSON, picture and records; GPU and kernels are models."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fmha_gen import cli, records
+from fmha_gen.bench import command, timing
+from fmha_gen.errors import CheckFailed
+from fmha_gen.render import DIGEST_PLACEHOLDER, body_digest, finish
+from typer.testing import CliRunner
+
+from . import model
+from .test_problems import spec
+
+torch = pytest.importorskip(
+    "torch", reason="PyTorch is missing: pip install 'fmha-gen[torch]'"
+)
+
+KERNEL = '''"""K.
+
+{placeholder}
+"""
+
+from {here} import compute
+
+SPEC = {spec!r}
+
+
+def fmha(q, k, v):
+    return compute("ours", q, k, v, SPEC["mask"] == "causal")
+'''
+FA4 = '''"""Stands in for FlashAttention-4."""
+
+from {here} import compute
+
+
+def flash_attn_func(q, k, v, *, causal, return_lse):
+    return compute("fa4", q, k, v, causal)
+'''
+TFLOPS = {"ours": 600e12, "fa4": 500e12}
+HOST = {"ours": 10e-6, "fa4": 60e-6}
+faults: set[str] = set()
+device = model.ModelDevice()
+
+
+def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Attention on the CPU, which on the model takes what its FLOPs say."""
+    from fmha_gen.reference import attention
+
+    if f"{who} raises" in faults:
+        raise RuntimeError("no such shape\nat all")
+    pairs = q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] / (2 if causal else 1)
+    # as if the problem were ten million times as large: few launches fill a graph
+    device.spend(HOST[who], 1e7 * 4 * pairs * q.shape[3] / TFLOPS[who], who)
+    out = attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal).out.to(q.dtype)
+    if f"{who} is NaN" in faults:
+        return out * float("nan")
+    return out * (1.1 if f"{who} is wrong" in faults else 1)
+
+
+@pytest.fixture
+def generated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[Path, Path]]:
+    """Two kernels, one with the records of a validated one; FA4 is there, cuDNN is not run."""
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    (tmp_path / "flash_attn" / "cute.py").write_text(FA4.format(here=__name__))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(command, "require_gpu", lambda: "580.1")
+    monkeypatch.setattr(command, "find_gpu", model.ModelGauge)
+    monkeypatch.setattr("fmha_gen.trial.environment_problem", lambda arch: "")
+    monkeypatch.setattr("fmha_gen.bench.contenders.MATMUL_SIZE", 8)
+    global device
+    device = model.ModelDevice()
+    monkeypatch.setattr("fmha_gen.bench.cuda.CudaDevice", lambda: device)
+    monkeypatch.setattr(
+        "fmha_gen.bench.contenders.matmul", lambda name: device.kernel(1.4e-3)
+    )
+    folder = tmp_path / "generated"
+    (folder / "records").mkdir(parents=True)
+    for stem, more in (("full", {}), ("causal", {"mask": "causal"})):
+        text = KERNEL.format(
+            here=__name__,
+            placeholder=DIGEST_PLACEHOLDER,
+            spec=spec(16, arch="sm90", **more),
+        )
+        (folder / f"{stem}.py").write_text(finish(text, "0" * 64))
+    digest = body_digest((folder / "full.py").read_text())
+    record = None
+    for rung in ("compiled", "validated"):
+        record = records.merge_rung(
+            record, kernel="full", body_sha256=digest, rung=rung, result={}
+        )
+    (folder / "records" / "full.json").write_text(records.dump(record or {}))
+    faults.clear()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tensors are tiny, and other tests run beside these
+    yield folder, tmp_path
+    torch.set_num_threads(threads)
+    for name in ("full", "causal", "flash_attn", "flash_attn.cute"):
+        sys.modules.pop(name, None)
+
+
+SIZES = ("--heads", "2", "--tokens", "128", "--seqlen", "64,128")
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(cli.app, ["bench", *map(str, arguments)])
+
+
+def test_a_run(generated: tuple[Path, Path]) -> None:
+    folder, outside = generated
+    found, picture = outside / "run.json", outside / "run.svg"
+    result = invoke(
+        *(folder, *SIZES, "--against", "fa4", "--record"),
+        *("--json", found, "--plot", picture),
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert lines[1][:6] == ["causal", "b2", "h2", "s64", "causal", "0"]
+    assert lines[4][6:] == [
+        *("0", "fa4", "1.20", "0", "1.20", "0", "1.20", "0", "1.20"),
+        *("10.0", "1701", "-"),
+    ]
+    assert "4 problems: geometric mean 1.200, least 1.200" in result.stdout
+
+    data = json.loads(found.read_text())
+    ours = data["cells"][0]["contenders"]["causal"]
+    assert {regime: len(one["rounds"]) for regime, one in ours["regimes"].items()} == {
+        "graph": 5,
+        "eager": 5,
+        "burst": 5,
+        "sustained": 1,
+    }
+    assert ours["host_seconds"] == pytest.approx(10e-6)
+    assert ours["error"] < 0.01
+    assert data["versions"]["torch"] == torch.__version__
+    assert "d16 bf16, causal" in picture.read_text()
+
+    record = records.load(folder / "records" / "full.json")
+    assert record is not None and record["rung"] == "benchmarked"
+    digest = body_digest((folder / "full.py").read_text())
+    assert record["benchmarked"]["body_sha256"] == digest
+    assert [cell["q"] for cell in record["benchmarked"]["cells"]] == [64, 128]
+    assert record["benchmarked"]["cells"][0]["peers"].keys() == {"fa4"}
+    other = records.load(folder / "records" / "causal.json")
+    assert other is not None and other["rung"] == "rendered"  # never validated
+
+
+def test_a_run_is_shown_again_from_its_json(generated: tuple[Path, Path]) -> None:
+    folder, outside = generated
+    found, picture = outside / "run.json", outside / "run.svg"
+    first = invoke(folder, *SIZES, "--against", "fa4", "--json", found)
+    again = invoke(found, "--plot", picture, "--json", outside / "again.json")
+    assert (again.exit_code, again.stderr) == (0, "")
+    assert again.stdout == first.stdout
+    assert (outside / "again.json").read_text() == found.read_text()
+    assert picture.exists()
+    refused = invoke(found, "--record")
+    assert refused.exit_code == 1
+    assert refused.stderr.endswith("a run is only shown, with --plot and --json\n")
+    for text in ("", "[]", "{}", '{"gpu": 1}'):
+        found.write_text(text)
+        refused = invoke(found)
+        assert refused.exit_code == 1
+        assert "run.json: not the JSON of a run: " in refused.stderr
+
+
+def test_nothing_is_recorded_unless_asked(generated: tuple[Path, Path]) -> None:
+    folder, _ = generated
+    before = (folder / "records" / "full.json").read_bytes()
+    assert invoke(folder, *SIZES, "--against", "fa4").exit_code == 0
+    assert (folder / "records" / "full.json").read_bytes() == before
+    assert not (folder / "records" / "causal.json").exists()
+
+
+def test_a_peer_may_fail_and_is_named(generated: tuple[Path, Path]) -> None:
+    folder, _ = generated
+    faults.add("fa4 raises")
+    result = invoke(folder / "full.py", *SIZES, "--against", "fa4", "--rounds", 1)
+    assert result.exit_code == 0
+    assert result.stdout.splitlines()[-1] == (
+        "no fa4 for d16 bf16 none b2 h2 s64 none and 1 more: RuntimeError: no such shape"
+    )
+    before = (folder / "records" / "full.json").read_bytes()
+    result = invoke(folder / "full.py", *SIZES, "--against", "fa4", "--record")
+    assert result.exit_code == 1
+    assert result.stderr.endswith("benchmarked: not recorded: a problem has no peer\n")
+    assert (folder / "records" / "full.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("ours raises", "RuntimeError: no such shape"),
+        ("ours is wrong", "RuntimeError: computes something else: relative error 0.1"),
+        ("ours is NaN", "RuntimeError: computes something else: relative error nan"),
+    ],
+)
+def test_a_kernel_that_fails_loses_its_rung(
+    fault: str, reason: str, generated: tuple[Path, Path]
+) -> None:
+    folder, _ = generated
+    path = folder / "records" / "full.json"
+    options = (folder / "full.py", *SIZES, "--against", "fa4", "--record")
+    assert invoke(*options).exit_code == 0
+    faults.add(fault)
+    result = invoke(*options)
+    assert result.exit_code == 1
+    first, second = result.stderr.splitlines()
+    assert first.startswith(f"{folder / 'full.py'}: b2 h2 s64 none: {reason}")
+    assert second.startswith(f"{folder / 'full.py'}: b1 h2 s128 none: {reason}")
+    record = records.load(path)
+    assert record is not None and record["rung"] == "validated"
+
+
+def test_a_gpu_that_breaks_spoils_no_record_and_not_what_was_timed(
+    generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, outside = generated
+    path = folder / "records" / "full.json"
+    before = path.read_bytes()
+    graph_round = timing.graph_round
+    taken = 0
+
+    def breaks(*arguments: Any) -> Any:
+        nonlocal taken
+        taken += 1
+        if taken > 20:  # the matrix product, the first problem, and half of the second
+            raise RuntimeError("unspecified launch failure")
+        return graph_round(*arguments)
+
+    monkeypatch.setitem(timing.TAKE, "graph", breaks)  # type: ignore[arg-type]
+    found = outside / "run.json"
+    options = ("--against", "fa4", "--record", "--json", found)
+    result = invoke(folder / "full.py", *SIZES, *options)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "the GPU stopped working, no records",
+        f"{folder / 'full.py'}: b1 h2 s128 none: RuntimeError: unspecified launch failure",
+    ]
+    assert "the GPU stopped working: RuntimeError: unspecified" in result.stdout
+    first, second = json.loads(found.read_text())["cells"]
+    assert first["contenders"].keys() == {"full", "fa4"}
+    assert (second["contenders"], second["missing"].keys()) == ({}, {"full", "fa4"})
+    assert path.read_bytes() == before
+
+
+def test_names_that_would_be_mistaken_are_refused(
+    generated: tuple[Path, Path],
+) -> None:
+    folder, outside = generated
+    (outside / "full.py").write_text((folder / "full.py").read_text())
+    with pytest.raises(CheckFailed, match="the same name"):
+        command.load([folder / "full.py", outside / "full.py"])
+    (outside / "fa4.py").write_text((folder / "full.py").read_text())
+    with pytest.raises(CheckFailed, match="the name of a peer"):
+        command.load([outside / "fa4.py"])
+
+
+def test_a_machine_that_cannot_run_them(
+    generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = generated
+    monkeypatch.setattr("fmha_gen.trial.environment_problem", lambda arch: "no GPU")
+    result = invoke(folder / "full.py")
+    assert (result.exit_code, result.stderr) == (3, f"{folder / 'full.py'}: no GPU\n")
+    (folder / "full.py").write_text("import no_such_package\n")
+    result = invoke(folder / "full.py")
+    assert result.exit_code == 3
+    assert "cannot import" in result.stderr
