@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from . import fake
 
 CHILD = """
-import sys, time
+import signal, sys, time
 sys.path[:0] = {path!r}
+# A shell that runs the tests in the background has them ignore ^C, and so all that they start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from engine import fake
 from fmha_gen import build, cli, toolchain
 def hang(text, stem, arch):
