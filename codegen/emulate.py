@@ -87,9 +87,6 @@ class Choice:
         return found
 
 
-WHOLE = Choice()
-
-
 def worker_command(kernel: Path, events: Path, options: Sequence[str]) -> list[str]:
     """The process that runs one kernel in the emulator."""
     module = f"{__package__}.rehearsal"

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 FAKE_PROCESS = Path(__file__).parent / "fake_trial.py"
 WELL = Ending(0, "", 300.0)
+WHOLE = Choice()
 KERNEL = {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "ab" * 32}
 END = {"event": "end", "schedules": ["eager", "late", "random-0"]}
 
@@ -64,7 +65,7 @@ GOOD = [
 
 
 def verdict(
-    events: list[dict[str, Any]], ending: Ending = WELL, choice: Choice = emulate.WHOLE
+    events: list[dict[str, Any]], ending: Ending = WELL, choice: Choice = WHOLE
 ) -> emulate.Outcome:
     return emulate.judge(Path("generated/x.py"), events, ending, choice=choice)
 
@@ -175,7 +176,7 @@ def write_kernel(folder: Path, stem: str, events: Any, **script: Any) -> Path:
     return kernel
 
 
-def run(*kernels: Path, choice: Choice = emulate.WHOLE) -> list[emulate.Outcome]:
+def run(*kernels: Path, choice: Choice = WHOLE) -> list[emulate.Outcome]:
     return emulate.emulate(kernels, choice=choice, timeout=60, worker=worker)
 
 

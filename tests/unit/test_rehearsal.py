@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fmha_gen import tensors
-from fmha_gen.emulate import WHOLE
+from fmha_gen.emulate import Choice
 from fmha_gen.emulator.lower import UnsupportedInstruction
 from fmha_gen.emulator.machine import RunResult
 from fmha_gen.emulator.ptx import Instruction
@@ -209,7 +209,7 @@ def test_a_result_that_depends_on_the_schedule_is_found():
 
 
 def test_the_default_schedules_are_every_completion_and_one_of_each_random_order():
-    plans = schedules(WHOLE.schedules)
+    plans = schedules(Choice().schedules)
     names = ["eager", "late", "loads_early_mmas_late", "random-0", "late-1"]
     assert list(map(name_of, plans)) == names
     assert [plan.order for plan in plans[3:]] == [Order.RANDOM_WARPS, Order.STARVATION]
