@@ -139,12 +139,14 @@ def build(
     """
     engine = engine or default_engine()
     plans = _resolve(paths, engine)
-    kernels = [_render(plan, engine, cached=not check) for plan in plans]
-    compiles = 0
-    if compile:
-        kernels, compiles = _compile(
-            kernels, plans, engine, jobs, progress, cached=not check
-        )
+    kernels, compiles = make(
+        plans,
+        engine,
+        compile=compile,
+        jobs=jobs,
+        progress=progress,
+        cached=not check,
+    )
     failures = tuple(f"{k.stem}: {failure}" for k in kernels for failure in k.failures)
     if failures:
         return BuildResult(tuple(kernels), (), failures, compiles, check)
@@ -167,6 +169,26 @@ def build(
         elif not check:
             tree.apply(out, changes)
     return BuildResult(tuple(kernels), tuple(changes), failures, compiles, check)
+
+
+def make(
+    plans: Sequence[Plan],
+    engine: Engine,
+    *,
+    compile: bool = True,
+    jobs: int | None = None,
+    progress: Progress | None = None,
+    cached: bool = True,
+) -> tuple[list[Kernel], int]:
+    """Render, lint, compile and gate every plan, and write nothing; plans may share a stem.
+
+    Returns the kernels, what is wrong with each in it, and how many compiles really ran. Raises
+    EnvironmentProblem when this machine lacks what a compile needs.
+    """
+    kernels = [_render(plan, engine, cached=cached) for plan in plans]
+    if not compile:
+        return kernels, 0
+    return _compile(kernels, plans, engine, jobs, progress, cached=cached)
 
 
 def default_engine() -> Engine:
@@ -264,38 +286,38 @@ def _compile(
     The threads only wait: each compile is a process of its own.
     """
     key = engine.toolchain_key()
-    done: dict[str, toolchain.CompileReport | CheckFailed] = {}
+    done: dict[int, toolchain.CompileReport | CheckFailed] = {}
     names = {}
     todo = {}
-    for kernel, plan in zip(kernels, plans, strict=True):
+    for i, (kernel, plan) in enumerate(zip(kernels, plans, strict=True)):
         if kernel.failures:
             continue
         digest = hashlib.sha256(kernel.text.encode()).hexdigest()
-        names[kernel.stem] = cache.key(
-            "sass", [digest, kernel.stem, plan.compile_arch, key]
-        )
-        report = _cached_report(names[kernel.stem]) if cached else None
+        names[i] = cache.key("sass", [digest, kernel.stem, plan.compile_arch, key])
+        report = _cached_report(names[i]) if cached else None
         if report is None:
-            todo[kernel.stem] = (kernel.text, kernel.stem, plan.compile_arch)
+            todo[i] = (kernel.text, kernel.stem, plan.compile_arch)
         else:
-            done[kernel.stem] = report
-    for stem, result in _in_parallel(engine, todo, jobs or os.cpu_count() or 1):
-        done[stem] = result
+            done[i] = report
+    for i, result in _in_parallel(engine, todo, jobs or os.cpu_count() or 1):
+        done[i] = result
         if isinstance(result, toolchain.CompileReport):
-            cache.put(names[stem], result.to_json())
+            cache.put(names[i], result.to_json())
         if progress:
-            progress(len(done) - (len(names) - len(todo)), len(todo), stem)
-    return [_gated(kernel, done.get(kernel.stem)) for kernel in kernels], len(todo)
+            compiled = len(done) - (len(names) - len(todo))
+            progress(compiled, len(todo), kernels[i].stem)
+    gated = [_gated(kernel, done.get(i)) for i, kernel in enumerate(kernels)]
+    return gated, len(todo)
 
 
 def _in_parallel(
-    engine: Engine, todo: Mapping[str, tuple[str, str, str]], jobs: int
-) -> Iterator[tuple[str, toolchain.CompileReport | CheckFailed]]:
+    engine: Engine, todo: Mapping[int, tuple[str, str, str]], jobs: int
+) -> Iterator[tuple[int, toolchain.CompileReport | CheckFailed]]:
     """Compile all; yields results as they come. Whatever ends this early kills what still runs."""
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        futures: dict[Future[toolchain.CompileReport], str] = {
-            pool.submit(engine.compile_kernel, *arguments): stem
-            for stem, arguments in todo.items()
+        futures: dict[Future[toolchain.CompileReport], int] = {
+            pool.submit(engine.compile_kernel, *arguments): i
+            for i, arguments in todo.items()
         }
         try:
             for future in as_completed(futures):

@@ -251,6 +251,51 @@ def bench(
 
 
 @app.command()
+def tune(
+    paths: Annotated[list[Path], typer.Argument(metavar="SPEC...", show_default=False)],
+    out: Out = Path("generated"),
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the candidates; needs no GPU."),
+    ] = False,
+    fix: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD[=VALUES]", help="Keep a field, or try only these values."
+        ),
+    ] = None,
+    seqlen: Annotated[
+        str | None, typer.Option(help="Lengths of dynamic sides, such as 512,1024.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="Whatever --seqlen.")] = None,
+    heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    jobs: Jobs = None,
+    timeout: Annotated[
+        int, typer.Option(min=1, help="Seconds after which a kernel hangs.")
+    ] = 60,
+    journal: Annotated[
+        Path | None, typer.Option(help="Folder of journals; default: OUT/records.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the fastest numbers of specs on this machine's GPU, and write them into the specs."""
+    lengths = _counts("--seqlen", seqlen)
+    with _reported():
+        from .bench.command import Choice
+        from .tune import command as tuner
+
+        options = tuner.Options(
+            choice=Choice(lengths, (), batch, heads),
+            fixed=fix or (),
+            jobs=jobs,
+            limit=timeout,
+            out=out,
+            journals=journal,
+        )
+        tuner.run(paths, options, dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
     from . import spec

@@ -392,29 +392,42 @@ class _SchemaGenerator(GenerateJsonSchema):
         return False
 
 
-def _load(file: Path) -> SpecFile:
-    path, stem = str(file), file.stem
-    violations = names.stem_violations(stem)
-    if file.suffix != specfile.SUFFIX:
-        message = f"a spec file's name ends in {specfile.SUFFIX}, not in {quoted(file.suffix)}"
-        violations.append(
-            Violation("FG304", (), message, f"rename it {stem}{specfile.SUFFIX}")
-        )
-    diagnostics = [_placed(violation, {(): Location(path)}) for violation in violations]
+def loads(file: Path, text: str) -> SpecFile:
+    """Return the spec that `file` would hold with this text; raises SpecError as `load_specs`."""
+    stem = file.stem
+    named = _name_diagnostics(file)
     try:
-        document = specfile.load(file)
+        document = specfile.parse(str(file), text)
     except SpecError as error:
-        raise SpecError([*diagnostics, *error.diagnostics]) from None
-    diagnostics += document.diagnostics
+        raise SpecError([*named, *error.diagnostics]) from None
+    diagnostics = [*named, *document.diagnostics]
     try:
-        context = {} if violations else {"stem": stem}
+        context = {} if named else {"stem": stem}
         spec = Spec.model_validate(document.data, context=context)
     except ValidationError as error:
         for details in error.errors(include_url=False, include_input=False):
             diagnostics += _diagnose(details, document)
     if diagnostics:
         raise SpecError(diagnostics)
-    return SpecFile(path, stem, document.text, spec, document.values)
+    return SpecFile(document.path, stem, document.text, spec, document.values)
+
+
+def _load(file: Path) -> SpecFile:
+    try:
+        text = specfile.read(file)
+    except SpecError as error:
+        raise SpecError([*_name_diagnostics(file), *error.diagnostics]) from None
+    return loads(file, text)
+
+
+def _name_diagnostics(file: Path) -> list[Diagnostic]:
+    """Return what keeps the file's name from naming a kernel."""
+    violations = names.stem_violations(file.stem)
+    if file.suffix != specfile.SUFFIX:
+        message = f"a spec file's name ends in {specfile.SUFFIX}, not in {quoted(file.suffix)}"
+        hint = f"rename it {file.stem}{specfile.SUFFIX}"
+        violations.append(Violation("FG304", (), message, hint))
+    return [_placed(violation, {(): Location(str(file))}) for violation in violations]
 
 
 def _clashes(files: Iterable[Path]) -> list[Diagnostic]:

@@ -95,9 +95,9 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Diagnostic]]:
     return sorted(found.values(), key=str), diagnostics
 
 
-def load(path: Path) -> Document:
-    """Read and parse one file; `SpecError` if no data can be had from it at all."""
-    return parse(str(path), decode(str(path), _read(path)))
+def read(path: Path) -> str:
+    """Return the text of a file, or raise `SpecError` when no spec can be in it."""
+    return decode(str(path), _read(path))
 
 
 def decode(path: str, raw: bytes) -> str:

@@ -316,7 +316,7 @@ def race(
         try:
             report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
         except Exception as failure:  # what was timed before it broke is worth showing
-            report.notes.append(f"the GPU stopped working: {_one_line(failure)}")
+            report.notes.append(f"the GPU stopped working: {one_line(failure)}")
     return report
 
 
@@ -361,19 +361,20 @@ def time_cell(
                 )
             ready[name] = prepare(launch, device)
         except Exception as failure:  # a peer may lack a shape, a package or a GPU
-            cell.missing[name] = _one_line(failure)
+            cell.missing[name] = one_line(failure)
         else:
             cell.timings[name] = Timing(error)
     try:
         found = measure(ready, device, gauge, rounds=rounds, dice=dice)
     except Exception as failure:  # an error of the GPU does not say whose it is
-        cell.missing |= dict.fromkeys(ready, _one_line(failure))
+        cell.missing |= dict.fromkeys(ready, one_line(failure))
         cell.timings.clear()
     else:
         for name, by_regime in found.items():
             cell.timings[name].rounds = by_regime
 
 
-def _one_line(failure: Exception) -> str:
+def one_line(failure: Exception) -> str:
+    """The kind of a failure, and the first line of what it says."""
     text = str(failure).strip().splitlines()
     return f"{type(failure).__name__}: {text[0] if text else 'no message'}"

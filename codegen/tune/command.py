@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha-gen tune`: from specs to their fastest numbers, written into the specs."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from .. import evaluation, records, toolchain
+from ..bench.command import Choice, cells_for
+from ..bench.problems import Problem
+from ..errors import CheckFailed
+from ..gpu import Gpu, find_gpu
+from ..spec import SpecFile, load_specs
+from ..validate import require_gpu
+from . import board
+from .arena import GpuArena
+from .board import Tuning
+from .candidates import Candidate, built, planned, spec_of
+from .journal import Journal, Terms
+from .search import Arena, Standings, Tournament
+from .space import fixed_values
+
+# The lengths of decision 0013's grid, each with as many sequences as make 16,384 tokens.
+GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+DEFAULT_LIMIT = 60  # [s] for a phase on the GPU, which takes one or two
+
+
+@dataclass(frozen=True)
+class Options:
+    """choice: the problems, as in bench. fixed: see `space.fixed_values`.
+
+    jobs: compiles, and first runs, side by side; None means all cores. limit: seconds of a phase on
+    the GPU. journals: a folder, None means `<out>/records`.
+    """
+
+    choice: Choice = field(default_factory=Choice)
+    fixed: Sequence[str] = ()
+    jobs: int | None = None
+    limit: int = DEFAULT_LIMIT
+    out: Path = evaluation.DEFAULT_OUT
+    journals: Path | None = None
+
+
+def run(
+    paths: Sequence[str | Path],
+    options: Options,
+    *,
+    dry_run: bool = False,
+    as_json: bool = False,
+) -> list[Tuning]:
+    """Tune specs one after the other, print how it went and write the winners into them.
+
+    dry_run: stop before the GPU, which is then not needed. Raises SpecError, EnvironmentProblem,
+    and CheckFailed for specs that cannot be tuned, after the others.
+    """
+    fixed = fixed_values(options.fixed)
+    specs = load_specs(paths)
+    if not dry_run:
+        require_gpu()
+    gpu = None if dry_run else find_gpu()
+    tunings, failures = [], []
+    for spec_file in specs:
+        try:
+            tunings.append(_tune(spec_file, fixed, options, gpu))
+        except CheckFailed as error:
+            failures.append(f"{spec_file.path}: {error}")
+            continue
+        if not as_json:
+            _print(tunings[-1])
+    if as_json:
+        print(json.dumps([board.as_json(one) for one in tunings], indent=2))
+    if failures:
+        raise CheckFailed("\n".join(failures))
+    return tunings
+
+
+def _tune(
+    spec_file: SpecFile,
+    fixed: Mapping[str, Sequence[int]],
+    options: Options,
+    gpu: Gpu | None,
+) -> Tuning:
+    candidates = planned(spec_file, fixed)
+    able = sum(one.rejection is None for one in candidates)
+    with evaluation.progress_bar("compile", able) as advance:
+        candidates = built(
+            candidates,
+            jobs=options.jobs,
+            progress=lambda done, total, stem: advance(stem),
+        )
+    tuning = Tuning(spec_file, candidates, problems_of(candidates[0], options.choice))
+    if gpu is None:
+        return tuning
+    terms = Terms(
+        gpu=gpu.name,
+        driver=gpu.driver,
+        dsl=str(toolchain.dsl_distributions()),
+        problems=tuple(str(problem) for problem in tuning.problems),
+    )
+    folder = options.journals or options.out / Path(records.path_of("")).parent
+    with (
+        tempfile.TemporaryDirectory(prefix="fmha-gen-tune-") as scratch,
+        Journal(folder / f"{spec_file.stem}.tune.jsonl") as journal,
+    ):
+        arena = GpuArena(
+            arch=spec_file.spec.arch,
+            files=write_kernels(candidates, Path(scratch)),
+            problems=tuning.problems,
+            limit=options.limit,
+            jobs=options.jobs or os.cpu_count() or 1,
+            folder=Path(scratch),
+        )
+        return compete(replace(tuning, terms=terms), arena, journal)
+
+
+def compete(tuning: Tuning, arena: Arena, journal: Journal) -> Tuning:
+    """Search in an arena, note everything in a journal, and write the winner into the spec."""
+    assert tuning.terms is not None
+    for one in tuning.candidates:
+        if one.rejection:
+            why = vars(one.rejection)
+            journal.note(event="rejected", values=one.point, body=one.body, **why)
+    names = [one.body for one in tuning.candidates if not one.rejection]
+    with board.live(lambda standings: replace(tuning, standings=standings)) as show:
+        tournament = Tournament(names[0], arena, journal, tuning.terms, changed=show)
+        standings: Standings = tournament.run(names[1:])
+    tuning = replace(tuning, standings=standings)
+    winner = tuning.winner
+    journal.note(
+        event="result",
+        incumbent=tuning.incumbent.point,
+        winner=winner.point if winner else None,
+        body=winner.body if winner else tuning.incumbent.body,
+        conclusion=board.conclusion(tuning),
+    )
+    if winner is not None:
+        write_spec(tuning.spec_file, winner.text)
+    return tuning
+
+
+def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
+    """What to time a spec at: as asked for, or `GRID_LENGTHS`. CheckFailed when that is nothing."""
+    assert incumbent.kernel is not None
+    spec = spec_of(incumbent.kernel)
+    lengths = choice.lengths
+    if not lengths and "dynamic" in spec["seqlen"].values():
+        lengths = GRID_LENGTHS
+    cells, _ = cells_for({spec["name"]: spec}, replace(choice, lengths=lengths), None)
+    return [cell.problem for cell in cells]
+
+
+def write_kernels(candidates: Sequence[Candidate], folder: Path) -> dict[str, Path]:
+    """The kernels' files by body digest; each has a name of its own, as modules need one."""
+    files = {}
+    for number, one in enumerate(candidates):
+        if one.kernel is not None and one.rejection is None:
+            path = folder / f"{one.kernel.stem}_{number}.py"
+            path.write_text(one.kernel.text, encoding="utf-8")
+            files[one.body] = path
+    return files
+
+
+def write_spec(spec_file: SpecFile, text: str) -> None:
+    """Replace a spec's text at once. CheckFailed when somebody else changed it meanwhile."""
+    path = Path(spec_file.path).resolve()
+    if path.read_bytes() != spec_file.text.encode():
+        raise CheckFailed(
+            "changed while it was tuned, so the winner is in the journal only"
+        )
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    new = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode())
+        new.chmod(path.stat().st_mode)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _print(tuning: Tuning) -> None:
+    board.print_tuning(tuning)
+    if tuning.winner is not None:
+        print(f"{tuning.diff}\nnow run: fmha-gen build {tuning.spec_file.path}")

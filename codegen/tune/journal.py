@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tuning has found out, a JSON object per line, written as it happens.
+
+What was found on a GPU stands under a key made of all that it depends on: the kernels' text, the
+GPU, its driver, the DSL, the problems and the number of rounds. So a run that was interrupted
+resumes, and nothing is taken over after any of these has changed. Delete the file to start anew.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from .. import cache
+from ..errors import CheckFailed, EnvironmentProblem
+from .rounds import Played
+
+Entry = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Heat:
+    """What one process showed: everyone's rounds by problem, and who was rejected, and why.
+
+    The rounds count only when nobody was rejected: they are not complete otherwise.
+    """
+
+    played: Played
+    rejected: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What a heat depends on beside its contenders: the machine and the problems, in words."""
+
+    gpu: str
+    driver: str
+    dsl: str
+    problems: tuple[str, ...]
+
+    def key(self, contenders: Sequence[str], rounds: int) -> str:
+        """The key of a heat; the incumbent is the first contender."""
+        incumbent, *others = contenders
+        parts = [self.gpu, self.driver, self.dsl, *self.problems, str(rounds)]
+        return cache.key("heat", [*parts, incumbent, *sorted(others)])
+
+
+class Journal:
+    """A journal file, held by one process at a time; a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what is there. Raises CheckFailed when it is no journal or another tune has it."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise EnvironmentProblem(f"{path}: cannot be written: {error}") from error
+        try:
+            self._entries = self._read()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def _read(self) -> list[Entry]:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise CheckFailed(f"{self.path}: another tune is writing it") from error
+        self._file.seek(0)
+        *lines, torn = self._file.read().split("\n")
+        if torn:  # the writer died in it
+            whole = "".join(f"{line}\n" for line in lines)
+            os.truncate(self.path, len(whole.encode()))
+        try:
+            return [{**json.loads(line)} for line in lines]
+        except (ValueError, TypeError) as error:
+            raise CheckFailed(f"{self.path}: not a journal: {error}") from error
+
+    def note(self, **entry: Any) -> None:
+        """Add an entry, unless the very same one is there; on disk when this returns."""
+        plain = json.loads(json.dumps(entry))
+        if plain in self._entries:
+            return
+        self._file.write(json.dumps(plain) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._entries.append(plain)
+
+    def heat(self, key: str) -> Heat | None:
+        """The heat with a key, if it is known."""
+        for entry in self._entries:
+            if entry.get("key") == key:
+                return Heat(entry["rounds"], entry["rejected"])
+        return None
+
+    def note_heat(
+        self, terms: Terms, contenders: Sequence[str], rounds: int, heat: Heat
+    ) -> None:
+        """Add a heat. contenders: body digests, the incumbent's first."""
+        self.note(
+            event="heat",
+            key=terms.key(contenders, rounds),
+            gpu=terms.gpu,
+            driver=terms.driver,
+            dsl=terms.dsl,
+            contenders=list(contenders),
+            rounds=heat.played,
+            rejected=heat.rejected,
+        )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is searched: the fields of a spec that the plan chooses when they are left out.
+
+A cluster and multicast are not among them: they are what a kernel is, its name says them, and who
+wants to compare them writes a second spec. A point gives every tunable field a value, by the
+field's dotted name.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import yaml
+
+from ..errors import CheckFailed
+from ..plan import KernelPlan
+
+Point = Mapping[str, int]
+
+
+class Tunable(NamedTuple):
+    """A field, the plan's constant that it sets, and the values to try."""
+
+    field: str
+    constant: str
+    values: tuple[int, ...]
+
+
+TUNABLE: Final = (
+    Tunable("tile.q", "TILE_Q", (128, 192)),
+    # Fewer rows mean more barriers to a product; --fix tile.kv=16,32 tries them all the same.
+    Tunable("tile.kv", "TILE_KV", tuple(range(48, 257, 16))),
+    Tunable("stages.q", "Q_STAGES", (1, 2)),
+    # More fit only beside small tiles; --fix stages.kv=5,6 tries them.
+    Tunable("stages.kv", "KV_STAGES", (2, 3, 4)),
+)
+"""In the order of a spec. A new planned field is a new line here."""
+
+FIELDS: Final = tuple(tunable.field for tunable in TUNABLE)
+
+
+def chosen(plan: KernelPlan) -> Point:
+    """The point that a plan is at."""
+    values = {number.name: number.value for number in plan.chosen}
+    return {tunable.field: values[tunable.constant] for tunable in TUNABLE}
+
+
+def fixed_values(options: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """What `--fix` says: ``tile.q`` keeps the incumbent's value, ``tile.kv=96,112`` tries those.
+
+    By field; no values mean the incumbent's. Raises CheckFailed for anything else.
+    """
+    fixed: dict[str, tuple[int, ...]] = {}
+    for option in options:
+        field, equals, text = option.partition("=")
+        if field not in FIELDS:
+            raise CheckFailed(f"--fix {option}: the fields are {', '.join(FIELDS)}")
+        values = [_value(part) for part in text.split(",")] if equals else []
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
+            raise CheckFailed(f"--fix {option}: not values such as {field}=64,128")
+        fixed[field] = tuple(dict.fromkeys(known))
+    return fixed
+
+
+def _value(text: str) -> int | None:
+    """A whole number or a truth value as YAML writes it."""
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+    return found if isinstance(found, int) else None
+
+
+def points(incumbent: Point, fixed: Mapping[str, Sequence[int]]) -> Iterator[Point]:
+    """Every point, the incumbent first, whatever is fixed; fields vary from the last one on."""
+    yield incumbent
+    axes = [
+        (fixed[field] or (incumbent[field],)) if field in fixed else values
+        for field, _, values in TUNABLE
+    ]
+    for values in itertools.product(*axes):
+        point = dict(zip(FIELDS, values, strict=True))
+        if point != incumbent:
+            yield point

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contenders on the GPU: checked, then timed in turn, in a process that may hang or crash.
+
+``python -m fmha_gen.tune.worker REQUEST.json EVENTS`` appends one JSON object per line to EVENTS:
+``start`` (``who``, ``phase``) before whatever may fail, ``rejected`` (``who``, ``why``) after it
+did, ``rounds`` (``problem``, ``rounds``) for every problem, ``end``; or only ``environment``. A
+phase that takes longer than the request's limit ends the process by SIGALRM, which needs no
+cooperation of an interpreter that waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import random
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import trial
+from ..bench import contenders, timing
+from ..bench.command import WRONG, one_line
+from ..bench.cuda import CudaDevice
+from ..bench.problems import Problem
+from ..cases import Case, cases_for
+from ..gpu import find_gpu
+from ..processes import Event
+from ..toolchain import COMPILE_SECONDS
+from .rounds import play
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to do. contenders: files by name; check: those to hold against float64 first.
+
+    limit: seconds for a phase on the GPU. lock: file of the lock that the processes take in turn,
+    so that nobody computes while another one is timed.
+    """
+
+    arch: str
+    contenders: Mapping[str, str]
+    check: Sequence[str]
+    problems: Sequence[Mapping[str, Any]]
+    rounds: int
+    limit: int
+    lock: str
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """The parts of a GPU that work; tests put models in their place."""
+
+    checks: trial.Device
+    clock: timing.Device
+    gauge: timing.Gauge
+    name: str = "cuda"  # of a torch.device
+
+
+class Rejected(Exception):
+    """A contender that goes no further; its text says why."""
+
+
+class Session:
+    """One heat. ``who``: the contender that whatever happens now is about."""
+
+    def __init__(
+        self, request: Request, gpu: Gpu, report: Callable[[Event], None]
+    ) -> None:
+        self._request = request
+        self._gpu = gpu
+        self._report = report
+        self._who = ""
+
+    def run(self) -> None:
+        """Check and time the contenders; the first one that fails ends it, and is reported."""
+        try:
+            kernels = self._load()
+            with Path(self._request.lock).open("w") as lock, torch.no_grad():
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                for name in self._request.check:
+                    with self._phase(name, "check"):
+                        check(kernels[name], self._gpu.checks)
+                for problem in self._request.problems:
+                    self._play(Problem(**problem), kernels)
+        except Exception as failure:  # of GPU, DSL or check: all are this contender's
+            why = failure if isinstance(failure, Rejected) else one_line(failure)
+            self._report({"event": "rejected", "who": self._who, "why": str(why)})
+        else:
+            self._report({"event": "end"})
+
+    @contextmanager
+    def _phase(self, name: str, phase: str, limit: int = 0) -> Iterator[None]:
+        limit = limit or self._request.limit
+        self._who = name
+        self._report({"event": "start", "who": name, "phase": phase, "limit": limit})
+        signal.alarm(limit)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+
+    def _load(self) -> dict[str, Any]:
+        kernels = {}
+        for name, path in self._request.contenders.items():
+            with self._phase(name, "compile", COMPILE_SECONDS):
+                kernels[name] = trial.load_kernel(Path(path))
+                kernels[name].compile()
+        return kernels
+
+    def _play(self, problem: Problem, kernels: Mapping[str, Any]) -> None:
+        inputs = contenders.make_inputs(problem, self._gpu.name)
+        ready = {}
+        for name, kernel in kernels.items():
+            with self._phase(name, str(problem)):
+                launch = contenders.ours(kernel, inputs)
+                check_problem(launch, problem, inputs)
+                ready[name] = timing.prepare(launch, self._gpu.clock)
+
+        def take(name: str) -> float:
+            with self._phase(name, str(problem)):
+                taken = timing.graph_round(
+                    ready[name], self._gpu.clock, self._gpu.gauge
+                )
+            return taken.seconds
+
+        dice = random.Random(timing.SEED)
+        rounds = list(play(list(ready), take, self._request.rounds, dice))
+        self._report({"event": "rounds", "problem": str(problem), "rounds": rounds})
+
+
+def check(kernel: Any, device: trial.Device) -> None:
+    """Raise Rejected when a kernel is wrong in one of its `check_cases`."""
+    strided_lse = trial.warm_up(kernel, device)
+    for case in check_cases(kernel.SPEC):
+        result = trial.check_case(kernel, case, device, strided_lse=strided_lse)
+        if result.findings:
+            raise Rejected(f"wrong: {case.name}: {result.findings[0]}")
+
+
+def check_cases(spec: Mapping[str, Any]) -> tuple[Case, ...]:
+    """Of the cases of validate: the largest ragged one, and the one with the most work tiles."""
+    cases = cases_for(spec)
+    plain = [case for case in cases if case.name.startswith("plain_")]
+    ragged = max(plain or cases, key=lambda case: case.work)
+    return tuple(dict.fromkeys([ragged, max(cases, key=lambda case: case.work)]))
+
+
+def check_problem(
+    launch: timing.Launch, problem: Problem, inputs: contenders.Inputs
+) -> None:
+    """Raise Rejected when a kernel computes something else where it is timed."""
+    error = contenders.error_of(launch, problem, inputs)
+    if not error <= WRONG:
+        raise Rejected(f"wrong: {problem}: relative error {error:.3g}")
+
+
+def run_here(request: Request, report: Callable[[Event], None]) -> None:
+    """Run on this machine's GPU, or report why it cannot."""
+    if problem := trial.environment_problem(request.arch):
+        report({"event": "environment", "message": problem})
+        return
+    gpu = Gpu(trial.CudaDevice(), CudaDevice(), find_gpu())
+    Session(request, gpu, report).run()
+
+
+def main(request: str, events: str) -> None:
+    """Entry point of the process."""
+    with Path(events).open("a", encoding="utf-8") as file:
+
+        def report(event: Event) -> None:
+            file.write(json.dumps(event) + "\n")
+            file.flush()  # a crash must not take the last one along
+
+        run_here(Request(**json.loads(Path(request).read_text("utf-8"))), report)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

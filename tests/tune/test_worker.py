@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The process of a heat, on kernels and a card that are models: checks first, rounds after."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip(
+    "torch", reason="needs PyTorch (CPU): pip install 'fmha-gen[torch]'"
+)
+
+from bench.model import ModelDevice, ModelGauge  # noqa: E402
+from fmha_gen.bench.problems import Problem  # noqa: E402
+from fmha_gen.cases import Case  # noqa: E402
+from fmha_gen.tune import worker  # noqa: E402
+from fmha_gen.tune.rounds import score  # noqa: E402
+from unit.fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
+
+SMALL, LARGE = (
+    Problem("bf16", 1, 2, 2, rows, rows, 64, 64, False, True) for rows in (16, 48)
+)
+SPEED = {"old": 1.0, "new": 0.9, "bad": 0.5}
+
+# A kernel's file: `new` computes as wrongly as its fault says, and takes so long on the model.
+KERNEL = """
+from {here} import Timed
+
+kernel = Timed({name!r}, {fault!r})
+SPEC, compile, fmha = kernel.SPEC, kernel.compile, kernel.fmha
+"""
+
+device = ModelDevice()
+
+
+class Timed(FakeKernel):
+    def __init__(self, name: str, fault: str) -> None:
+        super().__init__(spec(), fault)
+        self.name = name
+
+    def fmha(self, q: Any, *inputs: Any, **options: Any) -> Any:
+        seconds = 1e-3 * SPEED[self.name] * q.shape[1] / 16
+        device.spend(5e-6, seconds, self.name)
+        if self.fault == f"wrong at {q.shape[1]}":
+            return super().fmha(q, *inputs, **options) * 1.1
+        if self.fault == "breaks the GPU":
+            raise RuntimeError("an illegal memory access\nwas encountered")
+        return super().fmha(q, *inputs, **options)
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    global device
+    device = ModelDevice()
+    small = Case("small", batch=1, kv_heads=2, q=9, kv=17)
+    monkeypatch.setattr(worker, "check_cases", lambda spec: (small,))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    for name in ("kernel_old", "kernel_new", "kernel_bad"):
+        sys.modules.pop(name, None)
+
+
+def heat(
+    folder: Path, *names: str, check: tuple[str, ...] = (), fault: str = ""
+) -> list[dict[str, Any]]:
+    """The events of one heat; the last contender has the fault."""
+    files = {}
+    for name in names:
+        path = folder / f"kernel_{name}.py"
+        blamed = fault if name == names[-1] else ""
+        path.write_text(KERNEL.format(here=__name__, name=name, fault=blamed))
+        files[name] = str(path)
+    request = worker.Request(
+        arch="sm90",
+        contenders=files,
+        check=check,
+        problems=[asdict(SMALL), asdict(LARGE)],
+        rounds=3,
+        limit=60,
+        lock=str(folder / "lock"),
+    )
+    gpu = worker.Gpu(CpuDevice(), device, ModelGauge(), "cpu")
+    found: list[dict[str, Any]] = []
+    worker.Session(request, gpu, found.append).run()
+    return json.loads(json.dumps(found))
+
+
+def kinds(found: list[dict[str, Any]]) -> list[str]:
+    return [event["event"] for event in found if event["event"] != "start"]
+
+
+def test_a_candidate_is_checked_and_then_timed_beside_the_incumbent(
+    tmp_path: Path,
+) -> None:
+    found = heat(tmp_path, "old", "new", check=("new",))
+    assert kinds(found) == ["rounds", "rounds", "end"]
+    played = {e["problem"]: e["rounds"] for e in found if e["event"] == "rounds"}
+    assert set(played) == {str(SMALL), str(LARGE)}
+    assert [len(rounds) for rounds in played.values()] == [3, 3]
+    assert score(played, "new", "old").time == pytest.approx(0.9)
+    phases = [(e["who"], e["phase"]) for e in found if e["event"] == "start"]
+    assert phases[:3] == [("old", "compile"), ("new", "compile"), ("new", "check")]
+    assert {phase for _, phase in phases[3:]} == {str(SMALL), str(LARGE)}
+
+
+def test_a_heat_together_is_not_checked_again_case_by_case(tmp_path: Path) -> None:
+    found = heat(tmp_path, "old", "new", "bad")
+    assert kinds(found) == ["rounds", "rounds", "end"]
+    assert all(e["phase"] != "check" for e in found if e["event"] == "start")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("last row unwritten", "wrong: small: "),
+        ("weights in 4 bits", "wrong: small: error "),
+        ("does not compile", "RuntimeError: ptxas says no"),
+        ("breaks the GPU", "RuntimeError: an illegal memory access"),
+    ],
+)
+def test_a_bad_candidate_is_rejected_and_never_timed(
+    tmp_path: Path, fault: str, why: str
+) -> None:
+    found = heat(tmp_path, "old", "bad", check=("bad",), fault=fault)
+    assert kinds(found) == ["rejected"]
+    assert found[-1]["who"] == "bad"
+    assert found[-1]["why"].startswith(why)
+    assert "\n" not in found[-1]["why"]
+    assert not any(what.startswith("graph") for what, _ in device.log)
+
+
+def test_what_is_wrong_only_where_it_is_timed_is_found_there(tmp_path: Path) -> None:
+    found = heat(tmp_path, "old", "bad", fault=f"wrong at {LARGE.q}")
+    assert kinds(found) == ["rounds", "rejected"]
+    assert found[-1]["why"].startswith(f"wrong: {LARGE}: relative error 0.")
+
+
+def test_every_phase_has_its_limit_and_none_is_left_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alarms: list[int] = []
+    monkeypatch.setattr(signal, "alarm", alarms.append)
+    found = heat(tmp_path, "old", "new", check=("new",))
+    started = [event["limit"] for event in found if event["event"] == "start"]
+    assert [limit for limit in alarms if limit] == started
+    assert alarms[1::2] == [0] * len(started)
+    assert started[:3] == [worker.COMPILE_SECONDS] * 2 + [60]
+
+
+def test_the_checks_are_a_ragged_case_and_one_of_many_tiles(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    for known in (spec(), spec(mask="causal", q_per_kv=8)):
+        ragged, many = worker.check_cases(known)
+        assert ragged.name.startswith("plain")
+        assert ragged.kv % 16 and ragged.q % 64
+        assert many.name.startswith("many")
+    fixed = worker.check_cases(spec(seqlen={"q": 4096, "kv": 4096}))
+    assert {(case.q, case.kv) for case in fixed} == {(4096, 4096)}
+
+
+def test_a_machine_that_cannot_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker.trial, "environment_problem", lambda arch: f"no {arch}")
+    request = tmp_path / "request.json"
+    asked = worker.Request("sm90", {}, [], [], 1, 1, "")
+    request.write_text(json.dumps(asdict(asked)))
+    worker.main(str(request), str(tmp_path / "events"))
+    (event,) = map(json.loads, (tmp_path / "events").read_text().splitlines())
+    assert event == {"event": "environment", "message": "no sm90"}
