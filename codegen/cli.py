@@ -283,10 +283,16 @@ def tune(
     with _reported():
         from .bench.command import Choice
         from .tune import command as tuner
+        from .tune import space
+
+        try:
+            fixed = space.fixed_values(fix or ())
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--fix") from error
 
         options = tuner.Options(
             choice=Choice(lengths, (), batch, heads),
-            fixed=fix or (),
+            fixed=fixed,
             jobs=jobs,
             limit=timeout,
             out=out,

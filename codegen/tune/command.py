@@ -23,23 +23,25 @@ from .board import Tuning
 from .candidates import Candidate, built, planned, spec_of
 from .journal import Journal, Terms
 from .search import Arena, Standings, Tournament
-from .space import fixed_values
 
 # The lengths of decision 0013's grid, each with as many sequences as make 16,384 tokens.
 GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DEFAULT_LIMIT = 60  # [s] for a phase on the GPU, which takes one or two
+FIRST_RUNS = (
+    6  # side by side at most: they take the GPU in turn, so that more would only wait
+)
 
 
 @dataclass(frozen=True)
 class Options:
-    """choice: the problems, as in bench. fixed: see `space.fixed_values`.
+    """choice: the problems, as in bench. fixed: as `space.fixed_values` returns it.
 
-    jobs: compiles, and first runs, side by side; None means all cores. limit: seconds of a phase on
-    the GPU. journals: a folder, None means `<out>/records`.
+    jobs: compiles, and first runs, side by side; None means one per core. limit: seconds of a phase
+    on the GPU. journals: a folder, None means `<out>/records`.
     """
 
     choice: Choice = field(default_factory=Choice)
-    fixed: Sequence[str] = ()
+    fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
     jobs: int | None = None
     limit: int = DEFAULT_LIMIT
     out: Path = evaluation.DEFAULT_OUT
@@ -58,7 +60,6 @@ def run(
     dry_run: stop before the GPU, which is then not needed. Raises SpecError, EnvironmentProblem,
     and CheckFailed for specs that cannot be tuned, after the others.
     """
-    fixed = fixed_values(options.fixed)
     specs = load_specs(paths)
     if not dry_run:
         require_gpu()
@@ -66,7 +67,7 @@ def run(
     tunings, failures = [], []
     for spec_file in specs:
         try:
-            tunings.append(_tune(spec_file, fixed, options, gpu))
+            tunings.append(_tune(spec_file, options, gpu))
         except CheckFailed as error:
             failures.append(f"{spec_file.path}: {error}")
             continue
@@ -79,13 +80,8 @@ def run(
     return tunings
 
 
-def _tune(
-    spec_file: SpecFile,
-    fixed: Mapping[str, Sequence[int]],
-    options: Options,
-    gpu: Gpu | None,
-) -> Tuning:
-    candidates = planned(spec_file, fixed)
+def _tune(spec_file: SpecFile, options: Options, gpu: Gpu | None) -> Tuning:
+    candidates = planned(spec_file, options.fixed)
     able = sum(one.rejection is None for one in candidates)
     with evaluation.progress_bar("compile", able) as advance:
         candidates = built(
@@ -112,7 +108,7 @@ def _tune(
             files=write_kernels(candidates, Path(scratch)),
             problems=tuning.problems,
             limit=options.limit,
-            jobs=options.jobs or os.cpu_count() or 1,
+            jobs=min(options.jobs or os.cpu_count() or 1, FIRST_RUNS),
             folder=Path(scratch),
         )
         return compete(replace(tuning, terms=terms), arena, journal)

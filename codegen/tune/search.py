@@ -69,6 +69,7 @@ class Tournament:
         Raises CheckFailed when the incumbent is wrong or does not run.
         """
         standings = Standings(of={name: Standing() for name in names})
+        self.changed(standings)
         for _, heat in self._alone([self.incumbent]):
             standings.played = heat.played
         for name, heat in self._alone(names):

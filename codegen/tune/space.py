@@ -14,7 +14,6 @@ from typing import Final, NamedTuple
 
 import yaml
 
-from ..errors import CheckFailed
 from ..plan import KernelPlan
 
 Point = Mapping[str, int]
@@ -50,17 +49,17 @@ def chosen(plan: KernelPlan) -> Point:
 def fixed_values(options: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """What `--fix` says: ``tile.q`` keeps the incumbent's value, ``tile.kv=96,112`` tries those.
 
-    By field; no values mean the incumbent's. Raises CheckFailed for anything else.
+    By field; no values mean the incumbent's. Raises ValueError for anything else.
     """
     fixed: dict[str, tuple[int, ...]] = {}
     for option in options:
         field, equals, text = option.partition("=")
         if field not in FIELDS:
-            raise CheckFailed(f"--fix {option}: the fields are {', '.join(FIELDS)}")
+            raise ValueError(f"{option}: the fields are {', '.join(FIELDS)}")
         values = [_value(part) for part in text.split(",")] if equals else []
         known = [value for value in values if value is not None]
         if len(known) < len(values):
-            raise CheckFailed(f"--fix {option}: not values such as {field}=64,128")
+            raise ValueError(f"{option}: not values such as {field}=64,128")
         fixed[field] = tuple(dict.fromkeys(known))
     return fixed
 

@@ -119,7 +119,8 @@ class Session:
         for name, kernel in kernels.items():
             with self._phase(name, str(problem)):
                 launch = contenders.ours(kernel, inputs)
-                check_problem(launch, problem, inputs)
+                if name in self._request.check:
+                    check_problem(launch, problem, inputs)
                 ready[name] = timing.prepare(launch, self._gpu.clock)
 
         def take(name: str) -> float:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -113,9 +114,12 @@ def test_the_gate_stops_what_the_formulas_let_through(
     assert len({one.body for one in found}) == 3
 
 
+engines = itertools.count()
+
+
 def engine(*reports: object) -> build.Engine:
     """The real parts but the compiler, which says in turn what is given."""
-    turn = iter(reports)
+    turn, key = iter(reports), f"model {next(engines)}"
 
     def compile_kernel(text: str, stem: str, arch: str) -> object:
         found = next(turn)
@@ -126,7 +130,7 @@ def engine(*reports: object) -> build.Engine:
     return replace(
         build.default_engine(),
         compile_kernel=compile_kernel,
-        toolchain_key=lambda: f"fake {id(turn)}",
+        toolchain_key=lambda: key,
     )
 
 

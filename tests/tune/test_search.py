@@ -167,4 +167,4 @@ def test_standings_are_told_as_they_change(tmp_path: Path) -> None:
                 (standings.of["a"].rounds, standings.winner)
             ),
         ).run(["a"])
-    assert told == [(ALONE_ROUNDS, None), (5, None), (15, None), (15, "a")]
+    assert told == [(0, None), (ALONE_ROUNDS, None), (5, None), (15, None), (15, "a")]

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import support
 from fmha_gen import explain
-from fmha_gen.errors import CheckFailed
 from fmha_gen.spec import Spec
 from fmha_gen.tune import space
 
@@ -71,7 +70,7 @@ def test_fixed_fields_keep_the_incumbents_value_or_take_the_given_ones() -> None
 @pytest.mark.parametrize(
     ("option", "says"),
     [
-        ("tile.k", "the fields are tile.q, tile.kv"),
+        ("tile.k", r"the fields are tile\.q, tile\.kv"),
         ("cluster", "the fields are"),
         ("tile.q=", "not values"),
         ("tile.q=64,", "not values"),
@@ -81,6 +80,5 @@ def test_fixed_fields_keep_the_incumbents_value_or_take_the_given_ones() -> None
     ],
 )
 def test_other_fixes_are_refused(option: str, says: str) -> None:
-    with pytest.raises(CheckFailed, match="--fix ") as refusal:
+    with pytest.raises(ValueError, match=says):
         space.fixed_values([option])
-    assert says in str(refusal.value)

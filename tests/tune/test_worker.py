@@ -139,7 +139,8 @@ def test_a_bad_candidate_is_rejected_and_never_timed(
 
 
 def test_what_is_wrong_only_where_it_is_timed_is_found_there(tmp_path: Path) -> None:
-    found = heat(tmp_path, "old", "bad", fault=f"wrong at {LARGE.q}")
+    fault = f"wrong at {LARGE.q}"
+    found = heat(tmp_path, "old", "bad", check=("bad",), fault=fault)
     assert kinds(found) == ["rounds", "rejected"]
     assert found[-1]["why"].startswith(f"wrong: {LARGE}: relative error 0.")
 
