@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from .. import build, plan
 from ..build import Engine, Kernel, Progress
@@ -115,16 +113,3 @@ def built(
 def shown(point: Point) -> str:
     """A point in one line."""
     return " ".join(f"{field} {value}" for field, value in point.items())
-
-
-def spec_of(kernel: Kernel) -> Mapping[str, Any]:
-    """The SPEC in a kernel's text, read without importing it."""
-    for node in ast.parse(kernel.text).body:
-        if isinstance(node, ast.Assign) and _names(node.targets) == ["SPEC"]:
-            found: Mapping[str, Any] = ast.literal_eval(node.value)
-            return found
-    raise CheckFailed(f"{kernel.stem}: the kernel has no SPEC")
-
-
-def _names(targets: Iterable[ast.expr]) -> list[str]:
-    return [node.id for node in targets if isinstance(node, ast.Name)]

@@ -15,12 +15,13 @@ from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
 from ..errors import CheckFailed
 from ..gpu import Gpu, find_gpu
+from ..rehearsal import read_constants
 from ..spec import SpecFile, load_specs
 from ..validate import require_gpu
 from . import board
 from .arena import GpuArena
 from .board import Tuning
-from .candidates import Candidate, built, planned, spec_of
+from .candidates import Candidate, built, planned
 from .journal import Journal, Terms
 from .search import Arena, Standings, Tournament
 
@@ -142,7 +143,7 @@ def compete(tuning: Tuning, arena: Arena, journal: Journal) -> Tuning:
 def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
     """What to time a spec at: as asked for, or `GRID_LENGTHS`. CheckFailed when that is nothing."""
     assert incumbent.kernel is not None
-    spec = spec_of(incumbent.kernel)
+    spec = read_constants(incumbent.kernel.text)["SPEC"]
     lengths = choice.lengths
     if not lengths and "dynamic" in spec["seqlen"].values():
         lengths = GRID_LENGTHS

@@ -162,12 +162,3 @@ def test_the_same_kernel_twice_is_tried_once() -> None:
     found = built(twins, jobs=1, progress=None, engine=parts)
     assert [one.rejection is None for one in found] == [True, True, False]
     assert "the same kernel as tile.q 128 tile.kv 80" in str(found[2].rejection)
-
-
-def test_the_spec_of_a_kernel_is_read_without_importing_it() -> None:
-    plans = [support.shipped_plan("sm90_d64_fp16_causal_gqa8")]
-    (kernel,), _ = build.make(plans, build.default_engine(), compile=False)
-    spec = candidates.spec_of(kernel)
-    assert (spec["dtype"], spec["q_per_kv"], spec["mask"]) == ("fp16", 8, "causal")
-    with pytest.raises(CheckFailed, match="no SPEC"):
-        candidates.spec_of(replace(kernel, text="x = 1\n"))
