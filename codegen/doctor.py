@@ -119,11 +119,11 @@ def _gpu() -> str:
             status, *values = getattr(driver, function)(*arguments)
         except RuntimeError as error:  # the driver's library is not there
             raise EnvironmentProblem(
-                "no NVIDIA driver; validate and bench need one"
+                "no NVIDIA driver; validate, bench and tune need one"
             ) from error
         if status != driver.CUresult.CUDA_SUCCESS:
             raise EnvironmentProblem(
-                f"no usable GPU ({status.name}); validate and bench need one"
+                f"no usable GPU ({status.name}); validate, bench and tune need one"
             )
         return values[0] if values else None
 

@@ -74,11 +74,14 @@ class Tournament:
             standings.played = heat.played
         for name, heat in self._alone(names):
             self._enter(standings, [name], heat, ALONE_ROUNDS)
+        finalists, _ = self.later[-1]
         for most, rounds in self.later:
             alive = _closest(standings, most)
+            final = (most, rounds) == self.later[-1]
+            if not final and len(alive) <= finalists:
+                continue  # nobody to choose from
             heat = self._together(standings, alive, rounds)
             alive = [name for name in alive if name not in heat.rejected]
-            final = (most, rounds) == self.later[-1]
             self._enter(standings, alive, heat, rounds, final=final)
         standings.winner = _winner(standings)
         self.changed(standings)

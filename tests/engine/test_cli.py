@@ -161,7 +161,9 @@ def test_doctor(monkeypatch):
 def test_doctor_says_what_the_gpu_is_or_why_there_is_none():
     (gpu,) = (f for f in doctor.examine() if f.name == "GPU")
     assert (
-        "sm_" in gpu.detail if gpu.ok else "validate and bench need one" in gpu.detail
+        "sm_" in gpu.detail
+        if gpu.ok
+        else "validate, bench and tune need one" in gpu.detail
     )
     assert not gpu.needed
 

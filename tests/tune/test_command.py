@@ -22,7 +22,6 @@ from fmha_gen import build, cli
 from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.spec import load_specs
 from fmha_gen.tune import board, command
-from fmha_gen.tune.arena import GpuArena
 from rich.console import Console
 from typer.testing import CliRunner
 
