@@ -18,7 +18,8 @@ TERMS = Terms("NVIDIA H200", "580", "4.8.1", ("short", "long"))
 class ModelArena:
     """truth: seconds of each contender; faults: why one is rejected, when it first runs.
 
-    later_faults: the same, in heats together. heats: what was asked for, contenders first.
+    later_faults: the same, in heats together. lucky: the truth in heats of so many rounds. heats:
+    what was asked for, contenders first.
     """
 
     truth: Mapping[str, float]
@@ -26,6 +27,7 @@ class ModelArena:
     jitter: float = 0.0  # of one turn, either way
     faults: Mapping[str, str] = field(default_factory=dict)
     later_faults: Mapping[str, str] = field(default_factory=dict)
+    lucky: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     problems: Sequence[str] = TERMS.problems
     heats: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(7))
@@ -42,10 +44,12 @@ class ModelArena:
         self.heats.append((tuple(names), rounds))
         if failed := [name for name in names if name in faults]:
             return Heat({}, {failed[0]: faults[failed[0]]})
+        truth, self.truth = self.truth, {**self.truth, **self.lucky.get(rounds, {})}
         played = {
             problem: list(play(names, self.take, rounds, self.dice))
             for problem in self.problems
         }
+        self.truth = truth
         return Heat(played, {})
 
     def alone(

@@ -86,6 +86,22 @@ def test_few_go_to_the_last_heat_at_once(tmp_path: Path) -> None:
     assert last == ((INCUMBENT, "a", "b"), LATER[-1][1])
 
 
+def test_luck_in_an_early_round_takes_nobody_to_the_end(tmp_path: Path) -> None:
+    (most, few), (_, many) = LATER
+    truth = {INCUMBENT: 1.0, **{f"c{i}": 1.0 + 0.001 * i for i in range(1, most + 1)}}
+    # The last one misses the heat of the six; it would be ahead of them in what they show there.
+    left = {**truth, "late": 1.008}
+    shown = {name: 1.015 for name in truth if name != INCUMBENT}
+    model = ModelArena(left, lucky={few: shown})
+    assert search(model, tmp_path / "left").winner is None
+    assert all("late" not in names for names, rounds in model.heats if rounds == many)
+    # The third of the six is not in the last heat; there the others are slower than it was.
+    six = {few: {"c1": 0.97, "c2": 0.971, "c3": 0.972}, many: {"c1": 0.99, "c2": 0.98}}
+    assert search(ModelArena(truth, lucky=six), tmp_path / "third").winner == "c2"
+    six[many] = {"c1": 1.01, "c2": 1.01}
+    assert search(ModelArena(truth, lucky=six), tmp_path / "none").winner is None
+
+
 def test_nobody_else_is_no_search(tmp_path: Path) -> None:
     model = ModelArena({INCUMBENT: 1.0})
     found = search(model, tmp_path, names=[])
