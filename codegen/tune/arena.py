@@ -11,7 +11,7 @@ import json
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -46,7 +46,7 @@ class GpuArena:
 
     def alone(
         self, incumbent: str, names: Sequence[str], rounds: int
-    ) -> Iterator[tuple[str, Heat]]:
+    ) -> Generator[tuple[str, Heat], None, None]:
         """Each in a process of its own; whatever ends this early ends them all."""
         with ThreadPoolExecutor(max(1, self.jobs)) as pool:
             pending = {

@@ -28,9 +28,7 @@ from .search import Arena, Standings, Tournament
 # The lengths of decision 0013's grid, each with as many sequences as make 16,384 tokens.
 GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 DEFAULT_LIMIT = 60  # [s] for a phase on the GPU, which takes one or two
-FIRST_RUNS = (
-    6  # side by side at most: they take the GPU in turn, so that more would only wait
-)
+FIRST_RUNS = 6  # side by side at most: they take the GPU in turn
 
 
 @dataclass(frozen=True)

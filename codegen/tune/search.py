@@ -8,7 +8,8 @@ was selected by favour him. Contenders are body digests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Final, Protocol
 
@@ -20,14 +21,17 @@ ALONE_ROUNDS: Final = 2
 LATER: Final = ((6, 5), (2, 15))  # the most contenders of a heat, and its rounds
 CLOSE: Final = 1.02  # time over the incumbent's with which one goes on
 
+Heats = Generator[tuple[str, Heat], None, None]  # by contender
+
 
 class Arena(Protocol):
     """Where contenders run; tests put a model in its place."""
 
-    def alone(
-        self, incumbent: str, names: Sequence[str], rounds: int
-    ) -> Iterator[tuple[str, Heat]]:
-        """Check each one, then time it beside the incumbent; in the order in which they end."""
+    def alone(self, incumbent: str, names: Sequence[str], rounds: int) -> Heats:
+        """Check each one, then time it beside the incumbent; in the order in which they end.
+
+        Whoever closes this early ends what still runs.
+        """
 
     def together(self, incumbent: str, names: Sequence[str], rounds: int) -> Heat:
         """Time them and the incumbent in the same rounds."""
@@ -60,7 +64,6 @@ class Tournament:
     arena: Arena
     journal: Journal
     terms: Terms
-    later: Sequence[tuple[int, int]] = LATER
     changed: Callable[[Standings], object] = lambda standings: None
 
     def run(self, names: Sequence[str]) -> Standings:
@@ -72,12 +75,13 @@ class Tournament:
         self.changed(standings)
         for _, heat in self._alone([self.incumbent]):
             standings.played = heat.played
-        for name, heat in self._alone(names):
-            self._enter(standings, [name], heat, ALONE_ROUNDS)
-        finalists, _ = self.later[-1]
-        for most, rounds in self.later:
+        with closing(self._alone(names)) as heats:
+            for name, heat in heats:
+                self._enter(standings, [name], heat, ALONE_ROUNDS)
+        finalists, _ = LATER[-1]
+        for most, rounds in LATER:
             alive = _closest(standings, most)
-            final = (most, rounds) == self.later[-1]
+            final = (most, rounds) == LATER[-1]
             if not final and len(alive) <= finalists:
                 continue  # nobody to choose from
             heat = self._together(standings, alive, rounds)
@@ -87,7 +91,7 @@ class Tournament:
         self.changed(standings)
         return standings
 
-    def _alone(self, names: Sequence[str]) -> Iterator[tuple[str, Heat]]:
+    def _alone(self, names: Sequence[str]) -> Heats:
         """First runs: those that the journal knows, then the others as they end."""
         todo = []
         for name in names:
@@ -96,9 +100,10 @@ class Tournament:
                 todo.append(name)
             else:
                 yield name, known
-        for name, heat in self.arena.alone(self.incumbent, todo, ALONE_ROUNDS):
-            self._note([name], ALONE_ROUNDS, heat)
-            yield name, heat
+        with closing(self.arena.alone(self.incumbent, todo, ALONE_ROUNDS)) as heats:
+            for name, heat in heats:
+                self._note([name], ALONE_ROUNDS, heat)
+                yield name, heat
 
     def _together(
         self, standings: Standings, names: Sequence[str], rounds: int

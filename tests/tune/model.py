@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fmha_gen.tune.journal import Heat, Terms
@@ -32,6 +32,7 @@ class ModelArena:
     heats: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(7))
     turns: int = 0
+    running: bool = False
 
     def take(self, name: str) -> float:
         self.turns += 1
@@ -54,11 +55,17 @@ class ModelArena:
 
     def alone(
         self, incumbent: str, names: Sequence[str], rounds: int
-    ) -> Iterator[tuple[str, Heat]]:
-        for name in names:
-            pair = list(dict.fromkeys([incumbent, name]))
-            faults = {k: v for k, v in self.faults.items() if k == name}
-            yield name, self._play(pair, rounds, faults)
+    ) -> Generator[tuple[str, Heat], None, None]:
+        self.running = True
+        try:
+            for name in names:
+                pair = list(dict.fromkeys([incumbent, name]))
+                blamed = self.faults.get(name, "")
+                who = incumbent if blamed.startswith("incumbent") else name
+                faults = {who: blamed} if blamed else {}
+                yield name, self._play(pair, rounds, faults)
+        finally:
+            self.running = False
 
     def together(self, incumbent: str, names: Sequence[str], rounds: int) -> Heat:
         return self._play([incumbent, *names], rounds, self.later_faults)

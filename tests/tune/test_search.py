@@ -138,6 +138,30 @@ def test_an_incumbent_that_fails_ends_it_and_is_tried_again(
     assert search(arena(), tmp_path).winner == "c-3"
 
 
+def test_processes_end_before_an_error_is_told(tmp_path: Path) -> None:
+    model = arena(faults={"c5": "incumbent crashed"})
+    with pytest.raises(CheckFailed, match="incumbent crashed") as error:
+        search(model, tmp_path)
+    assert error.tb  # it still holds the search's frames, and with them its generators
+    assert not model.running
+
+
+def test_processes_end_when_the_display_is_interrupted(tmp_path: Path) -> None:
+    model = arena()
+
+    def interrupted(standings: Standings) -> None:
+        if standings.of["c5"].rounds:
+            raise Killed
+
+    with (
+        Journal(tmp_path / "k.tune.jsonl") as journal,
+        pytest.raises(Killed) as error,
+    ):
+        Tournament(INCUMBENT, model, journal, TERMS, changed=interrupted).run([*FIELD])
+    assert error.tb
+    assert not model.running
+
+
 class Killed(BaseException):
     """What ^C raises, but not caught by pytest."""
 
