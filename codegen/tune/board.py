@@ -292,6 +292,7 @@ def as_json(tuning: Tuning) -> dict[str, Any]:
         "incumbent": dict(tuning.incumbent.point),
         "winner": dict(tuning.winner.point) if tuning.winner else None,
         "diff": tuning.diff,
+        "conclusion": conclusion(tuning) if tuning.standings else None,
     }
 
 

@@ -117,24 +117,16 @@ def compete(tuning: Tuning, arena: Arena, journal: Journal) -> Tuning:
     """Search in an arena, note everything in a journal, and write the winner into the spec."""
     assert tuning.terms is not None
     for one in tuning.candidates:
-        if one.rejection:
-            why = vars(one.rejection)
-            journal.note(event="rejected", values=one.point, body=one.body, **why)
+        why = vars(one.rejection) if one.rejection else None
+        journal.note(event="candidate", values=one.point, body=one.body, rejected=why)
     names = [one.body for one in tuning.candidates if not one.rejection]
     with board.live(lambda standings: replace(tuning, standings=standings)) as show:
         tournament = Tournament(names[0], arena, journal, tuning.terms, changed=show)
         standings: Standings = tournament.run(names[1:])
     tuning = replace(tuning, standings=standings)
-    winner = tuning.winner
-    journal.note(
-        event="result",
-        incumbent=tuning.incumbent.point,
-        winner=winner.point if winner else None,
-        body=winner.body if winner else tuning.incumbent.body,
-        conclusion=board.conclusion(tuning),
-    )
-    if winner is not None:
-        write_spec(tuning.spec_file, winner.text)
+    journal.note(event="result", **board.as_json(tuning))
+    if tuning.winner is not None:
+        write_spec(tuning.spec_file, tuning.winner.text)
     return tuning
 
 

@@ -108,13 +108,22 @@ class Journal:
         """The heat with a key, if it is known."""
         for entry in self._entries:
             if entry.get("key") == key:
-                return Heat(entry["rounds"], entry["rejected"])
+                names = entry["contenders"]
+                played = {
+                    problem: [dict(zip(names, one, strict=True)) for one in rounds]
+                    for problem, rounds in entry["rounds"].items()
+                }
+                return Heat(played, entry["rejected"])
         return None
 
     def note_heat(
         self, terms: Terms, contenders: Sequence[str], rounds: int, heat: Heat
     ) -> None:
-        """Add a heat. contenders: body digests, the incumbent's first."""
+        """Add a heat; contenders: body digests, the incumbent's first, as in each round."""
+        played = {
+            problem: [[one[name] for name in contenders] for one in rounds_of]
+            for problem, rounds_of in heat.played.items()
+        }
         self.note(
             event="heat",
             key=terms.key(contenders, rounds),
@@ -122,6 +131,6 @@ class Journal:
             driver=terms.driver,
             dsl=terms.dsl,
             contenders=list(contenders),
-            rounds=heat.played,
+            rounds=played,
             rejected=heat.rejected,
         )

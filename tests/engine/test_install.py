@@ -75,7 +75,7 @@ def test_the_package_is_the_installed_one(
 ) -> None:
     commands, home = installed
     code = (
-        "import fmha_gen; print(fmha_gen.__file__);"
+        "import fmha_gen, fmha_gen.tune.command; print(fmha_gen.__file__);"
         " from fmha_gen import render; print(render.template_folder())"
     )
     package, templates = run(commands / "python", "-c", code, cwd=tmp_path).split()

@@ -92,10 +92,17 @@ def test_the_winner_is_in_the_spec_and_the_journal(folder: Path) -> None:
     assert "\n+  kv: 96\n" in said
     assert said.endswith("now run: fmha-gen build specs/k.yaml\n")
     journal = folder / "generated" / "records" / "k.tune.jsonl"
-    events = [json.loads(line)["event"] for line in journal.read_text().splitlines()]
-    assert events[0] == "rejected"
-    assert events.count("heat") == 1 + 5 + 2
-    assert events[-1] == "result"
+    entries = [json.loads(line) for line in journal.read_text().splitlines()]
+    events = [entry["event"] for entry in entries]
+    assert events == [*["candidate"] * 7, *["heat"] * (1 + 5 + 2), "result"]
+    values = {one["body"]: one["values"]["tile.kv"] for one in entries[:7]}
+    assert [values[body] for body in entries[-2]["contenders"]] in (
+        [128, 96, 80],
+        [128, 96, 112],
+    )
+    refused = [one for one in entries[-1]["candidates"] if one["rejected"]]
+    assert [one["values"]["tile.kv"] for one in refused] == [176]
+    assert all(one["score"] for one in entries[-1]["candidates"][1:-1])
 
 
 def test_the_second_time_the_incumbent_stays(folder: Path) -> None:
@@ -281,7 +288,8 @@ def test_interrupt_is_130_and_the_next_run_resumes(
         _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors) == (130, "interrupted\n")
     events = [json.loads(line) for line in journal.read_text().splitlines()]
-    assert [one["event"] for one in events] == ["rejected", *["heat"] * 3]
+    found = [one["event"] for one in events]
+    assert found == [*["candidate"] * 7, *["heat"] * 3]
     assert (folder / "specs" / "k.yaml").read_text() == SPEC
 
     with start(hangs=0) as process:

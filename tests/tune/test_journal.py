@@ -16,14 +16,14 @@ from fmha_gen.tune.journal import Heat, Journal
 
 from .model import TERMS
 
-HEAT = Heat({"short": [{"i": 1.0, "a": 0.5}]}, {})
+HEAT = Heat({"short": [{"i": 1.0, "a": 0.5}, {"a": 0.25, "i": 2.0}]}, {})
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "records" / "k.tune.jsonl"
     with Journal(file) as journal:
-        journal.note(event="rejected", values={"tile.q": 64})
+        journal.note(event="candidate", values={"tile.q": 64})
         journal.note_heat(TERMS, ["i", "a"], 2, HEAT)
     return file
 
@@ -31,16 +31,17 @@ def path(tmp_path: Path) -> Path:
 def test_what_was_noted_is_there_again(path: Path) -> None:
     with Journal(path) as journal:
         assert journal.heat(TERMS.key(["i", "a"], 2)) == HEAT
-    events = [json.loads(line)["event"] for line in path.read_text().splitlines()]
-    assert events == ["rejected", "heat"]
+    first, heat = (json.loads(line) for line in path.read_text().splitlines())
+    assert (first["event"], heat["event"]) == ("candidate", "heat")
+    assert heat["rounds"] == {"short": [[1.0, 0.5], [2.0, 0.25]]}
 
 
 def test_the_same_entry_is_noted_once(path: Path) -> None:
     before = path.read_text()
     with Journal(path) as journal:
-        journal.note(event="rejected", values={"tile.q": 64})
+        journal.note(event="candidate", values={"tile.q": 64})
         assert path.read_text() == before
-        journal.note(event="rejected", values={"tile.q": 65})
+        journal.note(event="candidate", values={"tile.q": 65})
     assert path.read_text().startswith(before)
     assert len(path.read_text()) > len(before)
 
@@ -96,7 +97,7 @@ from fmha_gen.tune.journal import Journal
 journal = Journal(Path(sys.argv[1]))
 n = 0
 while True:
-    journal.note(event="rejected", number=n)
+    journal.note(event="candidate", number=n)
     n += 1
     if n == 20:
         print("many", flush=True)
