@@ -271,7 +271,7 @@ def tune(
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
     jobs: Jobs = None,
     timeout: Annotated[
-        int, typer.Option(min=1, help="Seconds after which a kernel hangs.")
+        int, typer.Option(min=1, help="Seconds to check or time a kernel once.")
     ] = 60,
     journal: Annotated[
         Path | None, typer.Option(help="Folder of journals; default: OUT/records.")

@@ -21,7 +21,7 @@ from engine import fake
 from fmha_gen import build, cli
 from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.spec import load_specs
-from fmha_gen.tune import board, command
+from fmha_gen.tune import board, command, space
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -329,6 +329,12 @@ def test_a_terminal_sees_the_standings_as_they_change(
     assert titles == [*(f", {n} still to run" for n in (5, 4, 3, 2, 1)), ""]
     assert "incumbent" in views[0]
     assert "winner" in views[-1] and "winner" not in views[5]
+
+
+def test_the_readme_names_what_is_searched() -> None:
+    _, _, section = (ROOT / "README.md").read_text().partition("\n## Tuning\n")
+    first = section.split("also where", 1)[0]
+    assert re.findall(r"`([a-z_]+\.[a-z_]+)`", first) == list(space.FIELDS)
 
 
 def test_the_readme_shows_what_is_printed(folder: Path) -> None:
