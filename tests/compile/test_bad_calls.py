@@ -133,7 +133,8 @@ def test_bad_q(kernel: tuple[Any, list], what: str) -> None:
 def test_the_others_follow_q_to_its_gpu(kernel: tuple[Any, list]) -> None:
     module, launches = kernel
     with pytest.raises(
-        ValueError, match=r"^k: needs type, shape, device .*\(2, 1\)\), not .*\(2, 0\)\)$"
+        ValueError,
+        match=r"^k: needs type, shape, device .*\(2, 1\)\), not .*\(2, 0\)\)$",
     ):
         call(module, {"q": Tensor(arguments()["q"].array, (2, 1))})
     assert launches == []
@@ -180,7 +181,7 @@ def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
         kv = Tensor(array(1, rows, 2, HEAD_DIM))
         with pytest.raises(
             ValueError,
-            match=r"^k: needs type, shape, device \('float16', \(1, 1000, 2, 128\), \(2, 0\)\), not",
+            match=r"^k: needs type, shape, device .*\(1, 1000, 2, 128\), \(2, 0\)\), not",
         ):
             module.fmha(q, kv, kv, out=Tensor(array(1, 8, 2, HEAD_DIM)))
     with pytest.raises(TypeError, match="lse"):
