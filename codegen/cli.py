@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,11 +86,21 @@ def build(
         bool,
         typer.Option("--force", help="Overwrite kernels that were edited by hand."),
     ] = False,
+    export_to: Annotated[
+        Path | None,
+        typer.Option(
+            "--export", help="Folder for an object and a C header of each kernel."
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make kernels, lock and records from specs."""
     from . import build as engine
 
+    if export_to is not None and (check or no_compile):
+        raise typer.BadParameter(
+            "needs a build that compiles and writes", param_hint="--export"
+        )
     with _reported(), _progress() as progress:
         result = engine.build(
             paths,
@@ -100,6 +111,8 @@ def build(
             force=force,
             progress=progress,
         )
+        if export_to is not None and result.ok:
+            _export(result, export_to, jobs)
     if as_json:
         _print_json(_build_json(result))
     else:
@@ -373,6 +386,17 @@ def _progress() -> Iterator[Any]:
             )
 
         yield show
+
+
+def _export(result: BuildResult, folder: Path, jobs: int | None) -> None:
+    from .export import Source, export
+
+    sources = [
+        Source(kernel.stem, kernel.text, kernel.report.arch)
+        for kernel in result.kernels
+        if kernel.report is not None
+    ]
+    export(sources, folder, jobs=jobs or os.cpu_count() or 1)
 
 
 def _print_build(result: BuildResult) -> None:

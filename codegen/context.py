@@ -217,8 +217,6 @@ def _arguments(traits: Traits) -> dict[str, str]:
         "problem_fields": listed(
             run_time, [] if fixed_q else ["q_tiles"], ["heads", "num_tiles"]
         ),
-        "size_args": listed(["batch", "heads_kv"], run_time),
-        "one_per_size": listed(["1"] * (2 + len(run_time))),
         "count_args": listed(["q_tile"] if traits.causal else [], problem),
         "count_params": listed(
             ["q_tile: Int32"] if traits.causal else [], typed_problem

@@ -40,7 +40,6 @@ FROM_BITS: Mapping[str, Callable[[Any], Any]] = {
     "bf16": numerics.bf16_to_f32,
     "fp16": numerics.f16_to_f32,
 }
-DSL_TYPES = {"bf16": "BFloat16", "fp16": "Float16"}
 
 
 @dataclass(frozen=True)
@@ -222,23 +221,16 @@ def arguments(
     spec: Mapping[str, Any], case: Case, problem: Problem
 ) -> dict[str, launch.Argument]:
     """What `launch` of a generated kernel takes, by name; a kernel takes some of these."""
-    dtype = DSL_TYPES[spec["dtype"]]
-    found: dict[str, launch.Argument] = {
-        "batch": launch.int32(case.batch),
-        "heads_kv": launch.int32(case.kv_heads),
-        "seqlen_q": launch.int32(case.q),
-        "seqlen_kv": launch.int32(case.kv),
+    return {
         "softmax_scale": launch.float32(scale_of(spec)),
         "sm_count": launch.int32(case.sm_count),
         "stream": launch.stream(),
-    }
-    for tensor in (*problem.inputs, *problem.outputs):
-        is_lse = tensor is problem.lse
-        found[tensor.name] = launch.pointer(
-            "Float32" if is_lse else dtype, tensor.address, 4 if is_lse else 16
+    } | {
+        tensor.name: launch.tensor(
+            tensor.address, tensor.view.shape[:3], tensor.strides[:3]
         )
-        found[f"{tensor.name}_strides"] = launch.int64s(tensor.strides[:3])
-    return found
+        for tensor in (*problem.inputs, *problem.outputs)
+    }
 
 
 def scale_of(spec: Mapping[str, Any]) -> float:

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ DSL = "nvidia-cutlass-dsl"
 DSL_AT_LEAST = (4, 8, 1)
 DSL_BELOW = (4, 9)
 DSL_RANGE = ">=4.8.1,<4.9"
+FFI = "apache-tvm-ffi"
+FFI_RANGE = ">=0.1.11,<0.2"
 COMPILE_SECONDS = (
     300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
 )
@@ -42,12 +44,14 @@ TOOLS: Mapping[str, str] = {
 # `-c` puts the temporary folder first on sys.path; a path entry of ours would shadow modules there.
 _WORKER = """
 import importlib.util, sys
-path, name = sys.argv[1:]
+path, name, *export = sys.argv[1:]
 spec = importlib.util.spec_from_file_location(name, path)
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-module.compile()
+compiled = module.compile()
+if export:
+    compiled.export_to_c(*export)
 """
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -129,16 +133,7 @@ def compile_kernel(
     tools = {name: require_tool(name) for name in TOOLS}
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
-        (work / "dump").mkdir()
-        module = work / f"{stem}.py"
-        module.write_text(text, encoding="utf-8")
-        command = [sys.executable, "-c", _WORKER, str(module), stem]
-        status, output = _run(command, work, _environment(arch, work / "dump"), timeout)
-        if status is None:
-            raise CheckFailed(f"{stem}: compiling took more than {timeout:g} s")
-        if status != 0:
-            shown = _last_lines(output.replace(f"{work}{os.sep}", ""))
-            raise CheckFailed(f"{stem}: does not compile\n{shown}")
+        _run_worker(work, text, stem, arch, timeout)
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
         cubin = _only(work / "dump", "cubin", stem)
         usage = _tool_output(
@@ -146,6 +141,22 @@ def compile_kernel(
         )
         disassembly = _tool_output([str(tools["nvdisasm"]), "--print-code", str(cubin)])
     return report(ptx, usage, disassembly, stem=stem, arch=arch, dsl=version)
+
+
+def compile_object(
+    text: str, stem: str, arch: str, symbol: str, *, timeout: float = COMPILE_SECONDS
+) -> bytes:
+    """Compile a generated module's text to an object file whose TVM-FFI function is the symbol.
+
+    Raises as `compile_kernel` does, EnvironmentProblem also when TVM-FFI is missing.
+    """
+    require_dsl()
+    require_ffi()
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+        work = Path(folder)
+        target = work / "exported.o"
+        _run_worker(work, text, stem, arch, timeout, [str(target), symbol])
+        return target.read_bytes()
 
 
 def report(
@@ -255,6 +266,16 @@ def require_tool(name: str) -> Path:
     return Path(on_path)
 
 
+def require_ffi() -> str:
+    """Return the version of TVM-FFI; raise EnvironmentProblem when it is missing."""
+    try:
+        return importlib.metadata.version(FFI)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EnvironmentProblem(
+            f"{FFI} is not installed: pip install '{FFI}{FFI_RANGE}'"
+        ) from error
+
+
 def stop_all() -> None:
     """Kill the compiles that other threads of this process are waiting for (for ^C)."""
     with _running_lock:
@@ -264,6 +285,30 @@ def stop_all() -> None:
 
 _running: set[subprocess.Popen[str]] = set()
 _running_lock = threading.Lock()
+
+
+def _run_worker(
+    work: Path,
+    text: str,
+    stem: str,
+    arch: str,
+    timeout: float,
+    export: Sequence[str] = (),
+) -> None:
+    """Compile in a fresh interpreter, which leaves PTX and cubin in ``work / "dump"``.
+
+    export: path of an object file to write, and the name of its function.
+    """
+    (work / "dump").mkdir()
+    module = work / f"{stem}.py"
+    module.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-c", _WORKER, str(module), stem, *export]
+    status, output = _run(command, work, _environment(arch, work / "dump"), timeout)
+    if status is None:
+        raise CheckFailed(f"{stem}: compiling took more than {timeout:g} s")
+    if status != 0:
+        shown = _last_lines(output.replace(f"{work}{os.sep}", ""))
+        raise CheckFailed(f"{stem}: does not compile\n{shown}")
 
 
 def _run(

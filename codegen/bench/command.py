@@ -21,7 +21,7 @@ from ..validate import require_gpu
 from . import grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
-from .timing import SEED, Gauge, Timing, measure, prepare
+from .timing import SEED, Gauge, Timing, host_seconds, measure, prepare
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -372,6 +372,10 @@ def time_cell(
     else:
         for name, by_regime in found.items():
             cell.timings[name].rounds = by_regime
+            if name in modules:
+                cell.timings[name].bare_host_seconds = host_seconds(
+                    contenders.bare(modules[name], inputs), device, rounds
+                )
 
 
 def one_line(failure: Exception) -> str:

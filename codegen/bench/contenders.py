@@ -58,6 +58,23 @@ def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
     return lambda: kernel.fmha(*inputs)
 
 
+def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
+    """What a generated kernel's ``compile()`` returns, told of tensors anew in every call."""
+    tensors = [*inputs, kernel.fmha(*inputs)]
+    q = inputs.q
+    if kernel.SPEC["lse"]:
+        shape = (q.shape[0], q.shape[2], q.shape[1])
+        tensors.append(q.new_empty(shape, dtype=torch.float32))
+    run, scale = kernel.compile(), q.shape[3] ** -0.5
+    processors = kernel.sm_count(q.get_device())
+
+    def launch() -> None:
+        bound = [(x.data_ptr(), *x.shape[:3], *x.stride()[:3]) for x in tensors]
+        run(*bound, scale, processors, torch.cuda.current_stream().cuda_stream)
+
+    return launch
+
+
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
     function = import_module("flash_attn.cute").flash_attn_func

@@ -178,6 +178,7 @@ def _timing_json(timing: Timing, flops: float) -> dict[str, Any]:
     return {
         "error": timing.error,
         "host_seconds": timing.host_seconds(),
+        "bare_host_seconds": timing.bare_host_seconds,
         "regimes": {
             regime: {
                 "tflops": flops / timing.seconds(regime) / 1e12,
@@ -227,7 +228,8 @@ def _timing(found: Mapping[str, Any]) -> Timing:
         ]
         for regime, of_regime in found["regimes"].items()
     }
-    return Timing(found["error"], rounds)
+    # Runs of before there was such a figure have none.
+    return Timing(found["error"], rounds, found.get("bare_host_seconds"))
 
 
 def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:

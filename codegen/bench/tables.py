@@ -31,7 +31,8 @@ def print_report(report: Report, fits: Sequence[Fit]) -> None:
 def speeds(report: Report, *, plain: bool) -> Table:
     """One row per kernel and problem, TFLOPS: as graphs everyone, in other regimes our kernel.
 
-    ``/best``: over the best peer in that regime. MHz and W: of our sustained round.
+    ``/best``: over the best peer in that regime. host us: a call of ``fmha``/of what
+    ``compile()`` returns. MHz and W: of our sustained round.
     """
     columns: dict[str, Justify] = {"kernel": "left", "problem": "left"}
     columns |= dict.fromkeys((GRAPH, *report.peers), "right")
@@ -56,7 +57,10 @@ def _row(cell: Cell, stem: str, peers: Sequence[str]) -> list[str]:
     if stem not in cell.timings:
         return [*row, "-", "-", "-"]
     timing = cell.timings[stem]
-    row.append(_number(timing.host_seconds() * 1e6, 1))
+    calls = [timing.host_seconds()]
+    if timing.bare_host_seconds is not None:
+        calls.append(timing.bare_host_seconds)
+    row.append("/".join(_number(seconds * 1e6, 1) for seconds in calls))
     row.append(_number(timing.sm_clock_mhz(SUSTAINED), 0))
     row.append(_number(timing.power_watts(SUSTAINED), 0))
     return row

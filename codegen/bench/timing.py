@@ -40,6 +40,7 @@ READ_EVERY: Final = 0.04  # [s] of a sustained round: 25 readings a second
 ESTIMATE_LAUNCHES: Final = 5
 BURST_LAUNCHES: Final = 2
 MOST_CALLS: Final = 500  # a stream takes about 1000 launches before its host must wait
+HOST_CALLS: Final = 100  # of a round that only the host's clock is read for
 SEED: Final = 2026
 
 Launch = Callable[[], object]
@@ -104,10 +105,14 @@ class Round:
 
 @dataclass
 class Timing:
-    """One contender. error: relative, against float64, of one head; None when nobody looked."""
+    """One contender. error: relative, against float64, of one head; None when nobody looked.
+
+    bare_host_seconds: the host's, per call of what our ``compile()`` returns; None for others.
+    """
 
     error: float | None
     rounds: dict[str, list[Round]] = field(default_factory=dict)  # by regime
+    bare_host_seconds: float | None = None
 
     def seconds(self, regime: str) -> float:
         """Per launch, of the median round."""
@@ -202,6 +207,19 @@ def eager_round(ready: Ready, device: Device, gauge: Gauge) -> Round:
         power_watts=(power,),
         host_seconds=(called - begin) / ready.calls,
     )
+
+
+def host_seconds(launch: Launch, device: Device, rounds: int) -> float:
+    """The host's, per call: the median of rounds that are short enough never to wait."""
+    found = []
+    for _ in range(rounds):
+        device.synchronize()
+        begin = device.now()
+        for _ in range(HOST_CALLS):
+            launch()
+        found.append((device.now() - begin) / HOST_CALLS)
+    device.synchronize()
+    return statistics.median(found)
 
 
 def burst_round(ready: Ready, device: Device, gauge: Gauge) -> Round:

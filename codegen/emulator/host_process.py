@@ -198,6 +198,8 @@ def to_dsl(argument: Argument) -> Any:
         return cutlass.Int32(value)
     if kind == "int64s":
         return tuple(map(cutlass.Int64, value))
+    if kind == "tensor":
+        return tuple(map(cutlass.Int64, value))
     if kind == "float32":
         return cutlass.Float32(value)
     if kind == "stream":
@@ -228,6 +230,8 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     major = int(re.sub(r"\D", "", arch)) // 10
     # Before anything imports the DSL, which loads the library too.
     runtime = Runtime(os.environ[LIBRARIES], major)
+    # TVM-FFI would call the same host code through more of the DSL's library than we stand for.
+    sys.modules["tvm_ffi"] = None  # type: ignore[assignment]
     compiled = load(path).compile()
     compiled.num_devices = 1  # it would ask the driver
     ptx = compiled.artifacts.PTX

@@ -85,6 +85,11 @@ def int64s(values: Sequence[int]) -> Argument:
     return "int64s", list(values)
 
 
+def tensor(address: int, sizes: Sequence[int], strides: Sequence[int]) -> Argument:
+    """A tensor as our own host code takes it: a tuple of its address, sizes and strides."""
+    return "tensor", [address, *sizes, *strides]
+
+
 def float32(value: float) -> Argument:
     """A ``Float32``."""
     return "float32", value

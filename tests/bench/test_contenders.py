@@ -97,6 +97,29 @@ def test_ours_is_called_through_its_public_entry() -> None:
     assert contenders.ours(kernel, inputs)() == tuple(inputs)
 
 
+def test_the_bare_callable_is_told_of_every_tensor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inputs = contenders.make_inputs(PROBLEM, "cpu")
+    out = torch.empty_like(inputs.q)
+    calls: list[Any] = []
+    kernel: Any = SimpleNamespace(
+        SPEC={"lse": True},
+        fmha=lambda *tensors: out,
+        compile=lambda: lambda *arguments: calls.append(arguments),
+        sm_count=lambda device: 132,
+    )
+    stream = SimpleNamespace(cuda_stream=7)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    contenders.bare(kernel, inputs)()
+    ((q, _k, _v, written, lse, scale, processors, handle),) = calls
+    assert q == (inputs.q.data_ptr(), *inputs.q.shape[:3], *inputs.q.stride()[:3])
+    assert written[0] == out.data_ptr()
+    assert lse[1:4] == (inputs.q.shape[0], inputs.q.shape[2], inputs.q.shape[1])
+    assert (processors, handle) == (132, 7)
+    assert scale == pytest.approx(inputs.q.shape[3] ** -0.5)
+
+
 def test_inputs_are_the_same_whoever_asks() -> None:
     one, two = (contenders.make_inputs(PROBLEM, "cpu") for _ in range(2))
     assert [tuple(x.shape) for x in one] == [

@@ -108,6 +108,14 @@ def test_orders_change_and_are_the_same_in_every_run() -> None:
     assert orders == list(again)
 
 
+def test_the_host_s_time_leaves_the_gpu_out() -> None:
+    device = ModelDevice()
+    launch = device.kernel(1e-3, host=3e-6, who="a")
+    assert timing.host_seconds(launch, device, 3) == pytest.approx(3e-6)
+    assert len(device.log) == 3 * timing.HOST_CALLS
+    assert device.now() >= len(device.log) * 1e-3  # it waited between rounds
+
+
 def test_figures_are_medians_and_unknown_readings_do_not_count() -> None:
     rounds = [
         Round(1e-6, (1700, None), (650.0,), 5e-6),

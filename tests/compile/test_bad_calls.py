@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ def load(stem: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     launches: list[tuple[Any, ...]] = []
+    current = (module.cuda.CUresult.CUDA_SUCCESS, 0)
+    monkeypatch.setattr(module.cuda, "cuCtxGetDevice", lambda: current)
     monkeypatch.setattr(module, "sm_count", lambda _device: 132)
     monkeypatch.setattr(module, "compile", lambda: lambda *args: launches.append(args))
     return module, launches
@@ -129,7 +132,10 @@ def test_bad_q(kernel: tuple[Any, list], what: str) -> None:
 
 def test_the_others_follow_q_to_its_gpu(kernel: tuple[Any, list]) -> None:
     module, launches = kernel
-    with pytest.raises(ValueError, match=r"^k: must be on q's device"):
+    with pytest.raises(
+        ValueError,
+        match=r"^k: needs type, shape, device .*\(2, 1\)\), not .*\(2, 0\)\)$",
+    ):
         call(module, {"q": Tensor(arguments()["q"].array, (2, 1))})
     assert launches == []
 
@@ -174,7 +180,8 @@ def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
     for rows in (999, 1001):
         kv = Tensor(array(1, rows, 2, HEAD_DIM))
         with pytest.raises(
-            ValueError, match=r"^k: must have shape \(1, 1000, 2, 128\)"
+            ValueError,
+            match=r"^k: needs type, shape, device .*\(1, 1000, 2, 128\), \(2, 0\)\), not",
         ):
             module.fmha(q, kv, kv, out=Tensor(array(1, 8, 2, HEAD_DIM)))
     with pytest.raises(TypeError, match="lse"):
@@ -192,21 +199,157 @@ def test_a_right_call_is_launched_once_with_its_strides(
         heads_first.transpose(0, 2, 1, 3)
     )  # [b, h, s, d] storage, no copy
     assert call(module, given) is given["out"]
-    (
-        (
-            *pointers_and_strides,
-            batch,
-            heads_kv,
-            rows_q,
-            rows_kv,
-            _scale,
-            _ctas,
-            _stream,
-        ),
-    ) = launches
-    assert [n.value for n in (batch, heads_kv, rows_q, rows_kv)] == [
-        *(BATCH, HEADS_KV, ROWS_Q, ROWS_KV)
-    ]
-    strides = [[n.value for n in one] for one in pointers_and_strides[5:]]
+    ((*bound, scale, ctas, stream),) = launches
+    assert (scale, ctas, int(stream)) == (0.125, 132, 0)
     tensors = [given[name].array for name in ("q", "k", "v", "out", "lse")]
-    assert strides == [[n // t.itemsize for n in t.strides[:3]] for t in tensors]
+    assert bound == [host_tensor(x) for x in tensors]
+
+
+def host_tensor(x: np.ndarray) -> tuple[int, ...]:
+    """What `launch` is told of an array."""
+    steps = [stride // x.itemsize for stride in x.strides[:3]]
+    return (x.ctypes.data, *x.shape[:3], *steps)
+
+
+def test_a_stride_that_is_never_stepped_over_may_be_anything(kernel) -> None:
+    module, launches = kernel
+    given = arguments()
+    heads = HEADS_KV * GROUP
+    odd = np.lib.stride_tricks.as_strided(
+        array(1, ROWS_Q, heads, HEAD_DIM),
+        strides=(2, heads * HEAD_DIM * 2, HEAD_DIM * 2, 2),
+    )
+    given |= {name: Tensor(given[name].array[:1]) for name in ("k", "v", "out", "lse")}
+    call(module, given | {"q": Tensor(odd)})
+    assert launches[0][0][4:] == (8, heads * HEAD_DIM, HEAD_DIM)
+
+
+def test_without_tvm_ffi_the_numbers_of_a_tensor_have_64_bits(kernel, monkeypatch):
+    module, launches = kernel
+    monkeypatch.setattr(module, "HAS_FFI", False)
+    given = arguments()
+    call(module, given)
+    assert {type(number) for number in launches[0][0]} == {module.Int64}
+    found = tuple(number.value for number in launches[0][0])
+    assert found == host_tensor(given["q"].array)
+
+
+# --- torch's tensors, by a stand-in --------------------------------------------------
+
+
+class TorchTensor:
+    """As much of torch.Tensor as `fmha` asks for; DLPack is only for what torch refuses."""
+
+    def __init__(
+        self, array: np.ndarray, cuda: bool = True, grad: bool = False
+    ) -> None:
+        self.array, self.is_cuda, self.requires_grad = array, cuda, grad
+        self.shape, self.dtype = array.shape, f"torch.{array.dtype}"
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(n // self.array.itemsize for n in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def get_device(self) -> int:
+        return 0 if self.is_cuda else -1
+
+    def new_empty(self, shape: tuple[int, ...], dtype: Any = None) -> TorchTensor:
+        return TorchTensor(array(*shape, dtype=dtype or self.array.dtype.type))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, 0) if self.is_cuda else (1, 0)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        if self.requires_grad:
+            raise BufferError("requires grad")
+        assert not self.is_cuda, "asked for DLPack, which is slow"
+        return self.array.__dlpack__()
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    stream = SimpleNamespace(cuda_stream=0x5EED)
+    module = SimpleNamespace(
+        Tensor=TorchTensor,
+        float32=np.float32,
+        cuda=SimpleNamespace(current_stream=lambda: stream),
+    )
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return module
+
+
+def torch_arguments() -> dict[str, Any]:
+    given = arguments()
+    return {name: TorchTensor(given[name].array) for name in ("q", "k", "v")}
+
+
+def test_torch_gets_its_outputs_and_its_current_stream(kernel, torch) -> None:
+    module, launches = kernel
+    given = torch_arguments()
+    out = module.fmha(**given)
+    ((*bound, scale, _ctas, stream),) = launches
+    assert [found[1:4] for found in bound[3:]] == [
+        (BATCH, ROWS_Q, HEADS_KV * GROUP),
+        (BATCH, HEADS_KV * GROUP, ROWS_Q),
+    ]
+    assert bound[:4] == [host_tensor(x.array) for x in (*given.values(), out)]
+    assert scale == pytest.approx(HEAD_DIM**-0.5)
+    assert int(stream) == 0x5EED
+    module.fmha(**given, stream=SimpleNamespace(cuda_stream=7))
+    module.fmha(**given, stream=0)
+    assert [int(one[-1]) for one in launches[1:]] == [7, 0]
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda good: TorchTensor(good, cuda=False),
+        lambda good: TorchTensor(good, grad=True),
+        lambda good: TorchTensor(good.astype(np.float32)),
+        lambda good: TorchTensor(padded(good)),
+        lambda good: TorchTensor(unaligned(good)),
+        lambda good: TorchTensor(good[..., :64]),
+        lambda good: TorchTensor(np.broadcast_to(good[:, :, :1], good.shape)),
+    ],
+    ids=["CPU", "gradient", "fp32", "padded", "unaligned", "head_dim", "expanded"],
+)
+def test_bad_torch_tensor(kernel, torch, name: str, bad: Change) -> None:
+    module, launches = kernel
+    given = torch_arguments()
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        module.fmha(**given | {name: bad(given[name].array)})
+    assert launches == []
+
+
+# --- the GPU -------------------------------------------------------------------------
+
+
+def test_q_must_be_on_the_current_device(kernel, monkeypatch) -> None:
+    module, launches = kernel
+    for current in ((0, 1), (201, None)):  # another one, and no context
+        result = module.cuda.CUresult(current[0])
+        found = (result, current[1])
+        monkeypatch.setattr(module.cuda, "cuCtxGetDevice", lambda found=found: found)
+        with pytest.raises(ValueError, match=r"^q: is on device 0, which is not"):
+            call(module, {})
+    assert launches == []
+
+
+def test_the_gpu_must_be_of_the_architecture(tmp_path, monkeypatch) -> None:
+    module, _ = load(DYNAMIC, tmp_path, monkeypatch)
+    monkeypatch.undo()  # the real sm_count
+    attribute = module.cuda.CUdevice_attribute
+    found = {
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 10,
+        attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: 148,
+    }
+    monkeypatch.setattr(
+        module.cuda, "cuDeviceGetAttribute", lambda key, _device: (0, found[key])
+    )
+    with pytest.raises(ValueError, match=r"^q: is on a GPU of sm_10x, not sm_9x"):
+        module.sm_count(0)
+    found[attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR] = 9
+    assert module.sm_count(0) == 148  # the refusal was not remembered

@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes per kernel what spares its users the compile: an object and a C header that declares it.
+
+The object holds one TVM-FFI function, named after the sha256 of the kernel's whole file. So the
+`compile()` of a file loads the object of that very text and of no other, and two versions of a
+kernel can be linked into one program. The header says of which text and object it speaks: that
+is how a later export knows what is still right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import toolchain
+from .errors import EnvironmentProblem
+
+_TENSOR = re.compile(r"^    (\w+): HostTensor,$", re.MULTILINE)
+
+_HEADER = """\
+/* SPDX-License-Identifier: Apache-2.0 */
+/* {stem}.o: the kernel of {stem}.py, compiled for {arch} by nvidia-cutlass-dsl {dsl}.
+ *
+ * text sha256:{text}
+ * object sha256:{object}
+ *
+ * Link it with libtvm_ffi and libcute_dsl_runtime. Arguments, in this order:
+ *
+ *   {tensors}
+ *       each an ffi.Array of seven int: address, sizes and strides [elements] of the first three
+ *       modes. Modes: [batch, seqlen, heads, head_dim]; of lse: [batch, heads, seqlen_q].
+ *   softmax_scale
+ *       float: what scores are multiplied by.
+ *   sm_count
+ *       int: multiprocessors of the GPU, or fewer to leave some to others.
+ *   stream
+ *       opaque pointer or int: a CUstream.
+ *
+ * Nothing is checked here: strides must be multiples of 8 elements and addresses of 16 bytes
+ * (lse: any stride, 4 bytes), shapes and types those that {stem}.py states.
+ */
+#pragma once
+
+#include <tvm/ffi/c_api.h>
+
+#define {stem} __tvm_ffi_{symbol}
+
+#ifdef __cplusplus
+extern "C"
+#endif
+    int {stem}(void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny *result);
+"""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A kernel's file. arch: what the DSL compiles it for, such as `sm_90a`."""
+
+    stem: str
+    text: str
+    arch: str
+
+
+def symbol_of(source: Source) -> str:
+    """Name of the object's function, without the prefix that TVM-FFI gives to all."""
+    return f"{source.stem}_{_sha256(source.text.encode())}"
+
+
+def export(
+    sources: Iterable[Source], folder: Path, *, jobs: int = 1
+) -> dict[str, bool]:
+    """Write ``<stem>.o`` and ``<stem>.h`` of every kernel; whether it was written, by stem.
+
+    A pair that is right already stays as it is. Raises CheckFailed when a kernel does not compile,
+    EnvironmentProblem when this machine lacks what a compile needs or the folder cannot be written.
+    """
+    found = list(sources)
+    toolchain.require_dsl()
+    toolchain.require_ffi()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with ThreadPoolExecutor(jobs) as pool:
+            written = list(pool.map(lambda source: _export(source, folder), found))
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder}: cannot write there: {error.strerror}"
+        ) from error
+    return {source.stem: new for source, new in zip(found, written, strict=True)}
+
+
+def header(source: Source, compiled: bytes) -> str:
+    """The C header of a kernel's object."""
+    return _HEADER.format(
+        stem=source.stem,
+        arch=source.arch,
+        dsl=toolchain.require_dsl(),
+        text=_sha256(source.text.encode()),
+        object=_sha256(compiled),
+        tensors=", ".join(_TENSOR.findall(source.text)),
+        symbol=symbol_of(source),
+    )
+
+
+def _export(source: Source, folder: Path) -> bool:
+    object_file, header_file = (folder / f"{source.stem}{end}" for end in (".o", ".h"))
+    if object_file.exists() and header_file.exists():
+        stated = header_file.read_text(encoding="utf-8", errors="replace")
+        if stated == header(source, object_file.read_bytes()):
+            return False
+    compiled = toolchain.compile_object(
+        source.text, source.stem, source.arch, symbol_of(source)
+    )
+    # The header is last: one that a crash leaves behind does not fit the object.
+    _replace(object_file, compiled)
+    _replace(header_file, header(source, compiled).encode())
+    return True
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Put a file in place whole: a process that has the old one loaded keeps it."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    new.replace(path)
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
