@@ -125,9 +125,9 @@ class Traits:
         Where tiles overlap, a warpgroup waits for the K that it skips before it frees V of the tile
         before, so that what it skips must fit beside that V.
         """
-        rows, block = self.sizes.tile_q, self.sizes.tile_kv
-        most = -(-(rows * self.spec.cluster[0] - 64) // block)
-        return self.causal and rows - 64 >= block and most <= self.sizes.v_stages
+        rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
+        fits = -(-rows // block) <= self.sizes.v_stages
+        return self.causal and self.cluster_size == 1 and rows >= block and fits
 
     @property
     def order_barrier(self) -> bool:
@@ -240,7 +240,7 @@ def _arguments(traits: Traits) -> dict[str, str]:
     end_row = f"({q_tile} + 1) * {tile_rows}"
     first_row = "q_tile * TILE_Q"
     if traits.strips:
-        first_row += " + warpgroup_idx * WARPGROUP_ROWS"
+        first_row += " + strip"
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
 
     def listed(*parts: list[str]) -> str:
@@ -253,13 +253,11 @@ def _arguments(traits: Traits) -> dict[str, str]:
         "count_params": listed(
             ["end_row: Int32"] if traits.causal else [], typed_problem
         ),
-        "own_params": listed(
-            ["q_tile: Int32", "warpgroup_idx: Int32"], typed_problem
-        ),
-        "count_own_args": listed(["q_tile", "warpgroup_idx"], problem),
-        "own_args": listed(["first_row + WARPGROUP_ROWS"], problem),
-        "full_args": listed([first_row], problem),
-        "full_params": listed(["first_row: Int32"], typed_problem),
+        "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
+        "count_own_args": listed(["q_tile", "strip"], problem),
+        "own_args": listed([f"{first_row} + WARPGROUP_ROWS"], problem),
+        "full_args": listed([first_row, blocks], problem),
+        "full_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
         "mask_params": listed(
             ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
         ),

@@ -19,7 +19,9 @@ ELEMENT_BYTES: Final = 2  # bf16 and fp16
 KV_TILES: Final = (128, 64, 32, 16)  # tried in this order; they divide usual lengths
 # Stages of K and V, tried in this order. V is freed later than K, so it gains more from a third.
 KV_STAGES: Final = ((3, 3), (2, 3), (2, 2))  # d64: 3 and 4 stages ran alike on an H200
-SMS_PER_HEAD: Final = 4  # K and V of 33 heads stay in the L2 of an H200; of 66 at head_dim 64
+SMS_PER_HEAD: Final = (
+    4  # K and V of 33 heads stay in the L2 of an H200; of 66 at head_dim 64
+)
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
@@ -170,7 +172,9 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v = spec.head_dim.qk, spec.head_dim.v
-    barriers = 2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
+    barriers = (
+        2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
+    )
     padding = -barriers % sm90.SMEM_ALIGN
     return (
         Region(
