@@ -26,7 +26,8 @@ class Sizes:
     tile_q: int
     tile_kv: int
     q_stages: int
-    kv_stages: int
+    k_stages: int
+    v_stages: int
 
 
 @dataclass(frozen=True)
@@ -88,15 +89,16 @@ class Traits:
     def masked_loop(self) -> bool:
         """Further KV blocks may need a mask: the diagonal may leave the first one."""
         q, kv = self.seqlen_q, self.seqlen_kv
-        tile_q, tile_kv = self.sizes.tile_q, self.sizes.tile_kv
+        rows = 64 if self.strips else self.sizes.tile_q  # that agree about their blocks
+        tile_kv = self.sizes.tile_kv
         inside_first = (
             q is not None
             and kv is not None
             and kv >= q
             and self.spec.cluster[0] == 1
-            and tile_kv % tile_q == 0
+            and tile_kv % rows == 0
             and kv % tile_kv == 0
-            and (kv - q) % tile_q == 0
+            and (kv - q) % rows == 0
         )
         return self.causal and not inside_first
 
@@ -115,6 +117,27 @@ class Traits:
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
         return self.causal or self.seqlen_kv is None
+
+    @property
+    def strips(self) -> bool:
+        """Warpgroups see different numbers of KV blocks: the first ones skip the last.
+
+        Where tiles overlap, a warpgroup waits for the K that it skips before it frees V of the tile
+        before, so that what it skips must fit beside that V.
+        """
+        rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
+        fits = -(-rows // block) <= self.sizes.v_stages
+        return self.causal and self.cluster_size == 1 and rows >= block and fits
+
+    @property
+    def order_barrier(self) -> bool:
+        """Warpgroups take turns at the tensor cores."""
+        return self.sizes.tile_q > 64
+
+    @property
+    def early_wait(self) -> bool:
+        """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
+        return self.spec.head_dim.v > 128
 
     @property
     def cross_tile(self) -> bool:
@@ -170,9 +193,12 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "hidden_rows": traits.hidden_rows,
         "empty_rows": traits.empty_rows,
         "lse_predicate": traits.q_tail,
-        "uses_rows": traits.causal or traits.spec.lse,
+        "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
         "dynamic_blocks": traits.dynamic_blocks,
         "cross_tile": traits.cross_tile,
+        "order_barrier": traits.order_barrier,
+        "strips": traits.strips,
+        "early_wait": traits.early_wait,
         "cluster_size": traits.cluster_size,
         "multicast_k": traits.multicast_k,
         "multicast_v": traits.multicast_v,
@@ -208,19 +234,28 @@ def _arguments(traits: Traits) -> dict[str, str]:
     problem = ["problem"] if needs_problem else []
     typed_problem = ["problem: Problem"] if needs_problem else []
     row = ["q_tile * TILE_Q + row"] if traits.causal else []
+    q_tile, tile_rows = "q_tile", "TILE_Q"
+    if traits.spec.cluster[0] > 1:
+        q_tile, tile_rows = "q_tile // CLUSTER_SIZE", "TILE_Q * CLUSTER_SIZE"
+    end_row = f"({q_tile} + 1) * {tile_rows}"
+    first_row = "q_tile * TILE_Q"
+    if traits.strips:
+        first_row += " + strip"
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
 
     def listed(*parts: list[str]) -> str:
         return ", ".join(item for part in parts for item in part)
 
     return {
-        "problem_fields": listed(
-            run_time, [] if fixed_q else ["q_tiles"], ["heads", "num_tiles"]
-        ),
-        "count_args": listed(["q_tile"] if traits.causal else [], problem),
+        "count_args": listed([end_row] if traits.causal else [], problem),
         "count_params": listed(
-            ["q_tile: Int32"] if traits.causal else [], typed_problem
+            ["end_row: Int32"] if traits.causal else [], typed_problem
         ),
+        "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
+        "count_own_args": listed(["q_tile", "strip"], problem),
+        "own_args": listed([f"{first_row} + WARPGROUP_ROWS"], problem),
+        "full_args": listed([first_row, blocks], problem),
+        "full_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
         "mask_params": listed(
             ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
         ),

@@ -16,16 +16,21 @@ from .errors import Diagnostic, SpecError
 from .spec import Spec, SpecFile
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16
-KV_TILES: Final = (128, 112, 96, 80, 64, 48, 32, 16)  # tried in this order
-MIN_KV_STAGES: Final = 2
-MAX_PLANNED_KV_STAGES: Final = 3  # d64: 3 and 4 stages ran alike on an H200
+KV_TILES: Final = (128, 64, 32, 16)  # tried in this order; they divide usual lengths
+# Stages of K and V, tried in this order. V is freed later than K, so it gains more from a third.
+KV_STAGES: Final = ((3, 3), (2, 3), (2, 2))  # d64: 3 and 4 stages ran alike on an H200
+SMS_PER_HEAD: Final = (
+    4  # K and V of 33 heads stay in the L2 of an H200; of 66 at head_dim 64
+)
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "192 up to head_dim 64, where a third warpgroup has registers enough",
-    "TILE_KV": "the largest that registers and two stages in shared memory take",
+    "TILE_KV": "the largest power of two that registers and two stages in shared memory take",
     "Q_STAGES": "2 where it fits: the next tile's first QK then overlaps this tile's end",
-    "KV_STAGES": "3 where they fit, else 2",
+    "K_STAGES": "3 where they fit, else 2",
+    "V_STAGES": "3 where they fit, else 2",
+    "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
 
 
@@ -141,16 +146,15 @@ def _choose(spec_file: SpecFile) -> Sizes:
 
     q_stages = (spec.stages.q,) if spec.stages.q else (2, 1)
     choices = [
-        Sizes(tile_q, tile_kv, q, MIN_KV_STAGES)
+        Sizes(tile_q, tile_kv, q, *KV_STAGES[-1])
         for tile_kv in fitting
         for q in q_stages
     ]
     sizes = next(filter(fits, choices), choices[-1])
-    if spec.stages.kv:
-        sizes = replace(sizes, kv_stages=spec.stages.kv)
-    else:
-        deeper = replace(sizes, kv_stages=MAX_PLANNED_KV_STAGES)
-        sizes = deeper if fits(deeper) else sizes
+    k, v = spec.stages.kv, spec.stages.v or spec.stages.kv
+    depths = [(k or planned_k, v or planned_v) for planned_k, planned_v in KV_STAGES]
+    depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
+    sizes = next(filter(fits, depths_of), depths_of[-1])
     if not fits(sizes):
         raise _too_much_smem(spec_file, sizes)
     return sizes
@@ -168,13 +172,15 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v = spec.head_dim.qk, spec.head_dim.v
-    barriers = 2 * sm90.MBARRIER_BYTES * (sizes.q_stages + 2 * sizes.kv_stages)
+    barriers = (
+        2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
+    )
     padding = -barriers % sm90.SMEM_ALIGN
     return (
         Region(
             "barriers",
             barriers,
-            "2 * 8 * (Q_STAGES + 2 * KV_STAGES)",
+            "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)",
         ),
         Region("padding", padding, "to a multiple of SMEM_ALIGN"),
         Region(
@@ -184,13 +190,13 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
         ),
         Region(
             "sK",
-            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.kv_stages,
-            "K_TX_BYTES * KV_STAGES",
+            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.k_stages,
+            "K_TX_BYTES * K_STAGES",
         ),
         Region(
             "sV",
-            sizes.tile_kv * v * ELEMENT_BYTES * sizes.kv_stages,
-            "V_TX_BYTES * KV_STAGES",
+            sizes.tile_kv * v * ELEMENT_BYTES * sizes.v_stages,
+            "V_TX_BYTES * V_STAGES",
         ),
     )
 
@@ -220,7 +226,7 @@ def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
     parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
     message = f"shared memory needs {_total(regions)} B, sm90 allows {sm90.SMEM_BYTES}: {parts}"
     field: tuple[str, ...] = ("head_dim",)
-    for name in ("kv", "q"):
+    for name in ("v", "kv", "q"):
         if getattr(spec.stages, name):
             field = ("stages", name)
             break
@@ -249,10 +255,15 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
-        ("KV_STAGES", sizes.kv_stages, "tiles each of K and V", spec.stages.kv),
+        ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
+        ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+    if traits.causal:
+        name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
+        sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
+        yield Number(name, sms, unit, "planned", reason=REASONS[name])
 
 
 def _derived(traits: Traits) -> Iterator[Number]:
@@ -272,6 +283,11 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ("K_TX_BYTES", k_bytes, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
         ("V_TX_BYTES", v_bytes, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
     ]
+    if traits.cross_tile:
+        rows.append(("Q_RELEASES", warpgroups, "warps that free a stage", "WARPGROUPS"))
+    else:
+        q_releases, formula = 4 * warpgroups, "4 * WARPGROUPS"
+        rows.append(("Q_RELEASES", q_releases, "warps that free a stage", formula))
     for name, shared in (
         ("K_RELEASES", traits.multicast_k),
         ("V_RELEASES", traits.multicast_v),
@@ -295,24 +311,28 @@ def _derived(traits: Traits) -> Iterator[Number]:
 
 def _by_warpgroups(role: str) -> str:
     """The register split of a role as a formula over WARPGROUPS."""
-    two, three = (getattr(sm90.REGISTERS[n], role) for n in (2, 3))
-    return f"{two} if WARPGROUPS == 2 else {three}"
+    choices = tuple(getattr(split, role) for split in sm90.REGISTERS.values())
+    return f"{choices}[WARPGROUPS - 1]"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes = traits.sizes
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    by_warpgroup = f"{warpgroups}: a warp of each warpgroup, once O has left the stage"
+    q_empty = f"{warpgroups}: a warp of each warpgroup, once O has left the stage"
+    if not traits.cross_tile:
+        q_empty = f"{4 * warpgroups}: every consumer warp, after its last QK"
     yield Barrier("q_full", sizes.q_stages, "1 + Q_TX_BYTES by TMA", "consumers")
-    yield Barrier("q_empty", sizes.q_stages, by_warpgroup, "producer")
+    yield Barrier("q_empty", sizes.q_stages, q_empty, "producer")
     for name, shared in (("k", traits.multicast_k), ("v", traits.multicast_v)):
         ctas = traits.cluster_size if shared else 1
         loads = f"by TMA of {ctas} CTAs, a slice each" if shared else "by TMA"
         warps = f"{4 * warpgroups * ctas}: every consumer warp"
         warps += f" of {ctas} CTAs" if shared else ""
         full = f"1 + {name.upper()}_TX_BYTES {loads}"
-        yield Barrier(f"{name}_full", sizes.kv_stages, full, "consumers")
-        yield Barrier(f"{name}_empty", sizes.kv_stages, warps, "producer")
-    turn = "256 threads: a warpgroup and the one before it"
-    yield Barrier("order", warpgroups, turn, "the warpgroup")
+        stages = sizes.k_stages if name == "k" else sizes.v_stages
+        yield Barrier(f"{name}_full", stages, full, "consumers")
+        yield Barrier(f"{name}_empty", stages, warps, "producer")
+    if traits.order_barrier:
+        turn = "256 threads: a warpgroup and the one before it"
+        yield Barrier("order", warpgroups, turn, "the warpgroup")
     yield Barrier("store", warpgroups, "128 threads: a warpgroup", "its first warp")

@@ -101,6 +101,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
+        # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
+        # a few blocks must not wait for what the others hold back.
+        yield case("long_kv", 5 if group else rows + 5, 7 * block, 1, 1)
         # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
         # then does nothing else that the producer waits for imply that a Q stage is free.
         batch = math.ceil(3 / (work_of_head if group else 2))

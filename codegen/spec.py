@@ -183,9 +183,9 @@ class Heads(_Model):
 class Tile(_Model):
     """Rows of one work tile; the plan chooses what is left out."""
 
-    q: Annotated[Literal[128, 192] | None, Accepts("128 or 192", (int, NoneType))] = (
-        Field(default=None, description="Query rows per CTA.")
-    )
+    q: Annotated[
+        Literal[64, 128, 192] | None, Accepts("64, 128 or 192", (int, NoneType))
+    ] = Field(default=None, description="Query rows per CTA.")
     kv: Annotated[
         Annotated[int, Field(ge=16, le=256, multiple_of=16)] | None,
         Accepts("a multiple of 16 from 16 to 256", (int, NoneType)),
@@ -202,6 +202,10 @@ class Stages(_Model):
         Annotated[int, Field(ge=2, le=8)] | None,
         Accepts("a whole number from 2 to 8", (int, NoneType)),
     ] = Field(default=None, description="K tiles, and as many V tiles, in flight.")
+    v: Annotated[
+        Annotated[int, Field(ge=2, le=8)] | None,
+        Accepts("a whole number from 2 to 8", (int, NoneType)),
+    ] = Field(default=None, description="V tiles in flight, where not as many as K's.")
 
 
 def _cluster_from_list(value: Any) -> Any:

@@ -27,6 +27,7 @@ class RegisterSplit(NamedTuple):
 
 
 REGISTERS: Final[Mapping[int, RegisterSplit]] = {  # by number of consumer warpgroups
+    1: RegisterSplit(producer=24, consumer=256),
     2: RegisterSplit(producer=24, consumer=240),
     3: RegisterSplit(producer=32, consumer=160),
 }
