@@ -254,8 +254,8 @@ def _arguments(traits: Traits) -> dict[str, str]:
         "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
         "count_own_args": listed(["q_tile", "strip"], problem),
         "own_args": listed([f"{first_row} + WARPGROUP_ROWS"], problem),
-        "full_args": listed([first_row, blocks], problem),
-        "full_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
+        "masked_args": listed([first_row, blocks], problem),
+        "masked_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
         "mask_params": listed(
             ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
         ),
