@@ -79,7 +79,7 @@ def test_the_object_of_another_text_is_refused(exported: Path, tmp_path: Path) -
     kernel.write_text(kernel.read_text("utf-8") + "# edited\n", "utf-8")
     done = load(kernel)
     assert done.returncode != 0
-    assert hashlib.sha256(kernel.read_bytes()).hexdigest() in done.stderr
+    assert f"ImportError: {kernel}: its .o is of another text" in done.stderr
     assert "AssertionError: compiled" not in done.stderr
     (tmp_path / f"{STEM}.o").unlink()
     assert "AssertionError: compiled" in load(kernel).stderr
