@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .render import body_digest, stated_digests
 
-MAX_LINES = 960
+MAX_LINES = 900
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 CONSTANTS_MARK = (
     "# --- constants"  # starts the comment line above each part of the block
