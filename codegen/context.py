@@ -122,11 +122,13 @@ class Traits:
     def strips(self) -> bool:
         """Warpgroups see different numbers of KV blocks: the first ones skip the last.
 
-        Where tiles overlap, a warpgroup waits for the K that it skips before it frees V of the tile
-        before, so that what it skips must fit beside that V.
+        The first one takes its turn at the tensor cores once its own first K is there, and the
+        others free none before their turns: K of what it skips must fit beside that K. V of what it
+        skips is loaded meanwhile, where tiles overlap before it frees V of the tile before.
         """
         rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
-        fits = -(-rows // block) <= self.sizes.v_stages
+        skipped = -(-rows // block)
+        fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         return self.causal and self.cluster_size == 1 and rows >= block and fits
 
     @property

@@ -108,7 +108,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if spec["seqlen"]["kv"] == DYNAMIC:
         # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
         # a few blocks must not wait for what the others hold back.
-        # Its scores are negative, which is when every block takes a new reference.
+        # Its scores are negative, which is when every block takes a new reference, and change
+        # their level from block to block.
         few = 5 if group else rows + 5
         yield case("long_kv", few, 7 * block, 1, 1, data="negative")
         if tiles.sms_per_head:  # sections of heads, the last one smaller than the others

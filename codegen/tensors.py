@@ -31,9 +31,9 @@ GUARD_BYTE = 0xA5  # as floats: small normal numbers, neither zero nor NaN
 NAN16 = 0x7FFF  # in bf16 and fp16
 NAN32 = 0x7FC0_0000
 HUGE_KEY = 64.0
-# Of `negative` keys, from the last third of a sequence, which is taken first, to the first one.
-# Scores are near -200, -400 and -2, so that P overflows where a reference is not renewed.
-NEGATIVE_LEVELS = (0.25, 60.0, 30.0)
+# Of `negative` keys, for each seventh of a sequence, of which the last is taken first. 30 makes
+# scores near -200: where they rise by that and the reference is not renewed, P overflows.
+NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
 
 TO_BITS: Mapping[str, Callable[[Any], Any]] = {
     "bf16": numerics.bf16_rn,
@@ -158,9 +158,9 @@ def make_problem(spec: Mapping[str, Any], case: Case) -> Problem:
         if case.data == "negative" and name in ("q", "k"):
             values = np.abs(values)
         if case.data == "negative" and name == "k":
-            thirds = np.array_split(values, len(NEGATIVE_LEVELS), axis=1)
-            for third, level in zip(thirds, NEGATIVE_LEVELS, strict=True):
-                third *= -level
+            parts = np.array_split(values, len(NEGATIVE_LEVELS), axis=1)
+            for part, level in zip(parts, NEGATIVE_LEVELS, strict=True):
+                part *= -level
         tensor.view[...] = TO_BITS[spec["dtype"]](values)
     out, lse = _outputs(spec, case, addresses)
     return Problem(inputs["q"], inputs["k"], inputs["v"], out, lse)
