@@ -228,10 +228,6 @@ def _lengths(traits: Traits) -> dict[str, str]:
 def _arguments(traits: Traits) -> dict[str, str]:
     """Argument lists that depend on what is known when the kernel is generated."""
     fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
-    run_time = [
-        *([] if fixed_q else ["seqlen_q"]),
-        *([] if fixed_kv else ["seqlen_kv"]),
-    ]
     needs_problem = not fixed_kv or (traits.causal and not fixed_q)
     problem = ["problem"] if needs_problem else []
     typed_problem = ["problem: Problem"] if needs_problem else []
@@ -278,7 +274,6 @@ def _units(traits: Traits) -> dict[str, str]:
             "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
         ),
         "tiles_unit": "of all clusters" if clusters else "of all CTAs",
-        "tile_owner": "cluster" if clusters else "CTA",
     }
 
 

@@ -112,7 +112,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # their level from block to block.
         few = 5 if group else rows + 5
         yield case("long_kv", few, 7 * block, 1, 1, data="negative")
-        if tiles.sms_per_head:  # sections of heads, the last one smaller than the others
+        if (
+            tiles.sms_per_head
+        ):  # sections of heads, the last one smaller than the others
             kv_heads = math.ceil(3 / work_of_head)
             heads = kv_heads * work_of_head
             section = next(size for size in (2, 3, 5, 7) if heads % size)

@@ -45,7 +45,9 @@ def test_the_plan_prunes_by_its_formulas(stem: str) -> None:
 
 def test_a_candidates_text_is_the_spec_that_gives_its_kernel() -> None:
     spec_file = shipped("sm90_d128_bf16_full")
-    fixed = space.fixed_values(["tile.q", "tile.kv=64", "stages.q=1", "stages.kv=4", "stages.v=5"])
+    fixed = space.fixed_values(
+        ["tile.q", "tile.kv=64", "stages.q=1", "stages.kv=4", "stages.v=5"]
+    )
     incumbent, one = planned(spec_file, fixed)
     assert incumbent.text == spec_file.text
     assert one.text == spec_file.text + (

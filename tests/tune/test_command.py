@@ -84,7 +84,9 @@ def test_the_winner_is_in_the_spec_and_the_journal(folder: Path) -> None:
     result = tune("specs/k.yaml", *SIX, "--seqlen", "512,1024")
     assert (result.exit_code, result.stderr) == (0, "")
     text = (folder / "specs" / "k.yaml").read_text()
-    assert text == SPEC + "tile:\n  q: 128\n  kv: 96\nstages:\n  q: 2\n  kv: 2\n  v: 3\n"
+    assert (
+        text == SPEC + "tile:\n  q: 128\n  kv: 96\nstages:\n  q: 2\n  kv: 2\n  v: 3\n"
+    )
     (spec_file,) = load_specs(["specs"])
     assert (spec_file.spec.tile.kv, spec_file.spec.stages.kv) == (96, 2)
     said = result.stdout
