@@ -122,11 +122,13 @@ class Traits:
     def strips(self) -> bool:
         """Warpgroups see different numbers of KV blocks: the first ones skip the last.
 
-        Where tiles overlap, a warpgroup waits for the K that it skips before it frees V of the tile
-        before, so that what it skips must fit beside that V.
+        The first one takes its turn at the tensor cores once its own first K is there, and the
+        others free none before their turns: K of what it skips must fit beside that K. V of what it
+        skips is loaded meanwhile, where tiles overlap before it frees V of the tile before.
         """
         rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
-        fits = -(-rows // block) <= self.sizes.v_stages
+        skipped = -(-rows // block)
+        fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         return self.causal and self.cluster_size == 1 and rows >= block and fits
 
     @property
@@ -226,10 +228,6 @@ def _lengths(traits: Traits) -> dict[str, str]:
 def _arguments(traits: Traits) -> dict[str, str]:
     """Argument lists that depend on what is known when the kernel is generated."""
     fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
-    run_time = [
-        *([] if fixed_q else ["seqlen_q"]),
-        *([] if fixed_kv else ["seqlen_kv"]),
-    ]
     needs_problem = not fixed_kv or (traits.causal and not fixed_q)
     problem = ["problem"] if needs_problem else []
     typed_problem = ["problem: Problem"] if needs_problem else []
@@ -276,7 +274,6 @@ def _units(traits: Traits) -> dict[str, str]:
             "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
         ),
         "tiles_unit": "of all clusters" if clusters else "of all CTAs",
-        "tile_owner": "cluster" if clusters else "CTA",
     }
 
 

@@ -16,6 +16,7 @@ from . import records
 from .arch import sm90
 from .plan import KernelPlan, Number
 from .render import body_digest, render_kernel
+from .spec import Spec
 
 WIDTH: Final = 100  # [columns]
 BAR: Final = 32  # [columns] that stand for all shared memory a CTA can have
@@ -35,7 +36,8 @@ _FIELDS: Final[Mapping[str, str]] = {
     "TILE_Q": "tile.q",
     "TILE_KV": "tile.kv",
     "Q_STAGES": "stages.q",
-    "KV_STAGES": "stages.kv",
+    "K_STAGES": "stages.kv",
+    "V_STAGES": "stages.v",
 }
 
 
@@ -80,12 +82,19 @@ def masks_and_loops(plan: KernelPlan) -> Iterator[str]:
         yield f"A row may see no key at all: its O is 0{lse}."
     elif has["causal"]:
         yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
-    yield "O goes through the stage that its Q had, and TMA stores it but for rows past the end."
+    yield _output_statement(has)
     if spec.lse:
         tail = (
             "for rows before the end only" if has["lse_predicate"] else "unpredicated"
         )
         yield f"LSE is stored by one thread in four, {tail}."
+
+
+def _output_statement(has: Mapping[str, Any]) -> str:
+    if has["cross_tile"]:
+        return "O goes through the stage that its Q had; TMA drops rows past the end."
+    tail = "rows before the end only" if has["lse_predicate"] else "unpredicated"
+    return f"O is stored from registers, 16 bytes a thread, {tail}."
 
 
 def _tile_statements(plan: KernelPlan) -> Iterator[str]:
@@ -97,6 +106,9 @@ def _tile_statements(plan: KernelPlan) -> Iterator[str]:
         else "query tiles of one head side by side"
     )
     yield f"Persistent: each {owner} takes a tile per wave, {order}."
+    if has["causal"]:
+        of = "pairs of heads" if has["cluster_heads"] > 1 else "heads"
+        yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
     if has["cluster_size"] > 1:
         along = (
             f"{has['cluster_q']} query tiles of one head"
@@ -113,13 +125,18 @@ def _tile_statements(plan: KernelPlan) -> Iterator[str]:
     if has["cross_tile"]:
         yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
     else:
-        yield "One Q stage: a tile starts when the tile before it has left shared memory."
+        yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."
+    if has["order_barrier"]:
+        yield "Warpgroups take turns at the tensor cores: the others' softmax runs meanwhile."
 
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
     if has["dynamic_blocks"]:
         per = "query tile" if has["causal"] else "launch"
+        per = "warpgroup" if has["strips"] else per
         yield f"KV blocks, last first; how many is counted at run time, per {per}."
+        if has["strips"]:
+            yield "A warpgroup skips the blocks that only rows of later warpgroups see."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
     crossings = [
@@ -134,8 +151,9 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
     what = " and ".join(crossings)
     if has["masked_loop"]:
         yield f"The first block is masked for {what}."
-        yield "Loop 1, masked the same way: further blocks that not every row sees whole."
-        yield "Loop 2, without masks: blocks that every row sees whole."
+        rows = "row of the warpgroup" if has["strips"] else "row"
+        yield f"Loop 1, masked the same way: further blocks that not every {rows} sees whole."
+        yield f"Loop 2, without masks: blocks that every {rows} sees whole."
     else:
         yield f"The first block is masked for {what}; one loop without masks takes the others."
 
@@ -156,16 +174,19 @@ def _number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
             number.name,
             f"{number.value:>{width}}",
             f"[{number.unit}]",
-            _origin(number),
+            _origin(number, plan.spec_file.spec),
         )
 
 
-def _origin(number: Number) -> str:
+def _origin(number: Number, spec: Spec) -> str:
     if number.origin == "derived":
         return f"derived ({number.formula})"
     if number.origin == "planned":
         return f"planned ({number.reason})"
-    return f"{number.origin} ({_FIELDS[number.name]})"
+    field = _FIELDS[number.name]
+    if field == "stages.v" and spec.stages.v is None:
+        field = "stages.kv"  # it sets both
+    return f"{number.origin} ({field})"
 
 
 def _shared_memory(plan: KernelPlan) -> list[str]:

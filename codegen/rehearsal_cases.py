@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from .cases import DYNAMIC
 
-Data = Literal["normal", "huge_key"]
+Data = Literal["normal", "huge_key", "negative"]
 Layout = Literal["bshd", "bhsd", "fused"]
 
 # A fixed length may be too much for a model. More blocks than this, and only one cluster runs, with
@@ -26,11 +26,16 @@ TILES_OF_A_CLUSTER = 2
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads)."""
+    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
+
+    sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
+    starts the next ones; 0 for other kernels.
+    """
 
     q: int  # [rows]
     kv: int  # [rows]
     cluster: tuple[int, int]
+    sms_per_head: int = 0
 
     @property
     def ctas(self) -> int:
@@ -103,7 +108,19 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if spec["seqlen"]["kv"] == DYNAMIC:
         # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
         # a few blocks must not wait for what the others hold back.
-        yield case("long_kv", 5 if group else rows + 5, 7 * block, 1, 1)
+        # Its scores are negative, which is when every block takes a new reference, and change
+        # their level from block to block.
+        few = 5 if group else rows + 5
+        yield case("long_kv", few, 7 * block, 1, 1, data="negative")
+        if (
+            tiles.sms_per_head
+        ):  # sections of heads, the last one smaller than the others
+            kv_heads = math.ceil(3 / work_of_head)
+            heads = kv_heads * work_of_head
+            section = next(size for size in (2, 3, 5, 7) if heads % size)
+            clusters = section * tiles.sms_per_head // tiles.ctas
+            tail = rows + 1
+            yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
         # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
         # then does nothing else that the producer waits for imply that a Q stage is free.
         batch = math.ceil(3 / (work_of_head if group else 2))

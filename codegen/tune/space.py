@@ -28,12 +28,13 @@ class Tunable(NamedTuple):
 
 
 TUNABLE: Final = (
-    Tunable("tile.q", "TILE_Q", (128, 192)),
+    Tunable("tile.q", "TILE_Q", (64, 128, 192)),
     # Fewer rows mean more barriers to a product; --fix tile.kv=16,32 tries them all the same.
     Tunable("tile.kv", "TILE_KV", tuple(range(48, 257, 16))),
     Tunable("stages.q", "Q_STAGES", (1, 2)),
     # More fit only beside small tiles; --fix stages.kv=5,6 tries them.
-    Tunable("stages.kv", "KV_STAGES", (2, 3, 4)),
+    Tunable("stages.kv", "K_STAGES", (2, 3, 4)),
+    Tunable("stages.v", "V_STAGES", (2, 3, 4)),
 )
 """In the order of a spec. A new planned field is a new line here."""
 

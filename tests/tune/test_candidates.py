@@ -45,11 +45,13 @@ def test_the_plan_prunes_by_its_formulas(stem: str) -> None:
 
 def test_a_candidates_text_is_the_spec_that_gives_its_kernel() -> None:
     spec_file = shipped("sm90_d128_bf16_full")
-    fixed = space.fixed_values(["tile.q", "tile.kv=64", "stages.q=1", "stages.kv=4"])
+    fixed = space.fixed_values(
+        ["tile.q", "tile.kv=64", "stages.q=1", "stages.kv=4", "stages.v=5"]
+    )
     incumbent, one = planned(spec_file, fixed)
     assert incumbent.text == spec_file.text
     assert one.text == spec_file.text + (
-        "tile:\n  q: 128\n  kv: 64\nstages:\n  q: 1\n  kv: 4\n"
+        "tile:\n  q: 128\n  kv: 64\nstages:\n  q: 1\n  kv: 4\n  v: 5\n"
     )
 
 
@@ -97,7 +99,8 @@ def test_the_gate_stops_what_the_formulas_let_through(
     """Really compiled: 190 registers where 160 are, as a formula without others lets through."""
     monkeypatch.setattr(sm90, "REGISTERS_BESIDE_TILES", 0)
     spec_file = support.load_text(HEAD + "tile: {q: 128, kv: 64}\n")
-    fixed = ["tile.q=192", "tile.kv=64,128", "stages.q=1", "stages.kv=2"]
+    sizes = ["tile.q=192", "tile.kv=64,128"]
+    fixed = [*sizes, "stages.q=1", "stages.kv=2", "stages.v=2"]
     found = built(planned(spec_file, space.fixed_values(fixed)), jobs=2, progress=None)
     assert [one.rejection and one.rejection.by for one in found] == [
         None,
@@ -131,7 +134,7 @@ def engine(*reports: object) -> build.Engine:
 
 
 def two(fields: str = "tile: {q: 128, kv: 64}\n") -> list[Candidate]:
-    fixed = ["tile.q", "tile.kv=80", "stages.q=1", "stages.kv=2"]
+    fixed = ["tile.q", "tile.kv=80", "stages.q=1", "stages.kv=2", "stages.v=2"]
     return planned(support.load_text(HEAD + fields), space.fixed_values(fixed))
 
 

@@ -29,7 +29,10 @@ from .model import ModelArena
 
 SPEC = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 128  # of both\n"
 # Few candidates: rendering one takes a third of a second.
-FEW = ("--fix", "tile.q", "--fix", "stages.q", "--fix", "stages.kv=2")
+FEW = (
+    *("--fix", "tile.q", "--fix", "stages.q"),
+    *("--fix", "stages.kv=2", "--fix", "stages.v"),
+)
 SIX = (*FEW, "--fix", "tile.kv=48,64,80,96,112,176")
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +84,9 @@ def test_the_winner_is_in_the_spec_and_the_journal(folder: Path) -> None:
     result = tune("specs/k.yaml", *SIX, "--seqlen", "512,1024")
     assert (result.exit_code, result.stderr) == (0, "")
     text = (folder / "specs" / "k.yaml").read_text()
-    assert text == SPEC + "tile:\n  q: 128\n  kv: 96\nstages:\n  q: 2\n  kv: 2\n"
+    assert (
+        text == SPEC + "tile:\n  q: 128\n  kv: 96\nstages:\n  q: 2\n  kv: 2\n  v: 3\n"
+    )
     (spec_file,) = load_specs(["specs"])
     assert (spec_file.spec.tile.kv, spec_file.spec.stages.kv) == (96, 2)
     said = result.stdout
@@ -151,7 +156,7 @@ def test_a_dry_run_needs_no_gpu_and_writes_nothing(
     assert result.exit_code == 0
     first, title, incumbent, *rows = result.stdout.splitlines()
     assert first.count("b1 h16 s16384 none") == 1
-    assert title.split()[:4] == ["tile.q", "tile.kv", "stages.q", "stages.kv"]
+    assert title.split()[:5] == list(space.FIELDS)
     assert incumbent.split()[-1] == "incumbent"
     assert sum(row.rstrip().endswith("to run") for row in rows) == 5
     (refused,) = [row for row in rows if "FG401" in row]

@@ -39,11 +39,18 @@ def test_the_chosen_point_is_the_plans() -> None:
         "tile.q": constants["TILE_Q"],
         "tile.kv": constants["TILE_KV"],
         "stages.q": constants["Q_STAGES"],
-        "stages.kv": constants["KV_STAGES"],
+        "stages.kv": constants["K_STAGES"],
+        "stages.v": constants["V_STAGES"],
     }
 
 
-INCUMBENT = {"tile.q": 128, "tile.kv": 128, "stages.q": 2, "stages.kv": 2}
+INCUMBENT = {
+    "tile.q": 128,
+    "tile.kv": 128,
+    "stages.q": 2,
+    "stages.kv": 2,
+    "stages.v": 3,
+}
 
 
 def test_all_points_once_and_the_incumbent_first() -> None:
@@ -65,6 +72,7 @@ def test_fixed_fields_keep_the_incumbents_value_or_take_the_given_ones() -> None
     assert {point["tile.kv"] for point in others} == {16, 96}
     assert {point["stages.q"] for point in others} == {1}
     assert {point["stages.kv"] for point in others} == {2, 3, 4}
+    assert {point["stages.v"] for point in others} == {2, 3, 4}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ SPECS = {
     "one_q_stage": "head_dim: {qk: 192, v: 128}\nmask: causal\nlse: true\n",
     "cluster": "head_dim: 128\ncluster: [2, 1]\nmulticast: kv\nmask: causal\n",
     "heads": "head_dim: 128\nheads: {q_per_kv: 4}\ncluster: [1, 2]\nmulticast: k\n",
+    "pairs": "head_dim: 128\nheads: {q_per_kv: 4}\ncluster: [1, 2]\nmask: causal\n",
     "alone": "head_dim: 256\ncluster: [2, 1]\n",
+    "skips": "head_dim: 64\nmask: causal\n",
+    "one_warpgroup": "head_dim: 128\ntile: {q: 64}\n",
     "given": "head_dim: 64\ntile: {q: 128, kv: 96}\nstages: {q: 1, kv: 4}\n",
 }
 
@@ -142,17 +145,39 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said", "unsaid"),
     [
-        ("plain", ["masked for the end of K; one loop"], ["diagonal", "LSE", "Loop 1"]),
+        (
+            "plain",
+            ["masked for the end of K; one loop", "Warpgroups take turns"],
+            ["diagonal", "LSE", "Loop 1", "section", "skips"],
+        ),
+        (
+            "skips",
+            [
+                "A section of SM count // SMS_PER_HEAD heads",
+                "A warpgroup skips the blocks that only rows of later warpgroups see.",
+                "counted at run time, per warpgroup",
+                "not every row of the warpgroup sees whole",
+                "O goes through the stage that its Q had; TMA drops",
+            ],
+            ["from registers"],
+        ),
+        ("one_warpgroup", ["Two Q stages"], ["take turns", "from registers"]),
+        ("given", ["O is stored from registers"], ["TMA drops", "Two Q stages"]),
         ("fixed", ["masked for the diagonal; one loop"], ["end of K;", "Loop 1"]),
         ("no_mask", ["No mask at all"], ["is masked", "diagonal"]),
         ("ragged", ["LSE is stored", "KV_BLOCKS of them"], ["diagonal", "at run time"]),
         (
             "one_q_stage",
-            ["One Q stage", "Loop 1", "Loop 2", "O is 0 and its LSE -inf"],
-            ["No mask", "Two Q stages"],
+            [
+                "One Q stage: the next tile's Q is loaded once this tile's last QK is done.",
+                *("Loop 1", "Loop 2", "O is 0 and its LSE -inf"),
+                "O is stored from registers, 16 bytes a thread, rows before the end only.",
+            ],
+            ["No mask", "Two Q stages", "A warpgroup skips", "O goes through"],
         ),
         ("cluster", ["2 query tiles of one head; each loads its slice of K and V"], []),
         ("heads", ["2 query heads of one KV head; each loads its slice of K for"], []),
+        ("pairs", ["A section of SM count // SMS_PER_HEAD pairs of heads"], []),
         ("alone", ["each loads for itself"], ["slice"]),
     ],
 )

@@ -44,7 +44,9 @@ def test_each_kernel_is_seen_with_three_blocks_and_two_waves(constants):
         and work_tiles(spec, tiles, case) >= 2 * case.sm_count // tiles.ctas
         for case in found
     )
-    assert any(case.kv % tiles.kv for case in found) or spec["seqlen"]["kv"] == 4096
+    kv = spec["seqlen"]["kv"]
+    whole = kv != "dynamic" and kv % tiles.kv == 0  # there is no tail to see
+    assert whole or any(case.kv % tiles.kv for case in found)
     assert any(case.layout == "bhsd" for case in found)
     assert all(case.sm_count >= tiles.ctas for case in found)
 
@@ -102,6 +104,31 @@ def test_a_pair_of_query_tiles_meets_an_odd_number_of_them():
     found = {case.name.rsplit("_b", 1)[0]: case for case in cases_for(spec(), tiles)}
     assert math.ceil(found["odd_tiles"].q / 128) % 2 == 1
     assert all(case.sm_count % 2 == 0 for case in found.values())
+
+
+@every_kernel
+def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    assert (tiles.sms_per_head > 0) == (spec["mask"] == "causal")
+    found = [case for case in cases_for(spec, tiles) if case.name[:8] == "sections"]
+    asked = tiles.sms_per_head > 0 and spec["seqlen"]["kv"] == "dynamic"
+    assert len(found) == asked
+    for case in found:
+        heads = case.kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+        section = case.sm_count // tiles.sms_per_head
+        assert 0 < heads % section < section < heads
+        assert (
+            case.q > tiles.cluster_rows
+        )  # or a head is one tile, whose order is no matter
+        assert case.clusters is None
+
+
+def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
+    direct = {stem: one for stem, one in KERNELS.items() if one["Q_STAGES"] == 1}
+    assert direct
+    for constants in direct.values():
+        tiles = tiles_of(constants)
+        assert any(case.q % tiles.q for case in cases_for(constants["SPEC"], tiles))
 
 
 def test_names_and_problems_are_unique_and_seeds_differ():

@@ -33,7 +33,7 @@ def test_defaults() -> None:
         "cluster": (1, 1),
         "multicast": "none",
         "tile": {"q": None, "kv": None},
-        "stages": {"q": None, "kv": None},
+        "stages": {"q": None, "kv": None, "v": None},
         "schedule": "persistent",
     }
 

@@ -91,6 +91,18 @@ def test_an_output_shows_what_was_written_and_where():
         assert output.outside() == ""
 
 
+def test_negative_scores_rise_and_fall_by_more_than_p_can_hold():
+    """From seventh to seventh, in the order of the blocks, which are taken from the last one on."""
+    case = Case("x", 1, 1, q=8, kv=7 * 64, sm_count=1, data="negative")
+    made = tensors.make_problem(SPEC, case)
+    q, k = (tensors.FROM_BITS["bf16"](x.view)[0, :, 0] for x in (made.q, made.k))
+    scores = q @ k.T * tensors.scale_of(SPEC) / np.log(2)
+    assert scores.max() < -0.5
+    levels = scores.reshape(8, 7, 64).max(-1).mean(0)[::-1]
+    steps = np.diff(levels)
+    assert (steps > 128).any() and (steps < -128).any()
+
+
 def test_a_huge_key_is_the_one_of_its_case():
     case = Case("x", 1, 1, q=8, kv=100, sm_count=1, data="huge_key")
     keys = tensors.FROM_BITS["bf16"](tensors.make_problem(SPEC, case).k.view)

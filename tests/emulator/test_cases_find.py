@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each of these faults is what one of the emulator's cases is there for, and that case finds it."""
+
+from __future__ import annotations
+
+import pytest
+import support
+from fmha_gen import rehearsal, render
+from fmha_gen.processes import of_kind, read_events
+
+EAGER = ("--completion", "eager")
+
+
+def findings(folder, stem, text, tag):
+    """Of the case `tag` of a kernel, under one schedule."""
+    kernel, events = folder / f"{stem}.py", folder / "events.jsonl"
+    kernel.write_text(text, encoding="utf-8")
+    constants = rehearsal.read_constants(text)
+    tiles = rehearsal.tiles_of(constants)
+    cases = rehearsal.cases_for(constants["SPEC"], tiles)
+    (name,) = (case.name for case in cases if case.name.startswith(f"{tag}_b"))
+    events.unlink(missing_ok=True)
+    rehearsal.main([str(kernel), str(events), "--case", name, *EAGER])
+    (run,) = of_kind(read_events(events), "run")
+    return run["findings"]
+
+
+def shipped(stem):
+    return render.render_kernel(support.shipped_plan(stem))
+
+
+FAULTS = {
+    "the last section is cut like the others": (
+        "sm90_d64_bf16_causal_lse",
+        "sections",
+        "last = section == problem.last_section",
+        "last = section > problem.last_section",
+        "elements of out are NaN",
+    ),
+    "all heads are one section of the last one's size": (
+        "sm90_d128_fp16_causal_lse_gqa4",
+        "sections",
+        "last = section == problem.last_section",
+        "last = section >= 0",
+        "elements of out are NaN",
+    ),
+    "a limit below 0 is compared by its bits": (
+        "sm90_d64_bf16_causal_lse",
+        "long_kv",
+        "has_limit = (limit >= 0.0) & (reference <= FAR_REFERENCE)",
+        "has_limit = reference <= FAR_REFERENCE",
+        "elements of out are NaN",
+    ),
+    "a reference falls with S": (
+        "sm90_d64_bf16_causal_lse",
+        "long_kv",
+        "stats.max[r] = cute.arch.fmax(stats.max[r], row_max(acc_S, r))",
+        "stats.max[r] = row_max(acc_S, r)",
+        "elements of out are NaN",
+    ),
+    "rows beyond the end are stored": (
+        "sm90_d192x128_bf16_causal_lse",
+        "ragged",
+        "if row + ROW_STEP * r < problem.seqlen_q:\n            store_row",
+        "if row >= 0:\n            store_row",
+        "elements outside out were written",
+    ),
+    "a quad is transposed by half": (
+        "sm90_d192x128_bf16_causal_lse",
+        "ragged",
+        "for step in (1, 2):",
+        "for step in (1,):",
+        "the error in 16 bits",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault, tmp_path):
+    stem, tag, right, wrong, finding = FAULTS[fault]
+    text = shipped(stem)
+    assert text.count(right) == 1
+    found = findings(tmp_path, stem, text.replace(right, wrong), tag)
+    assert any(finding in text for text in found), found
+
+
+@pytest.mark.parametrize(
+    ("stem", "tag"), sorted({(stem, tag) for stem, tag, *_ in FAULTS.values()})
+)
+def test_the_case_finds_nothing_in_the_kernel_as_it_is(stem, tag, tmp_path):
+    assert findings(tmp_path, stem, shipped(stem), tag) == []
