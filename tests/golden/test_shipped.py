@@ -39,7 +39,7 @@ def test_generated_holds_nothing_else() -> None:
 
 def test_there_are_specs_for_every_axis() -> None:
     specs = [support.shipped_plan(stem).spec_file.spec for stem in SHIPPED]
-    assert 16 <= len(specs) <= 24
+    assert 16 <= len(specs) <= 40
     assert {spec.dtype for spec in specs} == {"bf16", "fp16"}
     heads = {(spec.head_dim.qk, spec.head_dim.v) for spec in specs}
     assert heads == {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
@@ -48,6 +48,8 @@ def test_there_are_specs_for_every_axis() -> None:
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
     assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}
     assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}
+    assert {spec.tile.q for spec in specs} == {None, 64, 128, 192}
+    assert {spec.stages.v is None for spec in specs} == {True, False}
     fixed = {
         (spec.seqlen.q != "dynamic", spec.seqlen.kv != "dynamic") for spec in specs
     }

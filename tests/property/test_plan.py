@@ -180,12 +180,20 @@ def test_what_is_given_is_kept(fields: Fields) -> None:
     assert numbers["V_STAGES"] == fields["stages"]["v"]
 
 
+kv_stages_given = spec_fields(
+    st.fixed_dictionaries({"q": st.just(128), "kv": st.sampled_from([16, 32])}),
+    st.fixed_dictionaries(
+        {"kv": stages["kv"]}, optional={"q": stages["q"], "v": stages["v"]}
+    ),
+)
+
+
 @many
-@given(valid)
+@given(kv_stages_given)
 def test_kv_stages_are_of_both_unless_v_has_its_own(fields: Fields) -> None:
     asked = fields["stages"]
     kernel = planned(fields)
-    assume(kernel is not None and "kv" in asked)
+    assume(kernel is not None)
     assert kernel is not None
     numbers = numbers_of(kernel)
     assert numbers["K_STAGES"] == asked["kv"]
