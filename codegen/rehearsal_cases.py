@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from .cases import DYNAMIC
 
-Data = Literal["normal", "huge_key", "negative"]
+Data = Literal["normal", "huge_key", "negative", "second_rows"]
 Layout = Literal["bshd", "bhsd", "fused"]
 
 # A fixed length may be too much for a model. More blocks than this, and only one cluster runs, with
@@ -99,10 +99,11 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("strided", 33, 3 * block - 7, *strided, **options)
     if DYNAMIC not in spec["seqlen"].values():
         return
-    yield case("exact", twice, 3 * block, 1, 1)
+    second: dict[str, Any] = {"data": "second_rows"}
+    yield case("exact", twice, 3 * block, 1, 1, **second)
     blocks = 1 if group else 2
     odd = math.ceil(5 / work_of_head)
-    yield case("waves", rows - 1, blocks * block + 1, 1, odd, clusters=2)
+    yield case("waves", rows - 1, blocks * block + 1, 1, odd, clusters=2, **second)
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
@@ -111,7 +112,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # Its scores are negative, which is when every block takes a new reference, and change
         # their level from block to block.
         few = 5 if group else rows + 5
-        yield case("long_kv", few, 7 * block, 1, 1, data="negative")
+        yield case("long_kv", few, 13 * block, 1, 1, data="negative")
+        # Causal: rows of the last block, and one before it that not all rows see whole.
+        yield case("half", rows, rows + block + block // 2, 1, 1, **second)
         if (
             tiles.sms_per_head
         ):  # sections of heads, the last one smaller than the others

@@ -31,6 +31,7 @@ GUARD_BYTE = 0xA5  # as floats: small normal numbers, neither zero nor NaN
 NAN16 = 0x7FFF  # in bf16 and fp16
 NAN32 = 0x7FC0_0000
 HUGE_KEY = 64.0
+ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
 # Of `negative` keys, for each seventh of a sequence, of which the last is taken first. 30 makes
 # scores near -200: where they rise by that and the reference is not renewed, P overflows.
 NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
@@ -155,6 +156,14 @@ def make_problem(spec: Mapping[str, Any], case: Case) -> Problem:
             # Late in the order of the blocks, which are taken from the last one on: what was
             # summed before must be rescaled.
             values[:, case.kv // 4] *= HUGE_KEY
+        # Two keys in turn move the reference of each thread's second row, never of its first: what
+        # a warp does for the one row alone must not hide behind the other.
+        if case.data == "second_rows" and name == "q":
+            values = np.abs(values)
+            values[:, np.arange(case.q) // ROW_GROUP % 2 == 0] *= -1
+        if case.data == "second_rows" and name == "k":
+            for key, factor in ((case.kv // 2, 1), (case.kv // 4, 2)):
+                values[:, key] = np.abs(values[:, key]) * factor * HUGE_KEY
         if case.data == "negative" and name in ("q", "k"):
             values = np.abs(values)
         if case.data == "negative" and name == "k":

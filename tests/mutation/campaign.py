@@ -38,9 +38,10 @@ KERNELS = (  # one for each structure
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
 # are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
-# stages; then a CTA with an odd number of tiles; last, two query tiles of one head where a group of
-# heads is enough for the others.
-CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused")
+# stages; then a CTA with an odd number of tiles; two query tiles of one head where a group of heads
+# is enough for the others; a block before the last that some rows see in part, others whole; last,
+# so many blocks that a miscounted barrier drifts into another phase.
+CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused", "half", "long_kv")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)

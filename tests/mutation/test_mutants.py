@@ -97,7 +97,7 @@ def test_only_a_multicast_loses_bits_of_its_mask():
 def test_source_mutants_are_python_and_unlike_each_other(stem):
     source = (GENERATED / f"{stem}.py").read_text(encoding="utf-8")
     found = list(source_mutants.mutants(source))
-    assert len(found) > 80
+    assert len(found) > 60
     assert len({mutant.name for mutant in found}) == len(found)
     assert len({mutant.text for mutant in found} | {source}) == len(found) + 1
     for mutant in found:
