@@ -103,6 +103,19 @@ def test_negative_scores_rise_and_fall_by_more_than_p_can_hold():
     assert (steps > 128).any() and (steps < -128).any()
 
 
+def test_only_second_rows_meet_larger_keys():
+    """Of 16 rows the last eight; the first see nothing of these keys, nor do they stay negative."""
+    case = Case("x", 1, 1, q=32, kv=100, sm_count=1, data="second_rows")
+    made = tensors.make_problem(SPEC, case)
+    q, k = (tensors.FROM_BITS["bf16"](x.view)[0, :, 0] for x in (made.q, made.k))
+    scores = q @ k.T * tensors.scale_of(SPEC) / np.log(2)
+    second = np.arange(32) // 8 % 2 == 1
+    others = np.delete(scores, (25, 50), axis=1).max(axis=1)
+    assert (scores[second, 50] > others[second] + 8).all()
+    assert (scores[second, 25] > scores[second, 50] + 8).all()
+    assert (scores[~second][:, (25, 50)] < 0).all() and (others[~second] > 0).all()
+
+
 def test_a_huge_key_is_the_one_of_its_case():
     case = Case("x", 1, 1, q=8, kv=100, sm_count=1, data="huge_key")
     keys = tensors.FROM_BITS["bf16"](tensors.make_problem(SPEC, case).k.view)
