@@ -110,9 +110,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
         # a few blocks must not wait for what the others hold back.
         # Its scores are negative, which is when every block takes a new reference, and change
-        # their level from block to block.
+        # their level from one pair of blocks to the next: `negative` has sevenths.
         few = 5 if group else rows + 5
-        yield case("long_kv", few, 13 * block, 1, 1, data="negative")
+        yield case("long_kv", few, 14 * block, 1, 1, data="negative")
         # Causal: rows of the last block, and one before it that not all rows see whole.
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
         if (
