@@ -133,7 +133,7 @@ def test_a_run(generated: tuple[Path, Path]) -> None:
     assert lines[1][:6] == ["causal", "b2", "h2", "s64", "causal", "0"]
     assert lines[4][6:] == [
         *("0", "fa4", "1.20", "0", "1.20", "0", "1.20", "0", "1.20"),
-        *("10.0", "1701", "-"),
+        *("10.0/2.0", "1701", "-"),
     ]
     assert "4 problems: geometric mean 1.200, least 1.200" in result.stdout
 
