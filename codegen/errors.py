@@ -126,6 +126,12 @@ class EnvironmentProblem(FmhaGenError):
     exit_code: ClassVar[int] = 3
 
 
+def one_line(failure: Exception) -> str:
+    """The kind of a failure, and the first line of what it says."""
+    text = str(failure).strip().splitlines()
+    return f"{type(failure).__name__}: {text[0] if text else 'no message'}"
+
+
 def quoted(text: str) -> str:
     """Return `text` in double quotes, ASCII only, cut to a readable length: safe for a terminal."""
     if len(text) > _LONGEST_QUOTE:

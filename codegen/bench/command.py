@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import evaluation
-from ..errors import CheckFailed, EnvironmentProblem
+from ..errors import CheckFailed, EnvironmentProblem, one_line
 from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
 from ..gpu import Gpu, find_gpu
 from ..render import body_digest
@@ -30,7 +30,6 @@ RUNG = "benchmarked"
 PACKAGES = {"cudnn": "torch", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 DEFAULT_ROUNDS = 5
 RECORD_ROUNDS = 5  # at least, for a record
-WRONG = 0.02  # relative error beyond which a contender computes something else
 MATMUL = "matmul"
 
 
@@ -355,7 +354,7 @@ def time_cell(
         try:
             launch = launch_of(name)
             error = contenders.error_of(launch, cell.problem, inputs)
-            if not error <= WRONG:
+            if not error <= contenders.WRONG:
                 raise RuntimeError(
                     f"computes something else: relative error {error:.3g}"
                 )
@@ -376,9 +375,3 @@ def time_cell(
                 cell.timings[name].bare_host_seconds = host_seconds(
                     contenders.bare(modules[name], inputs), device, rounds
                 )
-
-
-def one_line(failure: Exception) -> str:
-    """The kind of a failure, and the first line of what it says."""
-    text = str(failure).strip().splitlines()
-    return f"{type(failure).__name__}: {text[0] if text else 'no message'}"

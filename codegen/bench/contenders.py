@@ -23,6 +23,7 @@ from ..trial import DTYPES
 from .problems import Problem
 from .timing import SEED, Launch
 
+WRONG = 0.02  # relative error beyond which a contender computes something else
 MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card is
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 DISTRIBUTIONS = {"fa3": "flash_attn_3", "fa4": "flash-attn-4"}  # by peer

@@ -25,10 +25,10 @@ import torch
 
 from .. import trial
 from ..bench import contenders, timing
-from ..bench.command import WRONG, one_line
 from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
 from ..cases import Case, cases_for
+from ..errors import one_line
 from ..gpu import find_gpu
 from ..processes import Event
 from ..toolchain import COMPILE_SECONDS
@@ -157,7 +157,7 @@ def check_problem(
 ) -> None:
     """Raise Rejected when a kernel computes something else where it is timed."""
     error = contenders.error_of(launch, problem, inputs)
-    if not error <= WRONG:
+    if not error <= contenders.WRONG:
         raise Rejected(f"wrong: {problem}: relative error {error:.3g}")
 
 

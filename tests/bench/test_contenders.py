@@ -78,11 +78,11 @@ def test_every_peer_computes_the_problem(
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     launch = contenders.fa4(replace(PROBLEM, causal=False), inputs)
-    assert contenders.error_of(launch, PROBLEM, inputs) > command.WRONG
+    assert contenders.error_of(launch, PROBLEM, inputs) > contenders.WRONG
     out = contenders.fa4(PROBLEM, inputs)()
     out[-1, -1, -1, -1] = float("nan")
     error = contenders.error_of(lambda: out, PROBLEM, inputs)
-    assert not error <= command.WRONG
+    assert not error <= contenders.WRONG
 
 
 def test_cudnn_has_no_bottom_right_mask(calls: list[Any]) -> None:
