@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .. import evaluation, records, toolchain
+from .. import cache, evaluation, records, toolchain
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
 from ..errors import CheckFailed
@@ -22,7 +22,7 @@ from . import board
 from .arena import GpuArena
 from .board import Tuning
 from .candidates import Candidate, built, planned
-from .journal import Journal, Terms
+from .journal import SOURCES, Journal, Terms
 from .search import Arena, Standings, Tournament
 
 # The lengths of decision 0013's grid, each with as many sequences as make 16,384 tokens.
@@ -96,6 +96,7 @@ def _tune(spec_file: SpecFile, options: Options, gpu: Gpu | None) -> Tuning:
         driver=gpu.driver,
         dsl=str(toolchain.dsl_distributions()),
         problems=tuple(str(problem) for problem in tuning.problems),
+        method=cache.source_digest(*SOURCES),
     )
     folder = options.journals or options.out / Path(records.path_of("")).parent
     with (

@@ -2,8 +2,9 @@
 """What tuning has found out, a JSON object per line, written as it happens.
 
 What was found on a GPU stands under a key made of all that it depends on: the kernels' text, the
-GPU, its driver, the DSL, the problems and the number of rounds. So a run that was interrupted
-resumes, and nothing is taken over after any of these has changed. Delete the file to start anew.
+GPU, its driver, the DSL, the problems, the number of rounds, and our own code that checks and
+times. So a run that was interrupted resumes, and nothing is taken over after any of these has
+changed. Delete the file to start anew.
 """
 
 from __future__ import annotations
@@ -15,13 +16,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Final
 
 from .. import cache
 from ..errors import CheckFailed, EnvironmentProblem
 from .rounds import Played
 
 Entry = dict[str, Any]
+
+# What decides who is wrong and how rounds are taken.
+SOURCES: Final = (
+    *(f"bench/{name}.py" for name in ("contenders", "cuda", "problems", "timing")),
+    *(f"{name}.py" for name in ("cases", "compare", "reference", "trial")),
+    *(f"tune/{name}.py" for name in ("rounds", "worker")),
+)
 
 
 @dataclass(frozen=True)
@@ -37,18 +45,22 @@ class Heat:
 
 @dataclass(frozen=True)
 class Terms:
-    """What a heat depends on beside its contenders: the machine and the problems, in words."""
+    """What a heat depends on beside its contenders: the machine and the problems, in words.
+
+    method: digest of `SOURCES`.
+    """
 
     gpu: str
     driver: str
     dsl: str
     problems: tuple[str, ...]
+    method: str
 
     def key(self, contenders: Sequence[str], rounds: int) -> str:
         """The key of a heat; the incumbent is the first contender."""
         incumbent, *others = contenders
-        parts = [self.gpu, self.driver, self.dsl, *self.problems, str(rounds)]
-        return cache.key("heat", [*parts, incumbent, *sorted(others)])
+        parts = [self.gpu, self.driver, self.dsl, self.method, str(rounds)]
+        return cache.key("heat", [*parts, *self.problems, incumbent, *sorted(others)])
 
 
 class Journal:
@@ -130,6 +142,7 @@ class Journal:
             gpu=terms.gpu,
             driver=terms.driver,
             dsl=terms.dsl,
+            method=terms.method,
             contenders=list(contenders),
             rounds=played,
             rejected=heat.rejected,

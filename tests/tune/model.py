@@ -11,7 +11,7 @@ from fmha_gen.tune.journal import Heat, Terms
 from fmha_gen.tune.rounds import play
 
 INCUMBENT = "incumbent"
-TERMS = Terms("NVIDIA H200", "580", "4.8.1", ("short", "long"))
+TERMS = Terms("NVIDIA H200", "580", "4.8.1", ("short", "long"), "one")
 
 
 @dataclass

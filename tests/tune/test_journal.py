@@ -57,6 +57,7 @@ def test_a_heat_is_known_by_all_that_it_depends_on() -> None:
         replace(TERMS, driver="581").key(["i", "a", "b"], 2),
         replace(TERMS, dsl="4.8.2").key(["i", "a", "b"], 2),
         replace(TERMS, problems=("short",)).key(["i", "a", "b"], 2),
+        replace(TERMS, method="another").key(["i", "a", "b"], 2),
     ]
     assert len({key, *others}) == len(others) + 1
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
 import sys
@@ -18,9 +19,12 @@ torch = pytest.importorskip(
 )
 
 from bench.model import ModelDevice, ModelGauge  # noqa: E402
+from fmha_gen import compare, reference, trial  # noqa: E402
+from fmha_gen.bench import contenders, timing  # noqa: E402
+from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.bench.problems import Problem  # noqa: E402
 from fmha_gen.cases import Case  # noqa: E402
-from fmha_gen.tune import worker  # noqa: E402
+from fmha_gen.tune import journal, worker  # noqa: E402
 from fmha_gen.tune.rounds import score  # noqa: E402
 from unit.fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
 
@@ -168,6 +172,19 @@ def test_the_checks_are_a_ragged_case_and_one_of_many_tiles(
         assert many.name.startswith("many")
     fixed = worker.check_cases(spec(seqlen={"q": 4096, "kv": 4096}))
     assert {(case.q, case.kv) for case in fixed} == {(4096, 4096)}
+
+
+def test_all_that_decides_a_heat_is_in_its_key() -> None:
+    deciding: list[Any] = [
+        *(worker.check, worker.check_problem, worker.play, trial.check_case),
+        *(contenders.error_of, contenders.make_inputs, timing.graph_round),
+        *(compare.judge_output, reference.attention, Case, Problem, CudaDevice),
+    ]
+    package = Path(journal.__file__).parents[1]
+    files = {
+        Path(inspect.getfile(one)).relative_to(package).as_posix() for one in deciding
+    }
+    assert files == set(journal.SOURCES)
 
 
 def test_a_machine_that_cannot_is_told_apart(
