@@ -24,6 +24,8 @@ from .journal import Heat
 # A process has a limit for each of its phases; this one is for a process that hangs before them.
 WHOLE_SECONDS = 3600.0
 
+MACHINE = ""  # who fails when no contender does
+
 
 def worker_command(request: Path, events: Path, options: Sequence[str]) -> list[str]:
     """The process that plays one heat on the GPU."""
@@ -106,7 +108,10 @@ def judge(found: Sequence[Event], ending: Ending) -> Heat:
         if not started:
             raise CheckFailed(f"the timing process failed: {ending.problem}")
         last = started[-1]
-        rejected[last["who"]] = f"{_how(ending, last['limit'])} ({last['phase']})"
+        why = f"{_how(ending, last['limit'])} ({last['phase']})"
+        if last["who"] == MACHINE:
+            raise EnvironmentProblem(why)
+        rejected[last["who"]] = why
     played = {event["problem"]: event["rounds"] for event in of_kind(found, "rounds")}
     return Heat(played, rejected)
 

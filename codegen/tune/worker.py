@@ -3,9 +3,9 @@
 
 ``python -m fmha_gen.tune.worker REQUEST.json EVENTS`` appends one JSON object per line to EVENTS:
 ``start`` (``who``, ``phase``) before whatever may fail, ``rejected`` (``who``, ``why``) after it
-did, ``rounds`` (``problem``, ``rounds``) for every problem, ``end``; or only ``environment``. A
-phase that takes longer than the request's limit ends the process by SIGALRM, which needs no
-cooperation of an interpreter that waits for the GPU.
+did, ``rounds`` (``problem``, ``rounds``) for every problem, ``end``; ``environment`` when the
+machine is what fails. A phase that takes longer than the request's limit ends the process by
+SIGALRM, which needs no cooperation of an interpreter that waits for the GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from ..errors import one_line
 from ..gpu import find_gpu
 from ..processes import Event
 from ..toolchain import COMPILE_SECONDS
+from .arena import MACHINE
 from .rounds import play
+
+
+NOBODY = (MACHINE, "a heat")  # who does what between phases
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,7 @@ class Rejected(Exception):
 
 
 class Session:
-    """One heat. ``who``: the contender that whatever happens now is about."""
+    """One heat. ``who``: the contender that whatever happens now is about, or `MACHINE`."""
 
     def __init__(
         self, request: Request, gpu: Gpu, report: Callable[[Event], None]
@@ -75,7 +79,7 @@ class Session:
         self._request = request
         self._gpu = gpu
         self._report = report
-        self._who = ""
+        self._who, self._doing = NOBODY
 
     def run(self) -> None:
         """Check and time the contenders; the first one that fails ends it, and is reported."""
@@ -88,22 +92,27 @@ class Session:
                         check(kernels[name], self._gpu.checks)
                 for problem in self._request.problems:
                     self._play(Problem(**problem), kernels)
-        except Exception as failure:  # of GPU, DSL or check: all are this contender's
-            why = failure if isinstance(failure, Rejected) else one_line(failure)
-            self._report({"event": "rejected", "who": self._who, "why": str(why)})
+        except Exception as failure:  # of GPU, DSL or check
+            why = str(failure) if isinstance(failure, Rejected) else one_line(failure)
+            if self._who == MACHINE:
+                message = f"{self._doing}: {why}"
+                self._report({"event": "environment", "message": message})
+            else:
+                self._report({"event": "rejected", "who": self._who, "why": why})
         else:
             self._report({"event": "end"})
 
     @contextmanager
     def _phase(self, name: str, phase: str, limit: int = 0) -> Iterator[None]:
         limit = limit or self._request.limit
-        self._who = name
+        self._who, self._doing = name, phase
         self._report({"event": "start", "who": name, "phase": phase, "limit": limit})
         signal.alarm(limit)
         try:
             yield
         finally:
             signal.alarm(0)
+        self._who, self._doing = NOBODY
 
     def _load(self) -> dict[str, Any]:
         kernels = {}
@@ -114,7 +123,8 @@ class Session:
         return kernels
 
     def _play(self, problem: Problem, kernels: Mapping[str, Any]) -> None:
-        inputs = contenders.make_inputs(problem, self._gpu.name)
+        with self._phase(MACHINE, f"inputs of {problem}"):
+            inputs = contenders.make_inputs(problem, self._gpu.name)
         ready = {}
         for name, kernel in kernels.items():
             with self._phase(name, str(problem)):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ import pytest
 from fmha_gen.bench.problems import Problem
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.processes import Ending
-from fmha_gen.tune.arena import GpuArena, judge, worker_command
+from fmha_gen.tune.arena import MACHINE, GpuArena, judge, worker_command
 
 PROBLEM = Problem("bf16", 1, 2, 2, 64, 80, 64, 64, False, False)
 START = {"event": "start", "who": "a", "phase": "check", "limit": 60}
@@ -127,6 +128,9 @@ def test_what_is_no_contenders_fault_is_an_error() -> None:
         judged({"event": "environment", "message": "no GPU"})
     with pytest.raises(CheckFailed, match="status 1: last words"):
         judged(status=1)
+    inputs = {**START, "who": MACHINE, "phase": "inputs of p"}
+    with pytest.raises(EnvironmentProblem, match=r"hung: more than 60 s \(inputs"):
+        judged(START, inputs, status=-signal.SIGALRM)
 
 
 def test_the_real_process_reads_its_request(tmp_path: Path) -> None:

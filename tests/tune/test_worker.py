@@ -113,7 +113,7 @@ def test_a_candidate_is_checked_and_then_timed_beside_the_incumbent(
     assert score(played, "new", "old").time == pytest.approx(0.9)
     phases = [(e["who"], e["phase"]) for e in found if e["event"] == "start"]
     assert phases[:3] == [("old", "compile"), ("new", "compile"), ("new", "check")]
-    assert {phase for _, phase in phases[3:]} == {str(SMALL), str(LARGE)}
+    assert {phase for who, phase in phases[3:] if who} == {str(SMALL), str(LARGE)}
 
 
 def test_a_heat_together_is_not_checked_again_case_by_case(tmp_path: Path) -> None:
@@ -147,6 +147,25 @@ def test_what_is_wrong_only_where_it_is_timed_is_found_there(tmp_path: Path) -> 
     found = heat(tmp_path, "old", "bad", check=("bad",), fault=fault)
     assert kinds(found) == ["rounds", "rejected"]
     assert found[-1]["why"].startswith(f"wrong: {LARGE}: relative error 0.")
+
+
+def test_inputs_that_do_not_fit_are_nobodys_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = contenders.make_inputs
+
+    def only_small(problem: Problem, name: str) -> Any:
+        if problem == LARGE:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB\nof 8")
+        return make(problem, name)
+
+    monkeypatch.setattr(contenders, "make_inputs", only_small)
+    found = heat(tmp_path, "old", "new", check=("new",))
+    assert kinds(found) == ["rounds", "environment"]
+    assert found[-2]["phase"] == f"inputs of {LARGE}"
+    assert found[-1]["message"] == (
+        f"inputs of {LARGE}: OutOfMemoryError: tried to allocate 9 GiB"
+    )
 
 
 def test_every_phase_has_its_limit_and_none_is_left_at_the_end(
