@@ -102,7 +102,9 @@ def judge(found: Sequence[Event], ending: Ending) -> Heat:
     """
     for event in of_kind(found, "environment"):
         raise EnvironmentProblem(event["message"])
-    rejected = {event["who"]: event["why"] for event in of_kind(found, "rejected")}
+    events = of_kind(found, "rejected")
+    rejected = {event["who"]: event["why"] for event in events}
+    lasting = all(event["wrong"] for event in events)
     if not rejected and not of_kind(found, "end"):
         started = of_kind(found, "start")
         if not started:
@@ -111,9 +113,9 @@ def judge(found: Sequence[Event], ending: Ending) -> Heat:
         why = f"{_how(ending, last['limit'])} ({last['phase']})"
         if last["who"] == MACHINE:
             raise EnvironmentProblem(why)
-        rejected[last["who"]] = why
+        rejected[last["who"]], lasting = why, False
     played = {event["problem"]: event["rounds"] for event in of_kind(found, "rounds")}
-    return Heat(played, rejected)
+    return Heat(played, rejected, lasting)
 
 
 def _how(ending: Ending, limit: int) -> str:

@@ -4,7 +4,9 @@
 What was found on a GPU stands under a key made of all that it depends on: the kernels' text, the
 GPU, its driver, the DSL, the problems, the number of rounds, and our own code that checks and
 times. So a run that was interrupted resumes, and nothing is taken over after any of these has
-changed. Delete the file to start anew.
+changed. A rejection is taken over only when the kernel was wrong: who hung, crashed or found no
+memory may have the machine to blame, or a short limit, and runs again. Delete the file to start
+anew.
 """
 
 from __future__ import annotations
@@ -36,11 +38,13 @@ SOURCES: Final = (
 class Heat:
     """What one process showed: everyone's rounds by problem, and who was rejected, and why.
 
-    The rounds count only when nobody was rejected: they are not complete otherwise.
+    The rounds count only when nobody was rejected: they are not complete otherwise. lasting:
+    whether it would be so again.
     """
 
     played: Played
     rejected: Mapping[str, str]
+    lasting: bool = True
 
 
 @dataclass(frozen=True)
@@ -131,14 +135,17 @@ class Journal:
     def note_heat(
         self, terms: Terms, contenders: Sequence[str], rounds: int, heat: Heat
     ) -> None:
-        """Add a heat; contenders: body digests, the incumbent's first, as in each round."""
+        """Add a heat; contenders: body digests, the incumbent's first, as in each round.
+
+        One that does not last has no key: it is evidence, and nobody finds it.
+        """
         played = {
             problem: [[one[name] for name in contenders] for one in rounds_of]
             for problem, rounds_of in heat.played.items()
         }
         self.note(
             event="heat",
-            key=terms.key(contenders, rounds),
+            key=terms.key(contenders, rounds) if heat.lasting else None,
             gpu=terms.gpu,
             driver=terms.driver,
             dsl=terms.dsl,

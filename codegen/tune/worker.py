@@ -2,10 +2,11 @@
 """Contenders on the GPU: checked, then timed in turn, in a process that may hang or crash.
 
 ``python -m fmha_gen.tune.worker REQUEST.json EVENTS`` appends one JSON object per line to EVENTS:
-``start`` (``who``, ``phase``) before whatever may fail, ``rejected`` (``who``, ``why``) after it
-did, ``rounds`` (``problem``, ``rounds``) for every problem, ``end``; ``environment`` when the
-machine is what fails. A phase that takes longer than the request's limit ends the process by
-SIGALRM, which needs no cooperation of an interpreter that waits for the GPU.
+``start`` (``who``, ``phase``) before whatever may fail, ``rejected`` (``who``, ``why``, ``wrong``:
+whether by what it computes) after it did, ``rounds`` (``problem``, ``rounds``) for every problem,
+``end``; ``environment`` when the machine is what fails. A phase that takes longer than the
+request's limit ends the process by SIGALRM, which needs no cooperation of an interpreter that
+waits for the GPU.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Gpu:
     name: str = "cuda"  # of a torch.device
 
 
-class Rejected(Exception):
-    """A contender that goes no further; its text says why."""
+class Wrong(Exception):
+    """A contender that computes something else; its text says where."""
 
 
 class Session:
@@ -93,12 +94,14 @@ class Session:
                 for problem in self._request.problems:
                     self._play(Problem(**problem), kernels)
         except Exception as failure:  # of GPU, DSL or check
-            why = str(failure) if isinstance(failure, Rejected) else one_line(failure)
+            wrong = isinstance(failure, Wrong)
+            why = str(failure) if wrong else one_line(failure)
             if self._who == MACHINE:
                 message = f"{self._doing}: {why}"
                 self._report({"event": "environment", "message": message})
             else:
-                self._report({"event": "rejected", "who": self._who, "why": why})
+                found = {"who": self._who, "why": why, "wrong": wrong}
+                self._report({"event": "rejected", **found})
         else:
             self._report({"event": "end"})
 
@@ -146,12 +149,12 @@ class Session:
 
 
 def check(kernel: Any, device: trial.Device) -> None:
-    """Raise Rejected when a kernel is wrong in one of its `check_cases`."""
+    """Raise Wrong when a kernel is wrong in one of its `check_cases`."""
     strided_lse = trial.warm_up(kernel, device)
     for case in check_cases(kernel.SPEC):
         result = trial.check_case(kernel, case, device, strided_lse=strided_lse)
         if result.findings:
-            raise Rejected(f"wrong: {case.name}: {result.findings[0]}")
+            raise Wrong(f"wrong: {case.name}: {result.findings[0]}")
 
 
 def check_cases(spec: Mapping[str, Any]) -> tuple[Case, ...]:
@@ -165,10 +168,10 @@ def check_cases(spec: Mapping[str, Any]) -> tuple[Case, ...]:
 def check_problem(
     launch: timing.Launch, problem: Problem, inputs: contenders.Inputs
 ) -> None:
-    """Raise Rejected when a kernel computes something else where it is timed."""
+    """Raise Wrong when a kernel computes something else where it is timed."""
     error = contenders.error_of(launch, problem, inputs)
     if not error <= contenders.WRONG:
-        raise Rejected(f"wrong: {problem}: relative error {error:.3g}")
+        raise Wrong(f"wrong: {problem}: relative error {error:.3g}")
 
 
 def run_here(request: Request, report: Callable[[Event], None]) -> None:

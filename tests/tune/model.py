@@ -44,7 +44,8 @@ class ModelArena:
     ) -> Heat:
         self.heats.append((tuple(names), rounds))
         if failed := [name for name in names if name in faults]:
-            return Heat({}, {failed[0]: faults[failed[0]]})
+            why = faults[failed[0]]
+            return Heat({}, {failed[0]: why}, lasting=why.startswith("wrong"))
         truth, self.truth = self.truth, {**self.truth, **self.lucky.get(rounds, {})}
         played = {
             problem: list(play(names, self.take, rounds, self.dice))

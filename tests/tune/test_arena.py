@@ -112,7 +112,7 @@ def judged(*events: dict[str, Any], status: int | None = 0) -> Any:
 
 def test_verdicts() -> None:
     assert judged(START, ROUNDS, END).played == {"p": ROUNDS["rounds"]}
-    wrong = {"event": "rejected", "who": "a", "why": "wrong: x"}
+    wrong = {"event": "rejected", "who": "a", "why": "wrong: x", "wrong": True}
     assert judged(START, wrong).rejected == {"a": "wrong: x"}
     assert judged(START, status=None).rejected == {
         "a": "hung: did not end within 3600 s (check)"
@@ -121,6 +121,16 @@ def test_verdicts() -> None:
         "a": "crashed: ended with status 1: last words (check)"
     }
     assert judged(START).rejected == {"a": "crashed: stopped early (check)"}
+
+
+def test_only_who_is_wrong_will_be_rejected_again() -> None:
+    wrong = {"event": "rejected", "who": "a", "why": "wrong: x", "wrong": True}
+    memory = {**wrong, "why": "OutOfMemoryError: x", "wrong": False}
+    assert judged(START, ROUNDS, END).lasting
+    assert judged(START, wrong).lasting
+    assert not judged(START, memory).lasting
+    assert not judged(START, status=-signal.SIGALRM).lasting
+    assert not judged(START, status=-signal.SIGSEGV).lasting
 
 
 def test_what_is_no_contenders_fault_is_an_error() -> None:

@@ -117,6 +117,18 @@ def test_who_is_wrong_or_hangs_is_never_timed(tmp_path: Path) -> None:
         assert found.of[name].score is None
 
 
+def test_only_who_is_wrong_is_not_tried_again(tmp_path: Path) -> None:
+    """A hang may be a short limit, and a lack of memory somebody else's program."""
+    faults = {"c-3": "hung: more than 5 s (check)", "c-2": "wrong: plain: error 1"}
+    assert search(arena(faults=faults), tmp_path).winner == "c-1"
+    noted = (tmp_path / "k.tune.jsonl").read_text()
+    assert all(why in noted for why in faults.values())
+    again = arena()
+    assert search(again, tmp_path).winner == "c-3"
+    alone = [names for names, rounds in again.heats if rounds == ALONE_ROUNDS]
+    assert alone == [(INCUMBENT, "c-3")]
+
+
 def test_who_fails_among_others_is_dropped_and_the_heat_repeated(
     tmp_path: Path,
 ) -> None:

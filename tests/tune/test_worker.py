@@ -137,6 +137,7 @@ def test_a_bad_candidate_is_rejected_and_never_timed(
     found = heat(tmp_path, "old", "bad", check=("bad",), fault=fault)
     assert kinds(found) == ["rejected"]
     assert found[-1]["who"] == "bad"
+    assert found[-1]["wrong"] == why.startswith("wrong")
     assert found[-1]["why"].startswith(why)
     assert "\n" not in found[-1]["why"]
     assert not any(what.startswith("graph") for what, _ in device.log)
