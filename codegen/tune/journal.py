@@ -24,8 +24,6 @@ from .. import cache
 from ..errors import CheckFailed, EnvironmentProblem
 from .rounds import Played
 
-Entry = dict[str, Any]
-
 # What decides who is wrong and how rounds are taken.
 SOURCES: Final = (
     *(f"bench/{name}.py" for name in ("contenders", "cuda", "problems", "timing")),
@@ -78,8 +76,14 @@ class Journal:
             self._file = path.open("a+", encoding="utf-8")
         except OSError as error:
             raise EnvironmentProblem(f"{path}: cannot be written: {error}") from error
+        self._lines: set[str] = set()
+        self._heats: dict[str, Heat] = {}
         try:
-            self._entries = self._read()
+            for line in self._read():
+                self._enter(line)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self._file.close()
+            raise CheckFailed(f"{path}: not a journal: {error!r}") from error
         except BaseException:
             self._file.close()
             raise
@@ -95,7 +99,8 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def _read(self) -> list[Entry]:
+    def _read(self) -> list[str]:
+        """The whole lines; half a one at the end is cut off."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -105,32 +110,32 @@ class Journal:
         if torn:  # the writer died in it
             whole = "".join(f"{line}\n" for line in lines)
             os.truncate(self.path, len(whole.encode()))
-        try:
-            return [{**json.loads(line)} for line in lines]
-        except (ValueError, TypeError) as error:
-            raise CheckFailed(f"{self.path}: not a journal: {error}") from error
+        return lines
+
+    def _enter(self, line: str) -> None:
+        entry = {**json.loads(line)}
+        self._lines.add(line)
+        if entry.get("key") is not None:
+            names = entry["contenders"]
+            played = {
+                problem: [dict(zip(names, one, strict=True)) for one in rounds]
+                for problem, rounds in entry["rounds"].items()
+            }
+            self._heats[entry["key"]] = Heat(played, {**entry["rejected"]})
 
     def note(self, **entry: Any) -> None:
         """Add an entry, unless the very same one is there; on disk when this returns."""
-        plain = json.loads(json.dumps(entry))
-        if plain in self._entries:
+        line = json.dumps(entry)
+        if line in self._lines:
             return
-        self._file.write(json.dumps(plain) + "\n")
+        self._file.write(line + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._entries.append(plain)
+        self._enter(line)
 
     def heat(self, key: str) -> Heat | None:
         """The heat with a key, if it is known."""
-        for entry in self._entries:
-            if entry.get("key") == key:
-                names = entry["contenders"]
-                played = {
-                    problem: [dict(zip(names, one, strict=True)) for one in rounds]
-                    for problem, rounds in entry["rounds"].items()
-                }
-                return Heat(played, entry["rejected"])
-        return None
+        return self._heats.get(key)
 
     def note_heat(
         self, terms: Terms, contenders: Sequence[str], rounds: int, heat: Heat

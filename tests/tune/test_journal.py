@@ -71,7 +71,18 @@ def test_half_a_line_is_dropped_and_written_over(path: Path) -> None:
     assert path.read_text() == whole + '{"event": "result"}\n'
 
 
-@pytest.mark.parametrize("text", ["no json\n", "[1]\n", "3\n"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json\n",
+        "[1]\n",
+        "3\n",
+        '{"event": "heat", "key": "k"}\n',
+        '{"key": "k", "contenders": ["i"], "rounds": [], "rejected": {}}\n',
+        '{"key": "k", "contenders": ["i"], "rounds": {"p": [[1, 2]]}, "rejected": {}}\n',
+        '{"key": [], "contenders": [], "rounds": {}, "rejected": {}}\n',
+    ],
+)
 def test_another_file_is_left_alone(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(CheckFailed, match="not a journal"):
