@@ -6,14 +6,14 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import cache, evaluation, records, toolchain
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
-from ..errors import CheckFailed
+from ..errors import CheckFailed, SpecError
 from ..gpu import Gpu, find_gpu
 from ..rehearsal import read_constants
 from ..spec import SpecFile, load_specs
@@ -56,31 +56,55 @@ def run(
 ) -> list[Tuning]:
     """Tune specs one after the other, print how it went and write the winners into them.
 
-    dry_run: stop before the GPU, which is then not needed. Raises SpecError, EnvironmentProblem,
-    and CheckFailed for specs that cannot be tuned, after the others.
+    dry_run: stop before the GPU, which is then not needed. Raises SpecError before anything runs;
+    EnvironmentProblem; and CheckFailed for specs that cannot be tuned, after the others. as_json:
+    print the specs that were tuned, also when another one ends it.
     """
     specs = load_specs(paths)
+    candidates = _planned(specs, options.fixed)
     if not dry_run:
         require_gpu()
     gpu = None if dry_run else find_gpu()
-    tunings, failures = [], []
-    for spec_file in specs:
-        try:
-            tunings.append(_tune(spec_file, options, gpu))
-        except CheckFailed as error:
-            failures.append(f"{spec_file.path}: {error}")
-            continue
-        if not as_json:
-            _print(tunings[-1])
-    if as_json:
-        print(json.dumps([board.as_json(one) for one in tunings], indent=2))
+    tunings: list[Tuning] = []
+    failures = []
+    try:
+        for spec_file, able in zip(specs, candidates, strict=True):
+            try:
+                tunings.append(_tune(spec_file, able, options, gpu))
+            except CheckFailed as error:
+                failures.append(f"{spec_file.path}: {error}")
+                continue
+            if not as_json:
+                _print(tunings[-1])
+    finally:  # their winners are in the specs
+        if as_json:
+            print(json.dumps([board.as_json(one) for one in tunings], indent=2))
     if failures:
         raise CheckFailed("\n".join(failures))
     return tunings
 
 
-def _tune(spec_file: SpecFile, options: Options, gpu: Gpu | None) -> Tuning:
-    candidates = planned(spec_file, options.fixed)
+def _planned(
+    specs: Iterable[SpecFile], fixed: Mapping[str, Sequence[int]]
+) -> list[list[Candidate]]:
+    """The candidates of each spec; a SpecError has what is wrong with any."""
+    found, wrong = [], []
+    for spec_file in specs:
+        try:
+            found.append(planned(spec_file, fixed))
+        except SpecError as error:
+            wrong += error.diagnostics
+    if wrong:
+        raise SpecError(wrong)
+    return found
+
+
+def _tune(
+    spec_file: SpecFile,
+    candidates: list[Candidate],
+    options: Options,
+    gpu: Gpu | None,
+) -> Tuning:
     able = sum(one.rejection is None for one in candidates)
     with evaluation.progress_bar("compile", able) as advance:
         candidates = built(

@@ -192,6 +192,33 @@ def test_one_spec_that_fails_does_not_stop_the_others(folder: Path) -> None:
     assert "winner: tile.kv 128 to 96" in result.stdout
 
 
+def test_specs_that_do_not_fit_are_all_told_before_anything_runs(folder: Path) -> None:
+    for name in ("x", "y"):
+        (folder / "specs" / f"{name}.yaml").write_text(SPEC + "stages: {kv: 8}\n")
+    result = tune("specs", *SIX, "--seqlen", "512")
+    assert result.exit_code == 2
+    assert "specs/x.yaml:5:" in result.stderr and "specs/y.yaml:5:" in result.stderr
+    assert not arenas
+    assert (folder / "specs" / "k.yaml").read_text() == SPEC
+
+
+def test_a_machine_that_fails_leaves_the_json_of_what_was_tuned(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "specs" / "l.yaml").write_text(SPEC)
+
+    def once(**given: Any) -> ModelArena:
+        if arenas:
+            raise EnvironmentProblem("the GPU is gone")
+        return model_arena(**given)
+
+    monkeypatch.setattr(command, "GpuArena", once)
+    result = tune("specs", *SIX, "--seqlen", "512", "--json")
+    assert (result.exit_code, result.stderr) == (3, "the GPU is gone\n")
+    (found,) = json.loads(result.stdout)
+    assert found["winner"]["tile.kv"] == 96
+
+
 def test_a_spec_that_changed_meanwhile_is_left_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
