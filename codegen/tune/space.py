@@ -9,10 +9,9 @@ field's dotted name.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
-
-import yaml
 
 from ..plan import KernelPlan
 
@@ -38,6 +37,8 @@ TUNABLE: Final = (
 )
 """In the order of a spec. A new planned field is a new line here."""
 
+_NUMBER: Final = re.compile(r"[1-9][0-9]{0,8}")  # as a spec writes it
+
 FIELDS: Final = tuple(tunable.field for tunable in TUNABLE)
 
 
@@ -57,21 +58,11 @@ def fixed_values(options: Iterable[str]) -> dict[str, tuple[int, ...]]:
         field, equals, text = option.partition("=")
         if field not in FIELDS:
             raise ValueError(f"{option}: the fields are {', '.join(FIELDS)}")
-        values = [_value(part) for part in text.split(",")] if equals else []
-        known = [value for value in values if value is not None]
-        if len(known) < len(values):
+        values = text.split(",") if equals else []
+        if not all(_NUMBER.fullmatch(value) for value in values):
             raise ValueError(f"{option}: not values such as {field}=64,128")
-        fixed[field] = tuple(dict.fromkeys(known))
+        fixed[field] = tuple(dict.fromkeys(map(int, values)))
     return fixed
-
-
-def _value(text: str) -> int | None:
-    """A whole number or a truth value as YAML writes it."""
-    try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError:
-        return None
-    return found if isinstance(found, int) else None
 
 
 def points(incumbent: Point, fixed: Mapping[str, Sequence[int]]) -> Iterator[Point]:

@@ -85,6 +85,10 @@ def test_fixed_fields_keep_the_incumbents_value_or_take_the_given_ones() -> None
         ("tile.q=big", "not values"),
         ("tile.q=1.5", "not values"),
         ("tile.q=[", "not values"),
+        ("tile.q=true", "not values"),
+        ("tile.kv=0x40", "not values"),
+        ("tile.kv=1_6", "not values"),
+        ("tile.q=-64", "not values"),
     ],
 )
 def test_other_fixes_are_refused(option: str, says: str) -> None:
