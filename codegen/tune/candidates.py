@@ -100,7 +100,7 @@ def built(
         if kernel.failures:
             rejection = Rejection("build", "; ".join(kernel.failures))
         elif kernel.entry.body in first_with:
-            same = shown(first_with[kernel.entry.body])
+            same = in_one_line(first_with[kernel.entry.body])
             rejection = Rejection("build", f"the same kernel as {same}")
         else:
             first_with[kernel.entry.body] = candidates[i].point
@@ -110,6 +110,6 @@ def built(
     return found
 
 
-def shown(point: Point) -> str:
-    """A point in one line."""
+def in_one_line(point: Point) -> str:
+    """A point, for a message."""
     return " ".join(f"{field} {value}" for field, value in point.items())
