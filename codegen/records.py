@@ -16,6 +16,8 @@ from .errors import CheckFailed
 
 Record = dict[str, Any]
 
+FOLDER = "records"  # in the generated folder
+
 # From the lowest rung to the highest; each with the rungs it means nothing without.
 RUNGS: Mapping[str, tuple[str, ...]] = {
     "rendered": (),
@@ -28,7 +30,7 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
 
 def path_of(stem: str) -> str:
     """Where the record of a kernel is, relative to the generated folder."""
-    return f"records/{stem}.json"
+    return f"{FOLDER}/{stem}.json"
 
 
 def load(path: Path) -> Record | None:

@@ -122,7 +122,7 @@ def _tune(
         problems=tuple(str(problem) for problem in tuning.problems),
         method=cache.source_digest(*SOURCES),
     )
-    folder = options.journals or options.out / Path(records.path_of("")).parent
+    folder = options.journals or options.out / records.FOLDER
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-tune-") as scratch,
         Journal(folder / f"{spec_file.stem}.tune.jsonl") as journal,
