@@ -143,7 +143,7 @@ class Session:
                 )
             return taken.seconds
 
-        dice = random.Random(timing.SEED)
+        dice = random.Random(f"{timing.SEED} {problem} {' '.join(ready)}")
         rounds = list(play(list(ready), take, self._request.rounds, dice))
         self._report({"event": "rounds", "problem": str(problem), "rounds": rounds})
 

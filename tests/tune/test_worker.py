@@ -116,6 +116,23 @@ def test_a_candidate_is_checked_and_then_timed_beside_the_incumbent(
     assert {phase for who, phase in phases[3:] if who} == {str(SMALL), str(LARGE)}
 
 
+def test_every_problem_and_heat_has_dice_of_its_own_and_always_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thrown: list[float] = []
+
+    def throw(names: Any, take: Any, rounds: int, dice: Any) -> Any:
+        thrown.append(dice.random())
+        return iter(())
+
+    monkeypatch.setattr(worker, "play", throw)
+    for names in (("old", "new"), ("old", "bad"), ("old", "new")):
+        heat(tmp_path, *names)
+    first, second, again = thrown[:2], thrown[2:4], thrown[4:]
+    assert len({*first, *second}) == 4
+    assert again == first
+
+
 def test_a_heat_together_is_not_checked_again_case_by_case(tmp_path: Path) -> None:
     found = heat(tmp_path, "old", "new", "bad")
     assert kinds(found) == ["rounds", "rounds", "end"]
