@@ -28,7 +28,7 @@ from .. import trial
 from ..bench import contenders, timing
 from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
-from ..cases import Case, cases_for
+from ..cases import REPEATS, Case, cases_for
 from ..errors import one_line
 from ..gpu import find_gpu
 from ..processes import Event
@@ -160,9 +160,14 @@ def check(kernel: Any, device: trial.Device) -> None:
 def check_cases(spec: Mapping[str, Any]) -> tuple[Case, ...]:
     """Of the cases of validate: the largest ragged one, and the one with the most work tiles."""
     cases = cases_for(spec)
-    plain = [case for case in cases if case.name.startswith("plain_")]
-    ragged = max(plain or cases, key=lambda case: case.work)
+    ragged = max(filter(_is_plain, cases), key=lambda case: case.work)
     return tuple(dict.fromkeys([ragged, max(cases, key=lambda case: case.work)]))
+
+
+def _is_plain(case: Case) -> bool:
+    """Whether all but its lengths is ordinary."""
+    ordinary = case.layout == "bshd" and case.data == "normal" and case.gaps
+    return ordinary and case.scale_factor == 1.0 and case.repeats < REPEATS
 
 
 def check_problem(

@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +209,21 @@ def test_the_checks_are_a_ragged_case_and_one_of_many_tiles(
         assert many.name.startswith("many")
     fixed = worker.check_cases(spec(seqlen={"q": 4096, "kv": 4096}))
     assert {(case.q, case.kv) for case in fixed} == {(4096, 4096)}
+
+
+@pytest.mark.parametrize("q", ["dynamic", 1, 1000, 4096])
+@pytest.mark.parametrize("kv", ["dynamic", 1, 1000, 4096])
+def test_the_checks_do_not_hang_on_the_names_of_cases(
+    q: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    known = spec(seqlen={"q": q, "kv": kv})
+    cases = worker.cases_for(known)
+    named = [cases.index(case) for case in worker.check_cases(known)]
+    assert [cases[i].name.split("_")[0] for i in named] == ["plain", "many"]
+    others = tuple(replace(case, name=f"case {i}") for i, case in enumerate(cases))
+    monkeypatch.setattr(worker, "cases_for", lambda spec: others)
+    assert [others.index(case) for case in worker.check_cases(known)] == named
 
 
 def test_all_that_decides_a_heat_is_in_its_key() -> None:
