@@ -9,14 +9,15 @@ is how a later export knows what is still right.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import toolchain
+from . import toolchain, tree
 from .errors import EnvironmentProblem
 
 _TENSOR = re.compile(r"^    (\w+): HostTensor,$", re.MULTILINE)
@@ -81,14 +82,10 @@ def export(
     found = list(sources)
     toolchain.require_dsl()
     toolchain.require_ffi()
-    try:
+    with _using(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(jobs) as pool:
-            written = list(pool.map(lambda source: _export(source, folder), found))
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{folder}: cannot write there: {error.strerror}"
-        ) from error
+    with ThreadPoolExecutor(jobs) as pool:
+        written = list(pool.map(lambda source: _export(source, folder), found))
     return {source.stem: new for source, new in zip(found, written, strict=True)}
 
 
@@ -107,24 +104,30 @@ def header(source: Source, compiled: bytes) -> str:
 
 def _export(source: Source, folder: Path) -> bool:
     object_file, header_file = (folder / f"{source.stem}{end}" for end in (".o", ".h"))
-    if object_file.exists() and header_file.exists():
-        stated = header_file.read_text(encoding="utf-8", errors="replace")
-        if stated == header(source, object_file.read_bytes()):
-            return False
+    with _using(folder):
+        if object_file.exists() and header_file.exists():
+            stated = header_file.read_text(encoding="utf-8", errors="replace")
+            if stated == header(source, object_file.read_bytes()):
+                return False
     compiled = toolchain.compile_object(
         source.text, source.stem, source.arch, symbol_of(source)
     )
-    # The header is last: one that a crash leaves behind does not fit the object.
-    _replace(object_file, compiled)
-    _replace(header_file, header(source, compiled).encode())
+    with _using(folder):
+        # The header is last: one that a crash leaves behind does not fit the object.
+        tree.replace(object_file, compiled)
+        tree.replace(header_file, header(source, compiled).encode())
     return True
 
 
-def _replace(path: Path, data: bytes) -> None:
-    """Put a file in place whole: a process that has the old one loaded keeps it."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(data)
-    new.replace(path)
+@contextlib.contextmanager
+def _using(folder: Path) -> Iterator[None]:
+    """Around what reads and writes there, and nothing else."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{folder}: cannot read and write there: {error.strerror}"
+        ) from error
 
 
 def _sha256(data: bytes) -> str:

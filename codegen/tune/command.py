@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .. import cache, evaluation, records, toolchain
+from .. import cache, evaluation, records, toolchain, tree
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
 from ..errors import CheckFailed, SpecError
@@ -179,21 +179,12 @@ def write_kernels(candidates: Sequence[Candidate], folder: Path) -> dict[str, Pa
 
 def write_spec(spec_file: SpecFile, text: str) -> None:
     """Replace a spec's text at once. CheckFailed when somebody else changed it meanwhile."""
-    path = Path(spec_file.path).resolve()
+    path = Path(spec_file.path)
     if path.read_bytes() != spec_file.text.encode():
         raise CheckFailed(
             "changed while it was tuned, so the winner is in the journal only"
         )
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    new = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode())
-        new.chmod(path.stat().st_mode)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+    tree.replace(path, text.encode())
 
 
 def _print(tuning: Tuning) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import cli, export, toolchain
+from fmha_gen.errors import EnvironmentProblem
 from support import GENERATED, SPECS
 from typer.testing import CliRunner
 
@@ -145,6 +147,27 @@ def test_another_text_has_another_symbol(tmp_path: Path, compiles: list[str]) ->
     assert export.export([other], tmp_path) == {"a": True}
     assert compiles == [export.symbol_of(SOURCE), export.symbol_of(other)]
     assert compiles[0] != compiles[1]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, compiles: list[str]) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(EnvironmentProblem, match="file: cannot read and write there"):
+        export.export([SOURCE], tmp_path / "file")
+    (tmp_path / "a.o").mkdir()
+    with pytest.raises(EnvironmentProblem, match="cannot read and write there: Is a"):
+        export.export([SOURCE], tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.o", "file"]
+
+
+def test_a_compiler_without_room_is_not_the_folders_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> bytes:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/x")
+
+    monkeypatch.setattr(toolchain, "compile_object", full)
+    with pytest.raises(OSError, match="No space left on device: '/tmp/x'"):
+        export.export([SOURCE], tmp_path)
 
 
 @pytest.mark.parametrize("option", ["--check", "--no-compile"])

@@ -276,3 +276,38 @@ def test_interrupt_after_the_commit_waits_for_the_renames(tmp_path_factory):
     process.wait()
     assert process.stdout is not None
     process.stdout.close()
+
+
+def test_two_that_replace_one_file_do_not_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.o"
+    rename = Path.replace
+
+    def late(self: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "replace", rename)
+        tree.replace(path, b"another")
+        assert path.read_bytes() == b"another"
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    tree.replace(path, b"one")
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_replaced_file_keeps_its_mode_and_its_links(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.yaml", tmp_path / "link.yaml"
+    path.write_bytes(b"old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    tree.replace(link, b"new")
+    assert link.is_symlink() and path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_cannot_be_replaced_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.o").mkdir()
+    with pytest.raises(IsADirectoryError):
+        tree.replace(tmp_path / "a.o", b"new")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.o"]
