@@ -237,7 +237,8 @@ def cells_for(
 def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None:
     """Write the records if asked to; raises CheckFailed for kernels that did not run.
 
-    After an error that broke the GPU nothing is written: it would be held against all kernels.
+    After an error that broke the GPU nothing is written: it would be held against all kernels. Nor
+    of a kernel with a problem that nobody was timed at: that may be too large for this GPU.
     """
     failures = []
     if "after" not in report.matmul:
@@ -253,11 +254,13 @@ def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None
             for cell in cells
             if kernel.stem in cell.missing
         ]
-        if record and (result or findings):
+        timed = all(cell.timings for cell in cells)
+        if record and timed and (result or findings):
             outcome = Outcome(kernel.path, tuple(findings), result)
             evaluation.write_record(outcome, kernel.body, rung=RUNG, above=())
         elif record:  # no fault of the kernel: what it has stays
-            findings.append(Finding(RUNG, "not recorded: a problem has no peer"))
+            whom = "a problem has no peer" if timed else "nobody was timed at a problem"
+            findings.append(Finding(RUNG, f"not recorded: {whom}"))
         failures += [f"{kernel.path}: {one.case}: {one.text}" for one in findings]
     if failures:
         raise CheckFailed("\n".join(failures))
@@ -310,7 +313,12 @@ def race(
     with torch.no_grad(), progress_bar("bench", len(cells), redraws=False) as advance:
         report.matmul["before"] = time_matmul(device, gpu, rounds, dice)
         for cell in report.cells:
-            time_cell(cell, modules, peers, device, gpu, rounds, dice)
+            try:
+                time_cell(cell, modules, peers, device, gpu, rounds, dice)
+            except Exception as failure:  # it does not say whose it is
+                cell.timings.clear()
+                everyone = dict.fromkeys((*cell.ours, *peers), one_line(failure))
+                cell.missing = everyone | cell.missing
             advance(cell)
         try:
             report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
@@ -339,7 +347,7 @@ def time_cell(
     rounds: int,
     dice: random.Random,
 ) -> None:
-    """Fill a cell's timings, and why the others are missing."""
+    """Fill a cell's timings, and why others are missing. Raises what nobody can be blamed for."""
     from . import contenders
 
     inputs = contenders.make_inputs(cell.problem, device.name)
@@ -363,15 +371,10 @@ def time_cell(
             cell.missing[name] = one_line(failure)
         else:
             cell.timings[name] = Timing(error)
-    try:
-        found = measure(ready, device, gauge, rounds=rounds, dice=dice)
-    except Exception as failure:  # an error of the GPU does not say whose it is
-        cell.missing |= dict.fromkeys(ready, one_line(failure))
-        cell.timings.clear()
-    else:
-        for name, by_regime in found.items():
-            cell.timings[name].rounds = by_regime
-            if name in modules:
-                cell.timings[name].bare_host_seconds = host_seconds(
-                    contenders.bare(modules[name], inputs), device, rounds
-                )
+    found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    for name, by_regime in found.items():
+        cell.timings[name].rounds = by_regime
+        if name in modules:
+            cell.timings[name].bare_host_seconds = host_seconds(
+                contenders.bare(modules[name], inputs), device, rounds
+            )

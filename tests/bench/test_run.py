@@ -23,6 +23,8 @@ torch = pytest.importorskip(
     "torch", reason="PyTorch is missing: pip install 'fmha-gen[torch]'"
 )
 
+from fmha_gen.bench import contenders  # noqa: E402
+
 KERNEL = '''"""K.
 
 {placeholder}
@@ -256,6 +258,67 @@ def test_a_gpu_that_breaks_spoils_no_record_and_not_what_was_timed(
     first, second = json.loads(found.read_text())["cells"]
     assert first["contenders"].keys() == {"full", "fa4"}
     assert (second["contenders"], second["missing"].keys()) == ({}, {"full", "fa4"})
+    assert path.read_bytes() == before
+
+
+def test_a_gpu_that_breaks_at_the_first_problem_does_not_end_the_run(
+    generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, outside = generated
+    found = outside / "run.json"
+    broken = False
+
+    def breaks(*_: Any) -> Any:
+        nonlocal broken
+        broken = True
+        raise RuntimeError("an illegal memory access\nwas encountered")
+
+    def on_the_gpu(function: Any) -> Any:
+        return lambda *given, **named: (breaks if broken else function)(*given, **named)
+
+    for name in ("make_inputs", "matmul"):
+        place = f"fmha_gen.bench.contenders.{name}"
+        monkeypatch.setattr(place, on_the_gpu(getattr(contenders, name)))
+    monkeypatch.setattr("fmha_gen.bench.contenders.bare", breaks)
+    options = ("--against", "fa4", "--record", "--json", found)
+    result = invoke(folder / "full.py", *SIZES, *options)
+    why = "RuntimeError: an illegal memory access"
+    assert result.exit_code == 1
+    assert result.stderr.splitlines() == [
+        "the GPU stopped working, no records",
+        f"{folder / 'full.py'}: b2 h2 s64 none: {why}",
+        f"{folder / 'full.py'}: b1 h2 s128 none: {why}",
+    ]
+    cells = json.loads(found.read_text())["cells"]
+    everyone = {"full": why, "fa4": why}
+    assert [(one["contenders"], one["missing"]) for one in cells] == [({}, everyone)] * 2
+
+
+def test_a_problem_that_does_not_fit_leaves_the_others_and_the_record(
+    generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, outside = generated
+    path, found = folder / "records" / "full.json", outside / "run.json"
+    options = ("--against", "fa4", "--record", "--json", found)
+    assert invoke(folder / "full.py", *SIZES, *options).exit_code == 0
+    before = path.read_bytes()
+    make = contenders.make_inputs
+
+    def only_long(problem: Any, name: str) -> Any:
+        if problem.q == 64:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        return make(problem, name)
+
+    monkeypatch.setattr("fmha_gen.bench.contenders.make_inputs", only_long)
+    result = invoke(folder / "full.py", *SIZES, *options)
+    assert result.exit_code == 1
+    kernel = folder / "full.py"
+    assert result.stderr.splitlines() == [
+        f"{kernel}: b2 h2 s64 none: OutOfMemoryError: tried to allocate 9 GiB",
+        f"{kernel}: benchmarked: not recorded: nobody was timed at a problem",
+    ]
+    cells = json.loads(found.read_text())["cells"]
+    assert [one["contenders"].keys() for one in cells] == [set(), {"full", "fa4"}]
     assert path.read_bytes() == before
 
 
