@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .. import evaluation
+from .. import evaluation, toolchain
 from ..errors import CheckFailed, EnvironmentProblem, one_line
 from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
 from ..gpu import Gpu, find_gpu
@@ -103,6 +103,7 @@ def run(
     rows = grid.load(choice.grid) if choice.grid else None
     files = kernel_files(paths, out)
     require_gpu()
+    toolchain.require_ffi()  # without it a call takes another way, and numbers 32 bits
     gpu = find_gpu()
     peers, notes = choose_peers(against)
     kernels = load(files)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import cli, records
+from fmha_gen import cli, records, toolchain
 from fmha_gen.bench import command, timing
 from fmha_gen.errors import CheckFailed
 from fmha_gen.render import DIGEST_PLACEHOLDER, body_digest, finish
@@ -291,7 +291,9 @@ def test_a_gpu_that_breaks_at_the_first_problem_does_not_end_the_run(
     ]
     cells = json.loads(found.read_text())["cells"]
     everyone = {"full": why, "fa4": why}
-    assert [(one["contenders"], one["missing"]) for one in cells] == [({}, everyone)] * 2
+    assert [(one["contenders"], one["missing"]) for one in cells] == [
+        ({}, everyone)
+    ] * 2
 
 
 def test_a_problem_that_does_not_fit_leaves_the_others_and_the_record(
@@ -320,6 +322,17 @@ def test_a_problem_that_does_not_fit_leaves_the_others_and_the_record(
     cells = json.loads(found.read_text())["cells"]
     assert [one["contenders"].keys() for one in cells] == [set(), {"full", "fa4"}]
     assert path.read_bytes() == before
+
+
+def test_without_tvm_ffi_nothing_is_called(
+    generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = generated
+    monkeypatch.setattr(toolchain, "FFI", "no-such-distribution")
+    result = invoke(folder, *SIZES)
+    assert result.exit_code == 3
+    assert result.stderr.startswith("no-such-distribution is not installed: pip")
+    assert device.log == []
 
 
 def test_names_that_would_be_mistaken_are_refused(
