@@ -271,7 +271,10 @@ def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None
 
 
 def load(files: Sequence[Path]) -> list[Kernel]:
-    """Import kernels. Raises EnvironmentProblem when this machine cannot run one."""
+    """Import kernels.
+
+    Raises EnvironmentProblem when this machine cannot run one, CheckFailed for what is none.
+    """
     from ..trial import environment_problem, load_kernel
 
     kernels: dict[str, Kernel] = {}
@@ -283,9 +286,12 @@ def load(files: Sequence[Path]) -> list[Kernel]:
         body = body_digest(path.read_text(encoding="utf-8"))
         try:
             kernel = Kernel(path, body, load_kernel(path))
+            arch = kernel.spec["arch"]
         except ImportError as failure:
             raise EnvironmentProblem(f"cannot import {path}: {failure}") from failure
-        if problem := environment_problem(kernel.spec["arch"]):
+        except Exception as failure:  # of whoever edited it
+            raise CheckFailed(f"{path}: no kernel: {one_line(failure)}") from failure
+        if problem := environment_problem(arch):
             raise EnvironmentProblem(f"{path}: {problem}")
         kernels[path.stem] = kernel
     return list(kernels.values())

@@ -358,3 +358,23 @@ def test_a_machine_that_cannot_run_them(
     result = invoke(folder / "full.py")
     assert result.exit_code == 3
     assert "cannot import" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("def f(:\n", "SyntaxError: "),
+        ("TILE = NO_SUCH_NAME\n", "NameError: "),
+        ("SPEC = {}\n", "KeyError: 'arch'"),
+        ("", "AttributeError: "),
+    ],
+)
+def test_what_is_no_kernel_is_told_in_a_line(
+    generated: tuple[Path, Path], text: str, why: str
+) -> None:
+    path = generated[0] / "full.py"
+    path.write_text(text)
+    result = invoke(path)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"{path}: no kernel: {why}")
+    assert len(result.stderr.splitlines()) == 1
