@@ -198,8 +198,8 @@ def cells_for(
 ) -> tuple[list[Cell], list[str]]:
     """A cell for every problem, with all the kernels (by stem) that compute it.
 
-    Also notes on kernels without a problem and rows of a grid without a kernel. Raises CheckFailed
-    when there is no cell at all.
+    Also notes on kernels without a problem, rows of a grid without a kernel, and problems larger
+    than asked for. Raises CheckFailed when there is no cell at all.
     """
     cells: dict[Problem, Cell] = {}
     notes = []
@@ -219,6 +219,12 @@ def cells_for(
                 heads=choice.heads,
             ):
                 enter(problem, stem)
+                if problem.batch == 1 and problem.q > min(
+                    choice.tokens, default=problem.q
+                ):
+                    notes.append(
+                        f"{problem} is one sequence, longer than --tokens asks for"
+                    )
     else:
         for row in rows:
             computed = {stem: row.problem(spec) for stem, spec in specs.items()}
@@ -232,7 +238,7 @@ def cells_for(
     notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
     if not cells:
         raise CheckFailed("\n".join(["nothing to time", *notes]))
-    return list(cells.values()), notes
+    return list(cells.values()), list(dict.fromkeys(notes))
 
 
 def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None:

@@ -41,7 +41,17 @@ def test_kernels_of_the_same_problem_share_a_cell_and_its_peers() -> None:
 
 def test_the_same_problem_twice_is_one_cell() -> None:
     choice = Choice(lengths=[65536], tokens=[1024, 2048])
-    assert entered({"x": spec()}, choice, None)[0] == [("b1 h16 s65536 none", ["x"])]
+    cells, notes = entered({"x": spec(), "y": spec(lse=True)}, choice, None)
+    assert cells == [("b1 h16 s65536 none", ["x"]), ("b1 h16 s65536 none", ["y"])]
+    assert notes == [
+        "b1 h16 s65536 none is one sequence, longer than --tokens asks for"
+    ]
+
+
+@pytest.mark.parametrize("tokens", [[], [512], [600, 1024]])
+def test_tokens_that_make_a_sequence_need_no_note(tokens: list[int]) -> None:
+    choice = Choice(lengths=[512], tokens=tokens)
+    assert entered({"x": spec()}, choice, None)[1] == []
 
 
 def test_a_grid_says_which_kernels_and_which_factors() -> None:
