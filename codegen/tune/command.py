@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import cache, evaluation, records, toolchain, tree
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
-from ..errors import CheckFailed, SpecError
+from ..errors import CheckFailed, Diagnostic, SpecError
 from ..gpu import Gpu, find_gpu
 from ..rehearsal import read_constants
 from ..spec import SpecFile, load_specs
@@ -88,7 +88,8 @@ def _planned(
     specs: Iterable[SpecFile], fixed: Mapping[str, Sequence[int]]
 ) -> list[list[Candidate]]:
     """The candidates of each spec; a SpecError has what is wrong with any."""
-    found, wrong = [], []
+    found: list[list[Candidate]] = []
+    wrong: list[Diagnostic] = []
     for spec_file in specs:
         try:
             found.append(planned(spec_file, fixed))

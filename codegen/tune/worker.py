@@ -36,7 +36,6 @@ from ..toolchain import COMPILE_SECONDS
 from .arena import MACHINE
 from .rounds import play
 
-
 NOBODY = (MACHINE, "a heat")  # who does what between phases
 
 
