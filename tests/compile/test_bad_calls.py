@@ -130,7 +130,9 @@ def test_query_heads_are_so_many_per_head_of_k(kernel: tuple[Any, list]) -> None
     module, launches = kernel
     more = TENSORS["another number of heads"]
     changed = {name: more(arguments()[name].array) for name in ("k", "v")}
-    with pytest.raises(ValueError, match=r"^q: needs .*\(2, 40, 16, 128\).* not .* 12, "):
+    with pytest.raises(
+        ValueError, match=r"^q: needs .*\(2, 40, 16, 128\).* not .* 12, "
+    ):
         call(module, changed)
     assert launches == []
 
@@ -225,9 +227,7 @@ def numbers(bound: Any, sizes: int) -> tuple[int, ...]:
     """What the DSL finds where an argument points: address, sizes and strides."""
     (pointer,) = bound.__c_pointers__()
     layout = f"P{sizes}i3q"
-    return struct.unpack(
-        layout, ctypes.string_at(pointer, struct.calcsize(layout))
-    )
+    return struct.unpack(layout, ctypes.string_at(pointer, struct.calcsize(layout)))
 
 
 def told(x: np.ndarray) -> tuple[int, ...]:
@@ -276,8 +276,8 @@ class TorchTensor:
         self.array, self.is_cuda, self.requires_grad = array, cuda, grad
         self.shape, self.ndim = array.shape, array.ndim
 
-    def is_contiguous(self) -> bool:
-        return self.array.flags.c_contiguous
+    def numel(self) -> int:
+        return self.array.size
 
     def stride(self) -> tuple[int, ...]:
         return tuple(n // self.array.itemsize for n in self.array.strides)
@@ -382,7 +382,7 @@ def test_what_a_launch_itself_raises_is_not_renamed(kernel, torch, monkeypatch) 
 
     module, _ = kernel
     monkeypatch.setattr(module, "compile", lambda: launch)
-    with pytest.raises(RuntimeError, match="^no GPU$"):
+    with pytest.raises(RuntimeError, match=r"^no GPU$"):
         module.fmha(**torch_arguments())
 
 
