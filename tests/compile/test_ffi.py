@@ -43,7 +43,8 @@ def test_every_bad_call_is_refused_by_the_compiled_code(report: dict[str, Any]) 
     bad = {what: found for what, found in report.items() if what != "nothing"}
     assert len(bad) == 5 * 8 + 4
     for what, found in bad.items():
-        assert found["plain"], what  # Python leaves it to TVM-FFI
+        # Python looks at the heads of Q and K, and leaves the rest to TVM-FFI.
+        assert found["plain"] == (what not in ("q: rank", "k: rank")), what
         assert found["ffi"] is not None, what
         kind, text = found["ffi"]
         assert kind in ("TypeError", "ValueError"), what
@@ -53,7 +54,11 @@ def test_every_bad_call_is_refused_by_the_compiled_code(report: dict[str, Any]) 
 def test_fmha_names_the_tensor_that_tvm_ffi_counts(report: dict[str, Any]) -> None:
     names = ("q", "k", "v", "out", "lse")
     for what, found in report.items():
-        if what != "nothing":
+        if (
+            what == "q: GPU"
+        ):  # TVM-FFI would blame the others, `fmha` compares with the current one
+            assert found["fmha"][1].startswith("q: is on device 1, which is not")
+        elif what != "nothing":
             _, text = found["ffi"]
             counted = int(text.partition("on argument #")[2].split()[0])
             kind, told = found["fmha"]
