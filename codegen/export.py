@@ -20,7 +20,8 @@ from pathlib import Path
 from . import toolchain, tree
 from .errors import EnvironmentProblem
 
-_TENSOR = re.compile(r"^    (\w+): HostTensor,$", re.MULTILINE)
+_LAUNCH = re.compile(r"^def launch\(\n(.*?)^\):$", re.MULTILINE | re.DOTALL)
+_TENSOR = re.compile(r"^    (\w+): cute.Tensor,$", re.MULTILINE)
 
 _HEADER = """\
 /* SPDX-License-Identifier: Apache-2.0 */
@@ -32,8 +33,8 @@ _HEADER = """\
  * Link it with libtvm_ffi and libcute_dsl_runtime. Arguments, in this order:
  *
  *   {tensors}
- *       each an ffi.Array of seven int: address, sizes and strides [elements] of the first three
- *       modes. Modes: [batch, seqlen, heads, head_dim]; of lse: [batch, heads, seqlen_q].
+ *       each a DLTensor or an ffi.Tensor, [batch, seqlen, heads, head_dim], all on one GPU;
+ *       lse: [batch, heads, seqlen_q].
  *   softmax_scale
  *       float: what scores are multiplied by.
  *   sm_count
@@ -41,8 +42,8 @@ _HEADER = """\
  *   stream
  *       opaque pointer or int: a CUstream.
  *
- * Nothing is checked here: strides must be multiples of 8 elements and addresses of 16 bytes
- * (lse: any stride, 4 bytes), shapes and types those that {stem}.py states.
+ * What differs from {stem}.py in type, shape, device or alignment is refused. Not checked: no size
+ * may be 0, strides must be positive (lse: any), q has as many heads per head of k as stated there.
  */
 #pragma once
 
@@ -97,9 +98,15 @@ def header(source: Source, compiled: bytes) -> str:
         dsl=toolchain.require_dsl(),
         text=_sha256(source.text.encode()),
         object=_sha256(compiled),
-        tensors=", ".join(_TENSOR.findall(source.text)),
+        tensors=", ".join(_tensors(source.text)),
         symbol=symbol_of(source),
     )
+
+
+def _tensors(text: str) -> list[str]:
+    """The arguments of a kernel's `launch` that are tensors."""
+    found = _LAUNCH.search(text)
+    return _TENSOR.findall(found[1]) if found else []
 
 
 def _export(source: Source, folder: Path) -> bool:

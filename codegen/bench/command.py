@@ -103,7 +103,7 @@ def run(
     rows = grid.load(choice.grid) if choice.grid else None
     files = kernel_files(paths, out)
     require_gpu()
-    toolchain.require_ffi()  # without it a call takes another way, and numbers 32 bits
+    toolchain.require_ffi()  # without it calls go another way, and bare ones take no tensors
     gpu = find_gpu()
     peers, notes = choose_peers(against)
     kernels = load(files)

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import re
+import struct
 import sys
 import traceback
 from collections.abc import Callable, Iterable
@@ -184,8 +185,33 @@ class Runtime:
         return SUCCESS
 
 
-def to_dsl(argument: Argument) -> Any:
-    """The DSL's value of an argument as `launch` describes it."""
+class HostTensor:
+    """A tensor argument as compiled host code reads it: address, sizes, strides."""
+
+    def __init__(self, expected: Any, address: int, *numbers: int) -> None:
+        """expected: what the module was compiled for. numbers: of the first three modes.
+
+        Sizes have 32 bits; those that are known when the module is compiled are left out.
+        """
+        sizes, strides = numbers[:3], numbers[3:]
+        told = [
+            size
+            for size, known in zip(sizes, expected.shape, strict=False)
+            if not isinstance(known, int)
+        ]
+        packed = struct.pack(f"P{len(told)}i3q", address, *told, *strides)
+        self._memory = ctypes.create_string_buffer(packed)
+
+    def __c_pointers__(self) -> list[int]:
+        """What the DSL asks an argument for."""
+        return [ctypes.addressof(self._memory)]
+
+
+def to_dsl(argument: Argument, expected: Any) -> Any:
+    """The DSL's value of an argument as `launch` describes it.
+
+    expected: the tensor that the module was compiled for, where the argument is one.
+    """
     cutlass: Any = importlib.import_module("cutlass")
     kind, value = argument
     if kind == "pointer":
@@ -199,7 +225,7 @@ def to_dsl(argument: Argument) -> Any:
     if kind == "int64s":
         return tuple(map(cutlass.Int64, value))
     if kind == "tensor":
-        return tuple(map(cutlass.Int64, value))
+        return HostTensor(expected, *value)
     if kind == "float32":
         return cutlass.Float32(value)
     if kind == "stream":
@@ -232,18 +258,21 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     runtime = Runtime(os.environ[LIBRARIES], major)
     # TVM-FFI would call the same host code through more of the DSL's library than we stand for.
     sys.modules["tvm_ffi"] = None  # type: ignore[assignment]
-    compiled = load(path).compile()
+    module: Any = load(path)
+    compiled = module.compile()
     compiled.num_devices = 1  # it would ask the driver
     ptx = compiled.artifacts.PTX
     runtime.module = parse(ptx)
     names = list(compiled.execution_args.signature.parameters)
+    tensors = module.arguments() if hasattr(module, "arguments") else {}
+    expected = [tensors.get(name) for name in names]
     answer({"ptx": ptx, "parameters": names})
     for request in requests:
         runtime.launches.clear()
         runtime.problems.clear()
         failure = ""
         try:
-            compiled(*map(to_dsl, json.loads(request)))
+            compiled(*map(to_dsl, json.loads(request), expected))
         except Exception as error:
             failure = "".join(
                 traceback.format_exception_only(type(error), error)

@@ -86,7 +86,7 @@ def int64s(values: Sequence[int]) -> Argument:
 
 
 def tensor(address: int, sizes: Sequence[int], strides: Sequence[int]) -> Argument:
-    """A tensor as our own host code takes it: a tuple of its address, sizes and strides."""
+    """A tensor that the module's ``arguments()`` describes, by the first three of its modes."""
     return "tensor", [address, *sizes, *strides]
 
 

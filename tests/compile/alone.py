@@ -31,8 +31,6 @@ CPU, CUDA = (1, 0), (2, 0)
 BAD_CALLS = {
     "no tensor": ("q", None, Tensor((1, 8, 8, 8), CPU)),
     "three sizes": ("q", Tensor((8, 8, 8), CUDA), Tensor((1, 8, 8, 8), CUDA)),
-    "no K": ("k", Tensor((1, 8, 8, 8), CUDA), None),
-    "flat K": ("k", Tensor((1, 8, 8, 8), CUDA), Tensor((64,), CUDA)),
     "on the CPU": ("q", Tensor((1, 8, 8, 8), CPU), Tensor((1, 8, 8, 8), CPU)),
     "no memory": ("q", Tensor((1, 8, 8, 8), CUDA), Tensor((1, 8, 8, 8), CUDA)),
 }

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +51,11 @@ def load(stem: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any,
     return module, launches
 
 
-@pytest.fixture
-def kernel(tmp_path, monkeypatch) -> tuple[ModuleType, list]:
-    return load(DYNAMIC, tmp_path, monkeypatch)
+@pytest.fixture(params=[True, False], ids=["ffi", "no ffi"])
+def kernel(request, tmp_path, monkeypatch) -> tuple[ModuleType, list]:
+    module, launches = load(DYNAMIC, tmp_path, monkeypatch)
+    monkeypatch.setattr(module, "HAS_FFI", request.param)
+    return module, launches
 
 
 def array(*shape: int, dtype: type = np.float16) -> np.ndarray:
@@ -119,6 +123,17 @@ def test_bad_tensor(kernel: tuple[Any, list], what: str, argument: str) -> None:
     named = "q" if (argument, what) == ("k", "another number of heads") else argument
     with pytest.raises(ValueError, match=f"^{named}: "):
         call(module, {argument: bad})
+    assert launches == []
+
+
+def test_query_heads_are_so_many_per_head_of_k(kernel: tuple[Any, list]) -> None:
+    module, launches = kernel
+    more = TENSORS["another number of heads"]
+    changed = {name: more(arguments()[name].array) for name in ("k", "v")}
+    with pytest.raises(
+        ValueError, match=r"^q: needs .*\(2, 40, 16, 128\).* not .* 12, "
+    ):
+        call(module, changed)
     assert launches == []
 
 
@@ -202,13 +217,34 @@ def test_a_right_call_is_launched_once_with_its_strides(
     ((*bound, scale, ctas, stream),) = launches
     assert (scale, ctas, int(stream)) == (0.125, 132, 0)
     tensors = [given[name].array for name in ("q", "k", "v", "out", "lse")]
-    assert bound == [host_tensor(x) for x in tensors]
+    if module.HAS_FFI:  # reads tensors itself
+        assert bound == [given[name] for name in ("q", "k", "v", "out", "lse")]
+    else:
+        assert [numbers(one, 3) for one in bound] == [told(x) for x in tensors]
 
 
-def host_tensor(x: np.ndarray) -> tuple[int, ...]:
-    """What `launch` is told of an array."""
+def numbers(bound: Any, sizes: int) -> tuple[int, ...]:
+    """What the DSL finds where an argument points: address, sizes and strides."""
+    (pointer,) = bound.__c_pointers__()
+    layout = f"P{sizes}i3q"
+    return struct.unpack(layout, ctypes.string_at(pointer, struct.calcsize(layout)))
+
+
+def told(x: np.ndarray) -> tuple[int, ...]:
+    """What `launch` must be told of an array, of whose sizes none is fixed."""
     steps = [stride // x.itemsize for stride in x.strides[:3]]
     return (x.ctypes.data, *x.shape[:3], *steps)
+
+
+def test_a_fixed_size_is_not_told(tmp_path, monkeypatch) -> None:
+    module, launches = load(FIXED, tmp_path, monkeypatch)
+    monkeypatch.setattr(module, "HAS_FFI", False)
+    q, kv = (Tensor(array(2, rows, 3, HEAD_DIM)) for rows in (8, 1000))
+    module.fmha(q, kv, kv, out=Tensor(array(2, 8, 3, HEAD_DIM)))
+    ((told_q, told_k, *_),) = launches
+    assert numbers(told_q, 3) == told(q.array)
+    address, batch, _rows, heads, *steps = told(kv.array)
+    assert numbers(told_k, 2) == (address, batch, heads, *steps)
 
 
 def test_a_stride_that_is_never_stepped_over_may_be_anything(kernel) -> None:
@@ -221,41 +257,35 @@ def test_a_stride_that_is_never_stepped_over_may_be_anything(kernel) -> None:
     )
     given |= {name: Tensor(given[name].array[:1]) for name in ("k", "v", "out", "lse")}
     call(module, given | {"q": Tensor(odd)})
-    assert launches[0][0][4:] == (8, heads * HEAD_DIM, HEAD_DIM)
-
-
-def test_without_tvm_ffi_the_numbers_of_a_tensor_have_64_bits(kernel, monkeypatch):
-    module, launches = kernel
-    monkeypatch.setattr(module, "HAS_FFI", False)
-    given = arguments()
-    call(module, given)
-    assert {type(number) for number in launches[0][0]} == {module.Int64}
-    found = tuple(number.value for number in launches[0][0])
-    assert found == host_tensor(given["q"].array)
+    if not module.HAS_FFI:
+        steps = numbers(launches[0][0], 3)[4:]
+        assert steps == (8, heads * HEAD_DIM, HEAD_DIM)
 
 
 # --- torch's tensors, by a stand-in --------------------------------------------------
 
 
 class TorchTensor:
-    """As much of torch.Tensor as `fmha` asks for; DLPack is only for what torch refuses."""
+    """As much of torch.Tensor as `fmha` asks for; counts how often it is asked for DLPack."""
+
+    dlpack_calls = 0
 
     def __init__(
         self, array: np.ndarray, cuda: bool = True, grad: bool = False
     ) -> None:
         self.array, self.is_cuda, self.requires_grad = array, cuda, grad
-        self.shape, self.dtype = array.shape, f"torch.{array.dtype}"
+        self.shape, self.ndim = array.shape, array.ndim
+
+    def numel(self) -> int:
+        return self.array.size
 
     def stride(self) -> tuple[int, ...]:
         return tuple(n // self.array.itemsize for n in self.array.strides)
 
-    def data_ptr(self) -> int:
-        return self.array.ctypes.data
-
     def get_device(self) -> int:
         return 0 if self.is_cuda else -1
 
-    def new_empty(self, shape: tuple[int, ...], dtype: Any = None) -> TorchTensor:
+    def new_empty(self, *shape: int, dtype: Any = None) -> TorchTensor:
         return TorchTensor(array(*shape, dtype=dtype or self.array.dtype.type))
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -264,7 +294,7 @@ class TorchTensor:
     def __dlpack__(self, **_: Any) -> Any:
         if self.requires_grad:
             raise BufferError("requires grad")
-        assert not self.is_cuda, "asked for DLPack, which is slow"
+        TorchTensor.dlpack_calls += 1
         return self.array.__dlpack__()
 
 
@@ -277,6 +307,7 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         cuda=SimpleNamespace(current_stream=lambda: stream),
     )
     monkeypatch.setitem(sys.modules, "torch", module)
+    monkeypatch.setattr(TorchTensor, "dlpack_calls", 0)
     return module
 
 
@@ -290,11 +321,15 @@ def test_torch_gets_its_outputs_and_its_current_stream(kernel, torch) -> None:
     given = torch_arguments()
     out = module.fmha(**given)
     ((*bound, scale, _ctas, stream),) = launches
-    assert [found[1:4] for found in bound[3:]] == [
-        (BATCH, ROWS_Q, HEADS_KV * GROUP),
-        (BATCH, HEADS_KV * GROUP, ROWS_Q),
-    ]
-    assert bound[:4] == [host_tensor(x.array) for x in (*given.values(), out)]
+    if module.HAS_FFI:
+        assert bound[:4] == [*given.values(), out]
+        assert bound[4].shape == (BATCH, HEADS_KV * GROUP, ROWS_Q)
+        assert bound[4].array.dtype == np.float32
+        assert TorchTensor.dlpack_calls == 0, "asked for DLPack, which is slow"
+    else:
+        tensors = [x.array for x in (*given.values(), out)]
+        assert [numbers(one, 3) for one in bound[:4]] == [told(x) for x in tensors]
+        assert numbers(bound[4], 3)[1:4] == (BATCH, HEADS_KV * GROUP, ROWS_Q)
     assert scale == pytest.approx(HEAD_DIM**-0.5)
     assert int(stream) == 0x5EED
     module.fmha(**given, stream=SimpleNamespace(cuda_stream=7))
@@ -316,12 +351,46 @@ def test_torch_gets_its_outputs_and_its_current_stream(kernel, torch) -> None:
     ],
     ids=["CPU", "gradient", "fp32", "padded", "unaligned", "head_dim", "expanded"],
 )
-def test_bad_torch_tensor(kernel, torch, name: str, bad: Change) -> None:
+def test_bad_torch_tensor(kernel, torch, monkeypatch, name: str, bad: Change) -> None:
     module, launches = kernel
+    if module.HAS_FFI:
+        monkeypatch.setattr(module, "compile", lambda: refuse)
     given = torch_arguments()
     with pytest.raises(ValueError, match=f"^{name}: "):
         module.fmha(**given | {name: bad(given[name].array)})
     assert launches == []
+
+
+def refuse(*_: Any) -> None:
+    """What TVM-FFI would say; `test_ffi_refusals` asks it."""
+    raise ValueError("Mismatched Tensor on argument #0")
+
+
+@pytest.mark.parametrize("name", ["q", "k"])
+def test_empty_torch_tensors_never_reach_the_launch(kernel, torch, name: str) -> None:
+    """Its host code would divide by their sizes."""
+    module, launches = kernel
+    given = torch_arguments()
+    with pytest.raises(ValueError, match=f"^{name}: "):
+        module.fmha(**given | {name: TorchTensor(given[name].array[:, :0])})
+    assert launches == []
+
+
+def test_what_a_launch_itself_raises_is_not_renamed(kernel, torch, monkeypatch) -> None:
+    def launch(*_: Any) -> None:
+        raise RuntimeError("no GPU")
+
+    module, _ = kernel
+    monkeypatch.setattr(module, "compile", lambda: launch)
+    with pytest.raises(RuntimeError, match=r"^no GPU$"):
+        module.fmha(**torch_arguments())
+
+
+def test_tensors_of_others_beside_torch_s(kernel, torch) -> None:
+    module, launches = kernel
+    given = torch_arguments() | {"k": arguments()["k"]}
+    module.fmha(**given)
+    assert len(launches) == 1
 
 
 # --- the GPU -------------------------------------------------------------------------

@@ -100,7 +100,9 @@ def test_the_header_declares_the_object_s_function(exported: Path) -> None:
 
 # --- when it is written again ----------------------------------------------------------
 
-SOURCE = export.Source("a", "    q: HostTensor,\n    lse: HostTensor,\n", "sm_90a")
+LAUNCH = "def launch(\n    q: cute.Tensor,\n    lse: cute.Tensor,\n    sm_count: Int32,\n):\n"
+ELSEWHERE = "def kernel(\n    mLSE: cute.Tensor,\n):\n"
+SOURCE = export.Source("a", LAUNCH + ELSEWHERE, "sm_90a")
 
 
 @pytest.fixture
