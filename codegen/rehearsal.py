@@ -132,9 +132,12 @@ def read_constants(text: str) -> dict[str, Any]:
 def tiles_of(constants: Mapping[str, Any]) -> Tiles:
     """How the kernel with these constants cuts a problem."""
     cluster = constants["SPEC"].get("cluster", [1, 1])
-    sms_per_head = constants.get("SMS_PER_HEAD", 0)
     return Tiles(
-        constants["TILE_Q"], constants["TILE_KV"], tuple(cluster), sms_per_head
+        constants["TILE_Q"],
+        constants["TILE_KV"],
+        tuple(cluster),
+        sms_per_head=constants.get("SMS_PER_HEAD", 0),
+        q_releases=constants["Q_STAGES"] * constants["Q_RELEASES"],
     )
 
 

@@ -29,13 +29,14 @@ class Tiles:
     """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
-    starts the next ones; 0 for other kernels.
+    starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
     """
 
     q: int  # [rows]
     kv: int  # [rows]
     cluster: tuple[int, int]
     sms_per_head: int = 0
+    q_releases: int = 2
 
     @property
     def ctas(self) -> int:
@@ -115,9 +116,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("long_kv", few, 14 * block, 1, 1, data="negative")
         # Causal: rows of the last block, and one before it that not all rows see whole.
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
-        if (
-            tiles.sms_per_head
-        ):  # sections of heads, the last one smaller than the others
+        # Sections of heads, the last one smaller than the others.
+        if tiles.sms_per_head:
             kv_heads = math.ceil(3 / work_of_head)
             heads = kv_heads * work_of_head
             section = next(size for size in (2, 3, 5, 7) if heads % size)
@@ -125,8 +125,11 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             tail = rows + 1
             yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
         # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
-        # then does nothing else that the producer waits for imply that a Q stage is free.
-        batch = math.ceil(3 / (work_of_head if group else 2))
+        # then does nothing else that the producer waits for imply that a Q stage is free. And more
+        # than arrivals free them: a barrier that counts one too few is then a phase ahead.
+        q = spec["seqlen"]["q"]
+        q_tiles = math.ceil((ragged if q == DYNAMIC else int(q)) / rows)
+        batch = math.ceil((tiles.q_releases + 1) / (q_tiles * work_of_head))
         yield case("short_kv", ragged, block // 2 + 3, batch, 1)
         yield case("one_key", ragged, 1, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)

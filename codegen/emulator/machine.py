@@ -378,7 +378,7 @@ class Cluster:
             silent = self.machine.steps - self._heard_at
             if self.progress != before or (ran and silent < LONGEST_POLLING):
                 continue
-            if self.pending.force():
+            if self.pending.force() or self._catch_up():
                 continue
             if ran:
                 self._blocks_left = 0
@@ -399,6 +399,17 @@ class Cluster:
         self._victim = live[victim.position]
         self._victim.starve(ALL if victim.warp is None else WARP_MASKS[victim.warp])
         self._blocks_left = victim.blocks
+
+    def _catch_up(self) -> bool:
+        """Lets one warp that stays behind go on; False when there is none."""
+        if self._victim is not None:
+            return False
+        behind = [(group, warp) for group in self.groups for warp in group.starved]
+        if not behind:
+            return False
+        group, warp = self.machine.rng.choice(behind)
+        group.release(warp)
+        return True
 
     def _relieve(self, turns: Turns) -> bool:
         """Lets the victim run a block; False when there is none or when it cannot either."""

@@ -17,7 +17,8 @@ class Order(str, Enum):
     RANDOM = "random"
     """Random warpgroups, for a random number of blocks."""
     RANDOM_WARPS = "random_warps"
-    """The same, and often one warp only passes a wait: the warps of a warpgroup drift apart."""
+    """The same, and often one warp only passes a wait, or stays wherever it is until nobody else
+    can go on: the warps of a warpgroup drift apart."""
     STARVATION = "starvation"
     """One victim, a warpgroup or one warp of it, runs only when nobody else can go on."""
 
@@ -55,6 +56,8 @@ _WHOLE_TURN = 1 << 12
 who polls for ever does not keep others from what it polls for."""
 _LONGEST_TURN = 8  # [blocks] of one warpgroup in the random orders
 _LONE_WARP = 0.5  # chance that only one warp of a strand passes a wait
+_STAYING = 0.2  # chance that some of a warpgroup stays behind after its turn
+_LONE_STAYING = 0.7  # chance that this is one warp
 _LONGEST_STARVATION = 400  # [blocks] that a victim runs before there is another one
 _STARVED_WARP = 0.3  # chance that the victim is one warp, not a warpgroup
 
@@ -179,6 +182,13 @@ class Turns:
         if drifts and self.rng.random() < _LONE_WARP:
             return self.rng.choice(warps)
         return None
+
+    def staying(self, warps: list[int]) -> list[int]:
+        """Those of a warpgroup's warps that now stay behind until nobody else can go on."""
+        if self.order is not Order.RANDOM_WARPS or self.rng.random() >= _STAYING:
+            return []
+        alone = self.rng.random() < _LONE_STAYING
+        return [self.rng.choice(warps)] if alone else warps
 
     def pick(self, count: int) -> int:
         """The first of `count` strands to try; the others follow."""

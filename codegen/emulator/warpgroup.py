@@ -115,12 +115,24 @@ class Warpgroup:
             if not self.strands or not self._step(turns):
                 break
             ran += 1
+        if self.strands and ran and (staying := turns.staying(warps_of(self.live))):
+            chosen = spread([warp in staying for warp in range(WARPS)])
+            self.starve(self._starved | chosen)
         return ran
 
+    @property
+    def starved(self) -> list[int]:
+        """The warps that are held back though they may be able to go on."""
+        return warps_of(self._starved)
+
     def starve(self, lanes: Mask) -> None:
-        """Holds these lanes back, whole warps, except in `run_starved`."""
-        self._starved = lanes
+        """Holds these lanes back, whole warps and no others, except in `run_starved`."""
+        self._starved = lanes if some(lanes) else NONE
         self._holds.clear()
+
+    def release(self, warp: int) -> None:
+        """No longer starves this warp."""
+        self.starve(self._starved & ~WARP_MASKS[warp])
 
     def run_starved(self, turns: Turns) -> bool:
         """Runs one block without regard to who is starved; False when that changes nothing."""

@@ -176,6 +176,41 @@ def test_only_starvation_lets_a_warpgroup_come_that_late():
     assert not any(deadlocks(0, schedule) for schedule in starving)
 
 
+# Each warpgroup reads what its other warps wrote, and warpgroup 1 comes when 0 is on its way.
+MEETING = """
+mov.b32 %r30, smem; shl.b32 %r31, %r1, 2; add.s32 %r31, %r31, %r30; setp.lt.u32 %p1, %r1, 128;
+@%p1 bra FIRST; bar.sync 1, 256; bra BOTH; FIRST: bar.arrive 1, 256;
+BOTH: st.shared.b32 [%r31], %r1; shr.u32 %r32, %r1, {shift}; add.s32 %r32, %r32, 4;
+bar.sync %r32, 128; xor.b32 %r33, %r31, 128; ld.shared.b32 %r34, [%r33];
+st.global.b32 [%rd2], %r34;
+"""
+
+
+def races(shift: int, schedule: Schedule) -> bool:
+    _, result = execute(MEETING.format(shift=shift), schedule=schedule, **TWO_GROUPS)
+    kinds = {finding.kind.value for finding in result.findings}
+    assert kinds <= {"race", "read-before-write"}
+    return bool(kinds)
+
+
+def test_a_warp_stays_behind_until_another_warpgroup_takes_its_place_at_a_barrier():
+    staying = [Schedule(seed, Order.RANDOM_WARPS) for seed in range(40)]
+    assert any(races(8, schedule) for schedule in staying)  # one barrier for both
+    for schedule in [*staying, *SCHEDULES]:
+        assert not races(7, schedule)
+    orderly = [one for one in SCHEDULES if one.order is Order.ROUND_ROBIN]
+    assert not any(races(8, schedule) for schedule in orderly)
+
+
+def test_who_stays_behind_is_one_warp_or_the_warpgroup_and_not_often():
+    turns = Turns(Order.RANDOM_WARPS, random.Random(5))
+    chosen = [tuple(turns.staying([1, 2])) for _ in range(300)]
+    assert set(chosen) == {(), (1,), (2,), (1, 2)}
+    assert chosen.count(()) > 200
+    for order in set(Order) - {Order.RANDOM_WARPS}:
+        assert not any(Turns(order, random.Random(5)).staying([0]) for _ in range(100))
+
+
 def test_the_victim_is_any_warpgroup_or_any_warp_of_one():
     turns = Turns(Order.STARVATION, random.Random(4))
     victims = [turns.victim(3, 4) for _ in range(300)]

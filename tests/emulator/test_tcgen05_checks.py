@@ -235,7 +235,9 @@ def test_operands_stay_until_the_product_is_over(place, schedule):
     write = f"@%p2 st.shared.b32 [%r30+{DATA - 1024 + place}], %r1;"
     multiply = elected(product() + commit())
     assert found(multiply + WAIT + write, schedule=schedule) == []
-    early = multiply + "WAIT:" + write + WAIT.replace("WAIT", "END")
+    # Together: a warp has one clock, so that all of it knows what one lane has waited for.
+    together = "WAIT: bar.warp.sync -1;"
+    early = multiply + together + write + WAIT.replace("WAIT", "END")
     assert "race" in found(early, schedule=schedule)
 
 

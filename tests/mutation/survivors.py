@@ -45,10 +45,6 @@ _NUMBER = """All who meet at this barrier meet at another one that nobody uses: 
 name."""
 _WAITED = """The reference of a thread's second row moves. PV was waited for before the first
 row's exponentials, because head_dim 256 waits early."""
-_FEW_TILES = """Each tile then leaves one arrival to the next phase, so that a Q stage is free too
-early from the eighth tile of a CTA on. No case has that many."""
-_APART = """Two warps of each warpgroup would have to meet there. The order barrier keeps the
-warpgroups apart in every schedule that is run."""
 ACCEPTED = (
     Accepted(
         f"{PAIRS}|{GROUPS}",
@@ -56,20 +52,6 @@ ACCEPTED = (
         r"rings\.k\.producer_tail\(k_state\): dropped",
         "equivalent",
         " ".join(_TAIL.split()),
-    ),
-    Accepted(
-        WIDE,
-        "ptx",
-        r"mbarrier\.init#2: count - 1",
-        "missed",
-        " ".join(_FEW_TILES.split()),
-    ),
-    Accepted(
-        f"{PAIRS}|{CAUSAL}|{GROUPS}",
-        "source",
-        r"ready = STORE_BARRIER .*: a store barrier for all",
-        "missed",
-        " ".join(_APART.split()),
     ),
     *(
         Accepted(kernel, "ptx", name, "equivalent", " ".join(text.split()))

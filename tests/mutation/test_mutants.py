@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from fmha_gen.emulator import lower, ptx
 
@@ -91,6 +93,13 @@ def test_only_a_multicast_loses_bits_of_its_mask():
     found = damages(load.format(".multicast::cluster", ", %rs1"))
     assert "and.b16 Damaged, Given, 2;" in found["mask bit 0 lost"]
     assert "and.b16 Damaged, Given, 1;" in found["mask bit 1 lost"]
+
+
+@pytest.mark.parametrize("pattern", [row[1] for row in source_mutants.REPLACEMENTS])
+def test_every_replacement_fits_a_kernel(pattern):
+    """When the templates change and a pattern no longer fits, its mutants would be gone."""
+    sources = [(GENERATED / f"{stem}.py").read_text("utf-8") for stem in KERNELS]
+    assert any(re.search(pattern, source, re.M) for source in sources)
 
 
 @pytest.mark.parametrize("stem", KERNELS)

@@ -27,6 +27,25 @@ def test_damage_is_noticed(subject, kind):
     assert missed == []
 
 
+STORE = "ready = STORE_BARRIER + mma.warpgroup_idx: a store barrier for all"
+
+
+@pytest.mark.parametrize(
+    ("stem", "kind", "name", "finding"),
+    [
+        # Only from the ninth work tile of a CTA on.
+        (KERNELS[2], "ptx", "mbarrier.init#2: count - 1", "short_kv"),
+        # Only when a warp stays behind where the other warpgroup overtakes it.
+        (KERNELS[0], "source", STORE, "race"),
+        (KERNELS[1], "source", STORE, "race"),
+    ],
+)
+def test_what_few_runs_can_show_is_noticed(stem, kind, name, finding):
+    subject = Subject(stem)
+    (mutant,) = (m for m in subject.mutants(kind) if m.name == name)
+    assert finding in (subject.notice(kind, mutant) or "nothing")
+
+
 def test_a_wrong_slice_is_noticed_as_such_and_not_only_by_its_result():
     """TMA fills a box of which nothing is in the tensor with zeros, and says nothing."""
     subject = Subject("sm90_d128_bf16_full_c2x1_kvmc")

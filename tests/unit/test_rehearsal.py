@@ -237,12 +237,16 @@ def test_the_name_of_a_schedule_replays_it(plan):
 def test_constants_are_read_without_running_the_module():
     text = (
         'import nothing_there\nSPEC = {"cluster": [2, 1]}\nTILE_Q = 64\n'
-        "TILE_KV = 32\nDTYPE = nothing_there.Type\nboom()\n"
+        "TILE_KV = 32\nQ_STAGES = 2\nQ_RELEASES = 3\nDTYPE = nothing_there.Type\nboom()\n"
     )
     found = read_constants(text)
-    assert found == {"SPEC": {"cluster": [2, 1]}, "TILE_Q": 64, "TILE_KV": 32}
+    assert found == {
+        "SPEC": {"cluster": [2, 1]},
+        **{"TILE_Q": 64, "TILE_KV": 32, "Q_STAGES": 2, "Q_RELEASES": 3},
+    }
     tiles = tiles_of(found)
     assert (tiles.q, tiles.kv, tiles.cluster, tiles.ctas) == (64, 32, (2, 1), 2)
+    assert tiles.q_releases == 6
 
 
 def test_every_shipped_kernel_says_how_it_cuts_a_problem():
