@@ -126,9 +126,9 @@ def main():
     spec.loader.exec_module(kernel)
     run, report = kernel.compile(), {}  # before TVM-FFI can meet our torch
     stream = SimpleNamespace(cuda_stream=0)
-    current = SimpleNamespace(current_stream=lambda: stream)
-    sys.modules["torch"] = SimpleNamespace(Tensor=Tensor, cuda=current)
-    kernel.cuda.cuCtxGetDevice = lambda: (kernel.cuda.CUresult.CUDA_SUCCESS, 0)
+    current = SimpleNamespace(current_device=lambda: 0, current_stream=lambda _: stream)
+    torch = SimpleNamespace(Tensor=Tensor, cuda=current, _C=None)
+    sys.modules["torch"] = torch
     kernel.sm_count = lambda _device: 132
     for what, tensors in bad_calls():
         plain = kernel.is_plain(tensors["q"], tensors["k"], tensors.values())

@@ -304,7 +304,10 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     module = SimpleNamespace(
         Tensor=TorchTensor,
         float32=np.float32,
-        cuda=SimpleNamespace(current_stream=lambda: stream),
+        cuda=SimpleNamespace(
+            current_device=lambda: 0, current_stream=lambda _device: stream
+        ),
+        _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda device: 0x5EED + device),
     )
     monkeypatch.setitem(sys.modules, "torch", module)
     monkeypatch.setattr(TorchTensor, "dlpack_calls", 0)
@@ -334,7 +337,9 @@ def test_torch_gets_its_outputs_and_its_current_stream(kernel, torch) -> None:
     assert int(stream) == 0x5EED
     module.fmha(**given, stream=SimpleNamespace(cuda_stream=7))
     module.fmha(**given, stream=0)
-    assert [int(one[-1]) for one in launches[1:]] == [7, 0]
+    del torch._C._cuda_getCurrentRawStream  # which is nobody's public name
+    module.fmha(**given)
+    assert [int(one[-1]) for one in launches[1:]] == [7, 0, 0x5EED]
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -394,6 +399,14 @@ def test_tensors_of_others_beside_torch_s(kernel, torch) -> None:
 
 
 # --- the GPU -------------------------------------------------------------------------
+
+
+def test_torchs_q_must_be_on_torchs_current_device(kernel, torch) -> None:
+    module, launches = kernel
+    torch.cuda.current_device = lambda: 1
+    with pytest.raises(ValueError, match=r"^q: is on device 0, which is not"):
+        module.fmha(**torch_arguments())
+    assert launches == []
 
 
 def test_q_must_be_on_the_current_device(kernel, monkeypatch) -> None:

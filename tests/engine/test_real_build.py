@@ -105,7 +105,7 @@ def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
     assert run().exit_code == 0
     kernel = tmp_path / "generated" / "a.py"
     built = kernel.read_text()
-    kernel.write_text(built.replace("EVICT_LAST)", "EVICT_FIRST)"))
+    kernel.write_text(built.replace("1.0 / math.sqrt(HEAD_DIM_QK)", "0.125"))
     assert kernel.read_text() != built
     write(specs, "b", head_dim=96)
     before = contents(tmp_path / "generated")
@@ -115,13 +115,9 @@ def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
     assert result.stderr.startswith(
         "generated/a.py: edited by hand; --force overwrites it."
     )
+    assert "\n-        softmax_scale = 0.125\n" in result.stderr
     assert (
-        "\n-def load_stage(pipe, state, atom, gmem, smem, policy=EVICT_FIRST):\n"
-        in result.stderr
-    )
-    assert (
-        "\n+def load_stage(pipe, state, atom, gmem, smem, policy=EVICT_LAST):\n"
-        in result.stderr
+        "\n+        softmax_scale = 1.0 / math.sqrt(HEAD_DIM_QK)\n" in result.stderr
     )
     assert contents(tmp_path / "generated") == before
 
