@@ -29,13 +29,14 @@ class Tiles:
     """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
-    starts the next ones; 0 for other kernels.
+    starts the next ones; 0 for other kernels. packed: query heads whose rows a tile holds.
     """
 
     q: int  # [rows]
     kv: int  # [rows]
     cluster: tuple[int, int]
     sms_per_head: int = 0
+    packed: int = 1
 
     @property
     def ctas(self) -> int:
@@ -43,9 +44,19 @@ class Tiles:
         return self.cluster[0] * self.cluster[1]
 
     @property
+    def positions(self) -> int:
+        """Query rows of one head in a tile."""
+        return self.q // self.packed
+
+    @property
     def cluster_rows(self) -> int:
         """Query rows of one head that a cluster works on at a time."""
-        return self.q * self.cluster[0]
+        return self.positions * self.cluster[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a cluster works on at a time."""
+        return self.packed * self.cluster[1]
 
 
 @dataclass(frozen=True)
@@ -85,7 +96,7 @@ def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
 def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     rows, block = tiles.cluster_rows, tiles.kv
     # Groups of many heads give a cluster its work tiles, a single head must have rows for it.
-    work_of_head = spec["q_per_kv"] // tiles.cluster[1]
+    work_of_head = spec["q_per_kv"] // tiles.heads
     group = work_of_head > 1
     twice = rows if group else 2 * rows
     ragged = twice - rows // 2 + 5
@@ -103,7 +114,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("exact", twice, 3 * block, 1, 1, **second)
     blocks = 1 if group else 2
     odd = math.ceil(5 / work_of_head)
-    yield case("waves", rows - 1, blocks * block + 1, 1, odd, clusters=2, **second)
+    yield case(
+        "waves", max(rows - 1, 1), blocks * block + 1, 1, odd, clusters=2, **second
+    )
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
@@ -129,6 +142,12 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         batch = math.ceil(3 / (work_of_head if group else 2))
         yield case("short_kv", ragged, block // 2 + 3, batch, 1)
         yield case("one_key", ragged, 1, 1, 1)
+        if tiles.packed > 1:
+            # Few positions make a tile. Of one tile, some that do not reach the block that others
+            # begin with; and several tiles that see no key.
+            edge = rows + 2 * block - tiles.positions // 2
+            yield case("edge", rows, edge, 1, 1, **second)
+            yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1)
     yield case("fused", block + 9, block + 9, *fused, layout="fused")
@@ -151,7 +170,7 @@ def _fitted(
         length if fixed == DYNAMIC else int(fixed)
         for length, fixed in ((q, spec["seqlen"]["q"]), (kv, spec["seqlen"]["kv"]))
     )
-    heads = kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+    heads = kv_heads * spec["q_per_kv"] // tiles.heads
     work = batch * heads * math.ceil(q / tiles.cluster_rows)
     running = None
     if work * math.ceil(kv / tiles.kv) > MANY_BLOCKS:
