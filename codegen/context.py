@@ -98,12 +98,11 @@ class Traits:
 
     @property
     def one_box(self) -> bool:
-        """All rows fit the first box of a tile or cluster, which moves several boxes.
+        """All rows of O fit one box, and there are warpgroups or CTAs to store others.
 
-        The DSL drops a coordinate that can only be 0 inside the tensor: all would move the first.
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
         """
-        rows = self.sizes.tile_q if self.spec.cluster[0] > 1 else 64
-        positions = rows * self.tile_positions // self.sizes.tile_q
+        positions = 64 * self.tile_positions // self.sizes.tile_q
         boxes = self.sizes.tile_q * self.spec.cluster[0] // 64
         return self.seqlen_q is not None and self.seqlen_q <= positions and boxes > 1
 
