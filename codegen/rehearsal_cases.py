@@ -143,10 +143,10 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("short_kv", ragged, block // 2 + 3, batch, 1)
         yield case("one_key", ragged, 1, 1, 1)
         if tiles.packed > 1:
-            # Few positions make a tile. Of one tile, some that do not reach the block that others
-            # begin with; and several tiles that see no key.
-            edge = rows + 2 * block - tiles.positions // 2
-            yield case("edge", rows, edge, 1, 1, **second)
+            # Few positions make a tile. Of a second one, some that do not reach the block that
+            # others begin with; and several tiles that see no key.
+            edge = 2 * block - tiles.positions - tiles.positions // 2
+            yield case("edge", 2 * rows, 2 * rows + edge, 1, 1, **second)
             yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1)
