@@ -108,14 +108,23 @@ def smallest_ragged(cases: tuple[Case, ...]) -> Case:
     return min(ordinary or cases, key=lambda case: case.work)
 
 
-def query_tiles(case: Case, q_per_kv: int, tile: int = TALLEST_QUERY_TILE) -> int:
+def query_tiles(
+    case: Case, spec: Mapping[str, Any], tile: int = TALLEST_QUERY_TILE
+) -> int:
     """Work tiles of a case for a query tile of that many rows."""
-    return case.batch * case.kv_heads * q_per_kv * math.ceil(case.q / tile)
+    return case.batch * case.kv_heads * tiles_of_kv_head(case.q, spec, tile)
+
+
+def tiles_of_kv_head(
+    q: int, spec: Mapping[str, Any], tile: int = TALLEST_QUERY_TILE
+) -> int:
+    """Work tiles of the ``q`` rows of all query heads of a KV head, packed or each for itself."""
+    if spec.get("pack_gqa"):
+        return math.ceil(q * int(spec["q_per_kv"]) / tile)
+    return int(spec["q_per_kv"]) * math.ceil(q / tile)
 
 
 def _candidates(spec: Mapping[str, Any]) -> Iterator[Case]:
-    q_per_kv = spec["q_per_kv"]
-
     def case(
         tag: str, q: int, kv: int, batch: int, kv_heads: int, **options: Any
     ) -> Case:
@@ -125,9 +134,7 @@ def _candidates(spec: Mapping[str, Any]) -> Iterator[Case]:
 
     def many(tag: str, q: int, kv: int, **options: Any) -> Case:
         batch = 3
-        tiles_per_kv_head = (
-            batch * q_per_kv * math.ceil(_fixed_or(spec, "q", q) / TALLEST_QUERY_TILE)
-        )
+        tiles_per_kv_head = batch * tiles_of_kv_head(_fixed_or(spec, "q", q), spec)
         kv_heads = math.ceil(WORK_TILES / tiles_per_kv_head)
         return case(tag, q, kv, batch, kv_heads, repeats=REPEATS, **options)
 

@@ -43,8 +43,24 @@ class Traits:
         return self.spec.mask == "causal"
 
     @property
+    def pack_gqa(self) -> bool:
+        """Rows of a query tile are (position, head of the group), heads fastest."""
+        return self.spec.pack_gqa
+
+    @property
+    def tile_positions(self) -> int:
+        """Query positions of a tile: as many as rows, unless heads are rows too."""
+        heads = self.spec.heads.q_per_kv if self.pack_gqa else 1
+        return self.sizes.tile_q // heads
+
+    @property
+    def tiled_head(self) -> str:
+        """Whose rows a query tile has."""
+        return "KV head" if self.pack_gqa else "head"
+
+    @property
     def seqlen_q(self) -> int | None:
-        """Fixed number of query rows, or None."""
+        """Fixed number of query positions, or None."""
         q = self.spec.seqlen.q
         return q if isinstance(q, int) else None
 
@@ -77,8 +93,18 @@ class Traits:
     @property
     def q_tail(self) -> bool:
         """The last query tile of a cluster may reach beyond the last query."""
-        rows = self.sizes.tile_q * self.spec.cluster[0]
-        return self.seqlen_q is None or self.seqlen_q % rows != 0
+        positions = self.tile_positions * self.spec.cluster[0]
+        return self.seqlen_q is None or self.seqlen_q % positions != 0
+
+    @property
+    def one_box(self) -> bool:
+        """All rows of O fit one box, and there are warpgroups or CTAs to store others.
+
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
+        """
+        positions = 64 * self.tile_positions // self.sizes.tile_q
+        boxes = self.sizes.tile_q * self.spec.cluster[0] // 64
+        return self.seqlen_q is not None and self.seqlen_q <= positions and boxes > 1
 
     @property
     def masks(self) -> bool:
@@ -89,7 +115,8 @@ class Traits:
     def masked_loop(self) -> bool:
         """Further KV blocks may need a mask: the diagonal may leave the first one."""
         q, kv = self.seqlen_q, self.seqlen_kv
-        rows = 64 if self.strips else self.sizes.tile_q  # that agree about their blocks
+        # Rows that agree about their blocks.
+        rows = 64 if self.strips else self.tile_positions
         tile_kv = self.sizes.tile_kv
         inside_first = (
             q is not None
@@ -125,11 +152,13 @@ class Traits:
         The first one takes its turn at the tensor cores once its own first K is there, and the
         others free none before their turns: K of what it skips must fit beside that K. V of what it
         skips is loaded meanwhile, where tiles overlap before it frees V of the tile before.
+        A packed tile has too few positions for this to be worth its code.
         """
         rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
-        return self.causal and self.cluster_size == 1 and rows >= block and fits
+        alone = self.cluster_size == 1 and not self.pack_gqa
+        return self.causal and alone and rows >= block and fits
 
     @property
     def order_barrier(self) -> bool:
@@ -187,6 +216,8 @@ def template_context(
 def _flags(traits: Traits) -> dict[str, bool | int]:
     return {
         "causal": traits.causal,
+        "pack_gqa": traits.pack_gqa,
+        "one_box": traits.one_box,
         "fixed_q": traits.seqlen_q is not None,
         "fixed_kv": traits.seqlen_kv is not None,
         "kv_tail": traits.kv_tail,
@@ -210,19 +241,32 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
 def _lengths(traits: Traits) -> dict[str, str]:
     """How sequence lengths and what follows from them are spelt, on the device and before it."""
     fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
-    rows = "TILE_Q * CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "TILE_Q"
+    seqlen_q = "SEQLEN_Q" if fixed_q else "problem.seqlen_q"
     return {
         "seqlen_q_text": str(traits.seqlen_q) if fixed_q else "seqlen_q",
         "seqlen_kv_text": str(traits.seqlen_kv) if fixed_kv else "seqlen_kv",
-        "seqlen_q": "SEQLEN_Q" if fixed_q else "problem.seqlen_q",
+        "seqlen_q": seqlen_q,
+        "end_of_rows": f"{seqlen_q} * Q_PER_KV" if traits.pack_gqa else seqlen_q,
         "seqlen_kv": "SEQLEN_KV" if fixed_kv else "problem.seqlen_kv",
         "q_tiles": "Q_TILES" if fixed_q else "problem.q_tiles",
         "host_seqlen_q": "SEQLEN_Q" if fixed_q else "seqlen_q",
         "host_seqlen_kv": "SEQLEN_KV" if fixed_kv else "seqlen_kv",
         "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
-        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {rows})",
+        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {_positions_of_cluster(traits)})",
         "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
     }
+
+
+def _positions_of_tile(traits: Traits) -> str:
+    """Query positions of a CTA at a time, in the words of the kernel."""
+    return "TILE_POSITIONS" if traits.pack_gqa else "TILE_Q"
+
+
+def _positions_of_cluster(traits: Traits) -> str:
+    """Query positions of a cluster at a time, or of the CTA that stands for one."""
+    if traits.spec.cluster[0] == 1:
+        return _positions_of_tile(traits)
+    return "CLUSTER_POSITIONS" if traits.pack_gqa else "TILE_Q * CLUSTER_SIZE"
 
 
 def _arguments(traits: Traits) -> dict[str, str]:
@@ -232,28 +276,31 @@ def _arguments(traits: Traits) -> dict[str, str]:
     problem = ["problem"] if needs_problem else []
     typed_problem = ["problem: Problem"] if needs_problem else []
     row = ["q_tile * TILE_Q + row"] if traits.causal else []
-    q_tile, tile_rows = "q_tile", "TILE_Q"
-    if traits.spec.cluster[0] > 1:
-        q_tile, tile_rows = "q_tile // CLUSTER_SIZE", "TILE_Q * CLUSTER_SIZE"
-    end_row = f"({q_tile} + 1) * {tile_rows}"
-    first_row = "q_tile * TILE_Q"
+    what = "position" if traits.pack_gqa else "row"  # that sees keys
+    q_tile = "q_tile // CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "q_tile"
+    end = f"({q_tile} + 1) * {_positions_of_cluster(traits)}"
+    first = f"q_tile * {_positions_of_tile(traits)}"
     if traits.strips:
-        first_row += " + strip"
+        first += " + strip"
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
 
     def listed(*parts: list[str]) -> str:
         return ", ".join(item for part in parts for item in part)
 
     return {
-        "count_args": listed([end_row] if traits.causal else [], problem),
+        "head_kv": "head" if traits.pack_gqa else "head_kv",
+        "seeing": what,
+        "count_args": listed([end] if traits.causal else [], problem),
         "count_params": listed(
-            ["end_row: Int32"] if traits.causal else [], typed_problem
+            [f"end_{what}: Int32"] if traits.causal else [], typed_problem
         ),
         "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
         "count_own_args": listed(["q_tile", "strip"], problem),
-        "own_args": listed([f"{first_row} + WARPGROUP_ROWS"], problem),
-        "masked_args": listed([first_row, blocks], problem),
-        "masked_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
+        "own_args": listed([f"{first} + WARPGROUP_ROWS"], problem),
+        "masked_args": listed([first, blocks], problem),
+        "masked_params": listed(
+            [f"first_{what}: Int32", "blocks: Int32"], typed_problem
+        ),
         "mask_params": listed(
             ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
         ),
@@ -268,13 +315,19 @@ def _units(traits: Traits) -> dict[str, str]:
     clusters = traits.cluster_size > 1
     return {
         "q_tiles_unit": (
-            "clusters along a head" if traits.spec.cluster[0] > 1 else "per head"
+            f"clusters along a {traits.tiled_head}"
+            if traits.spec.cluster[0] > 1
+            else f"per {traits.tiled_head}"
         ),
-        "heads_unit": (
-            "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
-        ),
+        "heads_unit": _heads_unit(traits),
         "tiles_unit": "of all clusters" if clusters else "of all CTAs",
     }
+
+
+def _heads_unit(traits: Traits) -> str:
+    if traits.pack_gqa:
+        return "KV heads"
+    return "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
 
 
 def _title(spec: Spec) -> str:
@@ -286,7 +339,8 @@ def _title(spec: Spec) -> str:
         "causal" if spec.mask == "causal" else "full mask",
     ]
     if spec.heads.q_per_kv > 1:
-        parts.append(f"GQA {spec.heads.q_per_kv}")
+        packed = " packed" if spec.pack_gqa else ""
+        parts.append(f"GQA {spec.heads.q_per_kv}{packed}")
     if spec.cluster != (1, 1):
         parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
         shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
@@ -305,6 +359,7 @@ def _spec_items(spec_file: SpecFile) -> tuple[tuple[str, str], ...]:
         "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
         "seqlen": {"q": spec.seqlen.q, "kv": spec.seqlen.kv},
         "q_per_kv": spec.heads.q_per_kv,
+        "pack_gqa": spec.pack_gqa,
         "mask": spec.mask,
         "lse": spec.lse,
         "cluster": list(spec.cluster),

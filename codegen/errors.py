@@ -43,6 +43,8 @@ CODES: dict[str, str] = {
     # Fields that do not go together.
     "FG201": "multicast without a cluster of two",
     "FG202": "a cluster whose CTAs do not share a KV head",
+    "FG203": "pack_gqa without query heads to pack",
+    "FG204": "pack_gqa beside a cluster along the heads that it packs",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
@@ -50,9 +52,11 @@ CODES: dict[str, str] = {
     "FG304": "a spec whose suffix is not .yaml",
     "FG305": "the name contradicts a field",
     "FG306": "a name that changes how the compiler treats the kernel",
-    # The plan's budgets.
+    # What the plan cannot make fit.
     "FG401": "shared memory does not fit",
     "FG402": "registers do not fit",
+    "FG403": "a query tile that does not hold whole groups of packed heads",
+    "FG404": "a warpgroup whose rows are not whole groups, and O leaves by TMA",
 }
 """Every diagnostic's code with its meaning in one line."""
 

@@ -73,7 +73,8 @@ def masks_and_loops(plan: KernelPlan) -> Iterator[str]:
     spec = plan.spec_file.spec
     yield from _tile_statements(plan)
     if has["causal"]:
-        yield "Query row i sees key j when j <= i + seqlen_kv - seqlen_q."
+        query = "position" if has["pack_gqa"] else "row"
+        yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
     yield from _block_statements(has)
     if has["hidden_rows"]:
         yield "A row may have seen no key so far: a maximum of -inf is replaced before it is used."
@@ -100,18 +101,21 @@ def _output_statement(has: Mapping[str, Any]) -> str:
 def _tile_statements(plan: KernelPlan) -> Iterator[str]:
     has = plan.context
     owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+    head = "KV head" if has["pack_gqa"] else "head"
     order = (
         "those with most keys first, odd waves backwards"
         if has["causal"]
-        else "query tiles of one head side by side"
+        else f"query tiles of one {head} side by side"
     )
     yield f"Persistent: each {owner} takes a tile per wave, {order}."
     if has["causal"]:
-        of = "pairs of heads" if has["cluster_heads"] > 1 else "heads"
+        of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
+    if has["pack_gqa"]:
+        yield "Rows of a query tile are (position, head of the group), heads fastest."
     if has["cluster_size"] > 1:
         along = (
-            f"{has['cluster_q']} query tiles of one head"
+            f"{has['cluster_q']} query tiles of one {head}"
             if has["cluster_q"] > 1
             else f"{has['cluster_heads']} query heads of one KV head"
         )

@@ -8,6 +8,7 @@ The tokens between underscores that speak about a field must agree with it; othe
     bf16, fp16      dtype
     causal, full    mask
     mha, gqa4, mqa  heads.q_per_kv: 1, 4, more than 1
+    pack            pack_gqa
     lse, nolse      lse
     s4096, dyn      both lengths of seqlen; q4096 and kv4096 for one of them
     c2x1            cluster
@@ -182,6 +183,11 @@ def _tokens() -> Iterator[_Token]:
         lambda spec, word: ("causal" if spec.mask == "causal" else "full",),
     )
     yield _Token(re.compile(r"mha|mqa|gqa\d*"), ("heads", "q_per_kv"), _heads)
+    yield _Token(
+        re.compile(r"pack"),
+        ("pack_gqa",),
+        lambda spec, word: ("pack" if spec.pack_gqa else "",),
+    )
     yield _Token(
         re.compile(r"lse|nolse"),
         ("lse",),

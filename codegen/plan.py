@@ -32,6 +32,9 @@ REASONS: Final[Mapping[str, str]] = {
     "V_STAGES": "3 where they fit, else 2",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
+NO_BOX_OF_O: Final = (
+    "1: the rows of a warpgroup are not whole groups, so TMA cannot store O"
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +111,7 @@ class KernelPlan:
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
-    """Plan a kernel, or raise SpecError (FG401, FG402) with the sum that does not fit."""
+    """Plan a kernel, or raise SpecError (FG401 to FG404) with the numbers that do not fit."""
     spec = spec_file.spec
     sizes = _choose(spec_file)
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
@@ -135,6 +138,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
     """
     spec = spec_file.spec
     tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
+    if spec.pack_gqa and tile_q % spec.heads.q_per_kv:
+        raise _groups_in_pieces(spec_file, tile_q)
+    if spec.stages.q == 2 and not _stores_by_tma(spec):
+        raise _no_groups_to_store(spec_file)
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     kv_tiles = (spec.tile.kv,) if spec.tile.kv else KV_TILES
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
@@ -144,7 +151,8 @@ def _choose(spec_file: SpecFile) -> Sizes:
     def fits(sizes: Sizes) -> bool:
         return _total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
 
-    q_stages = (spec.stages.q,) if spec.stages.q else (2, 1)
+    planned = (2, 1) if _stores_by_tma(spec) else (1,)
+    q_stages = (spec.stages.q,) if spec.stages.q else planned
     choices = [
         Sizes(tile_q, tile_kv, q, *KV_STAGES[-1])
         for tile_kv in fitting
@@ -158,6 +166,11 @@ def _choose(spec_file: SpecFile) -> Sizes:
     if not fits(sizes):
         raise _too_much_smem(spec_file, sizes)
     return sizes
+
+
+def _stores_by_tma(spec: Spec) -> bool:
+    """Whether the rows of a warpgroup can be a box of O: whole groups, where heads are rows."""
+    return not spec.pack_gqa or sm90.WARPGROUP_ROWS % spec.heads.q_per_kv == 0
 
 
 def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
@@ -237,33 +250,79 @@ def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
     return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
 
 
+def _groups_in_pieces(spec_file: SpecFile, tile_q: int) -> SpecError:
+    spec = spec_file.spec
+    heads = spec.heads.q_per_kv
+    message = (
+        f"pack_gqa: true fills a query tile with whole groups of {heads} heads"
+        f" (heads.q_per_kv), but its rows (tile.q) are {tile_q}: {tile_q} % {heads} ="
+        f" {tile_q % heads}"
+    )
+    needed = sum(_register_parts(spec, spec.tile.kv or KV_TILES[-1]).values())
+    tiles = [
+        warpgroups * sm90.WARPGROUP_ROWS
+        for warpgroups, split in sm90.REGISTERS.items()
+        if needed <= split.consumer
+    ]
+    holding = [f"tile: {{q: {n}}}" for n in tiles if n % heads == 0]
+    hint = " or ".join([*holding, "pack_gqa: false"])
+    field = ("tile", "q") if spec.tile.q else ("pack_gqa",)
+    place = spec_file.locate(*field)
+    return SpecError([Diagnostic(place, "FG403", message, f"set {hint}")])
+
+
+def _no_groups_to_store(spec_file: SpecFile) -> SpecError:
+    heads, rows = spec_file.spec.heads.q_per_kv, sm90.WARPGROUP_ROWS
+    message = (
+        f"stages.q: 2 stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true"
+        f" needs whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} ="
+        f" {rows % heads}"
+    )
+    hint = "set stages: {q: 1}, or leave it out"
+    place = spec_file.locate("stages", "q")
+    return SpecError([Diagnostic(place, "FG404", message, hint)])
+
+
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
     yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
     if traits.seqlen_q is not None:
-        yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
+        unit = "positions" if traits.pack_gqa else "rows"
+        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
     group = "given" if "heads" in spec.model_fields_set else "default"
     yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
     if traits.cluster_size > 1:
         along_q = spec.cluster[0] > 1
-        what = "query tiles of one head" if along_q else "query heads of one KV head"
+        what = "query heads of one KV head"
+        if along_q:
+            what = f"query tiles of one {traits.tiled_head}"
         yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
+    per_cta = "rows per CTA"
+    if traits.pack_gqa:
+        per_cta += ": positions x heads"
     for name, value, unit, given in (
-        ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
+        ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
         ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
         ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
     ):
         origin = "given" if given else "planned"
-        yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+        reason = "" if given else _reason(spec, name)
+        yield Number(name, value, unit, origin, reason=reason)
     if traits.causal:
         name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
         yield Number(name, sms, unit, "planned", reason=REASONS[name])
+
+
+def _reason(spec: Spec, name: str) -> str:
+    """Why a number is what it is, though the spec leaves it out."""
+    forced = name == "Q_STAGES" and not _stores_by_tma(spec)
+    return NO_BOX_OF_O if forced else REASONS[name]
 
 
 def _derived(traits: Traits) -> Iterator[Number]:
@@ -295,11 +354,19 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ctas = traits.cluster_size if shared else 1
         formula = "4 * WARPGROUPS * CLUSTER_SIZE" if shared else "4 * WARPGROUPS"
         rows.append((name, 4 * warpgroups * ctas, "warps that free a stage", formula))
+    along_q = spec.cluster[0] > 1
+    tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
+    positions = traits.tile_positions * spec.cluster[0]
+    if traits.pack_gqa:
+        tile, unit = "TILE_POSITIONS", "query positions per CTA"
+        rows.append((tile, traits.tile_positions, unit, "TILE_Q // Q_PER_KV"))
+    if traits.pack_gqa and along_q:
+        tile, unit = "CLUSTER_POSITIONS", "query positions per cluster"
+        rows.append((tile, positions, unit, "TILE_POSITIONS * CLUSTER_SIZE"))
     if traits.seqlen_q is not None:
-        along_q = spec.cluster[0] > 1
-        tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
-        tiles = -(-traits.seqlen_q // (sizes.tile_q * spec.cluster[0]))
-        unit = "clusters along a head" if along_q else "per head"
+        tiles = -(-traits.seqlen_q // positions)
+        head = traits.tiled_head
+        unit = f"clusters along a {head}" if along_q else f"per {head}"
         rows.append(("Q_TILES", tiles, unit, f"-(-SEQLEN_Q // {tile})"))
     if traits.seqlen_kv is not None and not traits.causal:
         blocks = -(-traits.seqlen_kv // sizes.tile_kv)

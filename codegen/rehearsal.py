@@ -131,13 +131,14 @@ def read_constants(text: str) -> dict[str, Any]:
 
 def tiles_of(constants: Mapping[str, Any]) -> Tiles:
     """How the kernel with these constants cuts a problem."""
-    cluster = constants["SPEC"].get("cluster", [1, 1])
+    spec = constants["SPEC"]
     return Tiles(
         constants["TILE_Q"],
         constants["TILE_KV"],
-        tuple(cluster),
+        tuple(spec.get("cluster", [1, 1])),
         sms_per_head=constants.get("SMS_PER_HEAD", 0),
         q_releases=constants["Q_STAGES"] * constants["Q_RELEASES"],
+        packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
     )
 
 
@@ -203,16 +204,18 @@ class Rehearsal:
     def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
         """By address, what a tile takes of dimensions 0 (of a head) and 1 (rows) of a tensor.
 
+        Where heads are packed, those of a group are dimension 1 of the queries, and rows come next.
         The CTAs of a cluster load parts of a KV tile, and work on query tiles beyond the last row
         while another one has rows; nothing else reaches outside.
         """
         problem = self.problem
         queries, keys = (problem.q, problem.out), (problem.k, problem.v)
+        group = (1,) if self.tiles.packed > 1 else ()
         return {
-            tensor.address: (1, rows)
+            tensor.address: (1, *rows)
             for tensors, rows in (
-                (queries, self.tiles.cluster_rows),
-                (keys, self.tiles.kv),
+                (queries, (*group, self.tiles.cluster_rows)),
+                (keys, (self.tiles.kv,)),
             )
             for tensor in tensors
         }

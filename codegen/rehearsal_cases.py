@@ -30,6 +30,7 @@ class Tiles:
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
     starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
+    packed: query heads whose rows a tile holds.
     """
 
     q: int  # [rows]
@@ -37,6 +38,7 @@ class Tiles:
     cluster: tuple[int, int]
     sms_per_head: int = 0
     q_releases: int = 2
+    packed: int = 1
 
     @property
     def ctas(self) -> int:
@@ -44,9 +46,19 @@ class Tiles:
         return self.cluster[0] * self.cluster[1]
 
     @property
+    def positions(self) -> int:
+        """Query rows of one head in a tile."""
+        return self.q // self.packed
+
+    @property
     def cluster_rows(self) -> int:
         """Query rows of one head that a cluster works on at a time."""
-        return self.q * self.cluster[0]
+        return self.positions * self.cluster[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a cluster works on at a time."""
+        return self.packed * self.cluster[1]
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,7 @@ def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
 def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     rows, block = tiles.cluster_rows, tiles.kv
     # Groups of many heads give a cluster its work tiles, a single head must have rows for it.
-    work_of_head = spec["q_per_kv"] // tiles.cluster[1]
+    work_of_head = spec["q_per_kv"] // tiles.heads
     group = work_of_head > 1
     twice = rows if group else 2 * rows
     ragged = twice - rows // 2 + 5
@@ -104,7 +116,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("exact", twice, 3 * block, 1, 1, **second)
     blocks = 1 if group else 2
     odd = math.ceil(5 / work_of_head)
-    yield case("waves", rows - 1, blocks * block + 1, 1, odd, clusters=2, **second)
+    yield case(
+        "waves", max(rows - 1, 1), blocks * block + 1, 1, odd, clusters=2, **second
+    )
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
@@ -132,6 +146,12 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         batch = math.ceil((tiles.q_releases + 1) / (q_tiles * work_of_head))
         yield case("short_kv", ragged, block // 2 + 3, batch, 1)
         yield case("one_key", ragged, 1, 1, 1)
+        if tiles.packed > 1:
+            # Few positions make a tile. Of a second one, some that do not reach the block that
+            # others begin with; and several tiles that see no key.
+            edge = 2 * block - tiles.positions - tiles.positions // 2
+            yield case("edge", 2 * rows, 2 * rows + edge, 1, 1, **second)
+            yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1)
     yield case("fused", block + 9, block + 9, *fused, layout="fused")
@@ -154,7 +174,7 @@ def _fitted(
         length if fixed == DYNAMIC else int(fixed)
         for length, fixed in ((q, spec["seqlen"]["q"]), (kv, spec["seqlen"]["kv"]))
     )
-    heads = kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+    heads = kv_heads * spec["q_per_kv"] // tiles.heads
     work = batch * heads * math.ceil(q / tiles.cluster_rows)
     running = None
     if work * math.ceil(kv / tiles.kv) > MANY_BLOCKS:

@@ -256,6 +256,10 @@ class Spec(_Model):
     heads: Annotated[Heads, Block("a mapping with q_per_kv")] = Field(
         default=Heads(), description="How query heads share KV heads."
     )
+    pack_gqa: Annotated[bool, Accepts("true or false", (bool,))] = Field(
+        default=False,
+        description="Rows of a query tile are those of all query heads of a KV head.",
+    )
     mask: Annotated[Literal["none", "causal"], Accepts()] = Field(
         default="none",
         description="Which scores count; causal is aligned at the bottom right.",
@@ -467,6 +471,21 @@ def _cross_field(spec: Spec) -> Iterator[Violation]:
             f" cluster, but heads.q_per_kv is {spec.heads.q_per_kv}, not a multiple of"
             f" {along_heads}",
             "set cluster: [2, 1] or [1, 1], or an even heads.q_per_kv",
+        )
+    if spec.pack_gqa and spec.heads.q_per_kv == 1:
+        yield Violation(
+            "FG203",
+            ("pack_gqa",),
+            "pack_gqa: true needs several query heads per KV head, but heads.q_per_kv is 1",
+            "set heads: {q_per_kv: N}, or leave pack_gqa out",
+        )
+    if spec.pack_gqa and along_heads > 1:
+        yield Violation(
+            "FG204",
+            ("cluster",),
+            f"cluster: {list(spec.cluster)} gives each CTA a query head of its own, but"
+            f" pack_gqa: true puts all {spec.heads.q_per_kv} of a KV head into one CTA",
+            "set cluster: [2, 1] or [1, 1], or leave pack_gqa out",
         )
 
 

@@ -160,7 +160,7 @@ def make_problem(spec: Mapping[str, Any], case: Case) -> Problem:
         # a warp does for the one row alone must not hide behind the other.
         if case.data == "second_rows" and name == "q":
             values = np.abs(values)
-            values[:, np.arange(case.q) // ROW_GROUP % 2 == 0] *= -1
+            values[:, _rows_of_tiles(spec, values) // ROW_GROUP % 2 == 0] *= -1
         if case.data == "second_rows" and name == "k":
             for key, factor in ((case.kv // 2, 1), (case.kv // 4, 2)):
                 values[:, key] = np.abs(values[:, key]) * factor * HUGE_KEY
@@ -173,6 +173,15 @@ def make_problem(spec: Mapping[str, Any], case: Case) -> Problem:
         tensor.view[...] = TO_BITS[spec["dtype"]](values)
     out, lse = _outputs(spec, case, addresses)
     return Problem(inputs["q"], inputs["k"], inputs["v"], out, lse)
+
+
+def _rows_of_tiles(spec: Mapping[str, Any], q: NDArray[Any]) -> NDArray[Any]:
+    """Where a row (position, head) of Q is in the tiles of its head, or of its packed group."""
+    rows, heads = np.arange(q.shape[1])[:, None], np.arange(q.shape[2])
+    if not spec.get("pack_gqa"):
+        return np.broadcast_to(rows, q.shape[1:3])
+    group: int = spec["q_per_kv"]
+    return rows * group + heads % group
 
 
 def _inputs(

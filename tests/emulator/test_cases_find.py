@@ -72,6 +72,27 @@ FAULTS = {
         "if row >= 0:\n            store_row",
         "elements outside out were written",
     ),
+    "a packed row is taken for its position in the mask": (
+        "sm90_d128_bf16_causal_gqa8_pack_t64x128",
+        "edge",
+        "position = (row + ROW_STEP * r) // Q_PER_KV",
+        "position = row + ROW_STEP * r",
+        "the error in 16 bits",
+    ),
+    "a packed tile is taken for as many positions as rows": (
+        "sm90_d128_bf16_causal_gqa8_pack_t64x128",
+        "edge",
+        "count_masked_blocks(q_tile * TILE_POSITIONS,",
+        "count_masked_blocks(q_tile * TILE_Q,",
+        "the error in 16 bits",
+    ),
+    "only the first of a group's packed rows get an LSE": (
+        "sm90_d128_bf16_full_gqa8_pack_lse",
+        "ragged",
+        "if row + ROW_STEP * r < problem.seqlen_q * Q_PER_KV:",
+        "if row + ROW_STEP * r < problem.seqlen_q:",
+        "elements of lse are NaN",
+    ),
     "a quad is transposed by half": (
         "sm90_d192x128_bf16_causal_lse",
         "ragged",

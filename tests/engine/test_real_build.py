@@ -116,9 +116,7 @@ def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
         "generated/a.py: edited by hand; --force overwrites it."
     )
     assert "\n-        softmax_scale = 0.125\n" in result.stderr
-    assert (
-        "\n+        softmax_scale = 1.0 / math.sqrt(HEAD_DIM_QK)\n" in result.stderr
-    )
+    assert "\n+        softmax_scale = 1.0 / math.sqrt(HEAD_DIM_QK)\n" in result.stderr
     assert contents(tmp_path / "generated") == before
 
     checked = run("--check")

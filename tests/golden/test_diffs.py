@@ -46,6 +46,14 @@ EDITS = {
         D128 + "cluster: [2, 1]\nmulticast: none\n", ": none", ": kv", FEATURE
     ),
     "seqlen_fixed": Edit(D128 + "seqlen: dynamic\n", "dynamic", "4096", FEATURE),
+    "pack_gqa": Edit(
+        D128
+        + "heads: {q_per_kv: 8}\npack_gqa: false\nmask: causal\nlse: true\n"
+        + "cluster: [2, 1]\nmulticast: kv\n",
+        "pack_gqa: false",
+        "pack_gqa: true",
+        FEATURE,
+    ),
     "cluster": Edit(D128 + CLUSTER, "[2, 1]", "[1, 2]", FEATURE),
 }
 
@@ -54,6 +62,7 @@ LSE = {
     "lse": D64 + "mask: causal\n",
     "lse_full_s4096": D128 + "seqlen: 4096\n",
     "lse_cluster": D128 + CLUSTER + "mask: causal\nseqlen: {q: 1000}\n",
+    "lse_pack": D128 + "heads: {q_per_kv: 8}\npack_gqa: true\n",
     "lse_d256": "dtype: fp16\nhead_dim: 256\n",
 }
 

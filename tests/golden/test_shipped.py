@@ -48,6 +48,7 @@ def test_there_are_specs_for_every_axis() -> None:
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
     assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}
     assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}
+    assert {spec.pack_gqa for spec in specs} == {True, False}
     assert {spec.tile.q for spec in specs} == {None, 64, 128, 192}
     assert {spec.stages.v is None for spec in specs} == {True, False}
     fixed = {

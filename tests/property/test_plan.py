@@ -38,7 +38,7 @@ lengths = st.sampled_from(LENGTHS) | st.integers(1, 2**24)
 clusters = st.sampled_from([[1, 1], [2, 1], [1, 2]])
 multicasts = st.sampled_from(["none", "k", "v", "kv"])
 head_dims = st.sampled_from([64, 96, 128, 256, {"qk": 192, "v": 128}])
-q_per_kv = st.sampled_from([1, 2, 4, 6, 128])
+q_per_kv = st.sampled_from([1, 2, 4, 5, 6, 8, 128])
 tiles = {
     "q": st.sampled_from([64, 128, 192]),
     "kv": st.integers(1, 16).map(lambda n: 16 * n),
@@ -47,9 +47,11 @@ stages = {"q": st.integers(1, 2), "kv": st.integers(2, 8), "v": st.integers(2, 8
 
 
 def keeps_rules(fields: Fields) -> bool:
-    """Whether the fields go together (the rules FG201 and FG202)."""
+    """Whether the fields go together (the rules FG201 to FG204)."""
     alone = fields["cluster"] == [1, 1]
-    shares_heads = fields["heads"]["q_per_kv"] % fields["cluster"][1] == 0
+    group, along_heads = fields["heads"]["q_per_kv"], fields["cluster"][1]
+    packable = group > 1 and along_heads == 1
+    shares_heads = group % along_heads == 0 and (packable or not fields["pack_gqa"])
     return shares_heads and not (alone and fields["multicast"] != "none")
 
 
@@ -65,6 +67,7 @@ def spec_fields(
             "head_dim": head_dims,
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
+            "pack_gqa": st.booleans(),
             "mask": st.sampled_from(["none", "causal"]),
             "lse": st.booleans(),
             "cluster": clusters,
@@ -111,6 +114,9 @@ def test_plan_or_report(fields: Fields) -> None:
         kernel = plan.resolve(spec_file)
     except SpecError as error:
         (diagnostic,) = error.diagnostics
+        if diagnostic.code in ("FG403", "FG404"):
+            assert_groups_are_in_pieces(fields, diagnostic.code, diagnostic.message)
+            return
         assert_sum_is_written_out(diagnostic.code, diagnostic.message)
         given_sizes = [
             spec_file.locate(block, key)
@@ -130,6 +136,17 @@ def assert_sum_is_written_out(code: str, message: str) -> None:
     assert sum(int(part.split()[-1]) for part in parts) == need > limit
     limits = {"FG401": {sm90.SMEM_BYTES}, "FG402": {160, 240, 256}}
     assert limit in limits[code]
+
+
+def assert_groups_are_in_pieces(fields: Fields, code: str, message: str) -> None:
+    """Rows that are no multiple of the group are divided before the user's eyes."""
+    rows, group, left = map(int, re.findall(r"(\d+) % (\d+) = (\d+)", message)[0])
+    assert fields["pack_gqa"] and group == fields["heads"]["q_per_kv"]
+    assert rows % group == left > 0
+    if code == "FG404":
+        assert rows == 64 and fields["stages"]["q"] == 2
+    else:
+        assert rows == fields["tile"].get("q", rows) and rows in (64, 128, 192)
 
 
 def assert_within_budgets(kernel: KernelPlan) -> None:
@@ -164,6 +181,21 @@ def assert_numbers_follow(kernel: KernelPlan) -> None:
 
 def numbers_of(kernel: KernelPlan) -> dict[str, int]:
     return {number.name: number.value for number in (*kernel.chosen, *kernel.derived)}
+
+
+@many
+@given(valid)
+def test_packed_tiles_are_whole_groups_and_boxes_of_o_too(fields: Fields) -> None:
+    kernel = planned(fields)
+    assume(kernel is not None)
+    assert kernel is not None
+    numbers = numbers_of(kernel)
+    assert ("TILE_POSITIONS" in numbers) == fields["pack_gqa"]
+    if fields["pack_gqa"]:
+        group = fields["heads"]["q_per_kv"]
+        assert numbers["TILE_POSITIONS"] * group == numbers["TILE_Q"]
+        assert numbers["Q_STAGES"] == 1 or 64 % group == 0
+        assert not kernel.context["strips"]
 
 
 @many
@@ -235,6 +267,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "turns of warpgroups": r"turn_of|\bORDER_",
         "skipped blocks": r"skip|strip|count_own",
         "sections of heads": r"(?i)section|SMS_PER_HEAD",
+        "packed heads": r"(?i)position|\bgroup=|logical_divide",
     }
     present = {
         "lse": fields["lse"],
@@ -248,6 +281,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "turns of warpgroups": numbers["TILE_Q"] > 64,
         "skipped blocks": kernel.context["strips"],
         "sections of heads": fields["mask"] == "causal",
+        "packed heads": fields["pack_gqa"],
     }
     return {name: pattern for name, pattern in words.items() if not present[name]}
 
@@ -259,6 +293,7 @@ LONGEST = {  # every feature at once: the limit of 900 lines is meant for this o
     "head_dim": {"qk": 192, "v": 128},
     "seqlen": {"q": "dynamic", "kv": "dynamic"},
     "heads": {"q_per_kv": 2},
+    "pack_gqa": False,
     "mask": "causal",
     "lse": True,
     "cluster": [1, 2],
@@ -267,10 +302,13 @@ LONGEST = {  # every feature at once: the limit of 900 lines is meant for this o
     "stages": {"q": 2},
 }
 
+LONGEST_PACKED = LONGEST | {"pack_gqa": True, "cluster": [2, 1]}
+
 
 @few
 @given(plannable)
 @example(LONGEST)
+@example(LONGEST_PACKED)
 def test_text(fields: Fields) -> None:
     kernel = planned(fields)
     assert kernel is not None
@@ -304,7 +342,8 @@ def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -
     But whether warpgroups skip blocks does: tiles of few keys and V's stages decide it.
     """
     run_time = {"q": "dynamic", "kv": "dynamic"}
-    fields = fields | {"seqlen": run_time, "heads": {"q_per_kv": 6}}
+    group = 8 if fields["pack_gqa"] else 6
+    fields = fields | {"seqlen": run_time, "heads": {"q_per_kv": group}}
     block, key, values = data.draw(
         st.sampled_from(
             [
@@ -320,7 +359,8 @@ def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -
     texts = [support.kernel_text(text_of(one)) for one in (fields, edited)]
     assume(len({"skip_blocks" in text for text in texts}) == 1)
     removed, added = changed(fields, edited)
-    assert len(removed) + len(added) <= NUMBER, (removed, added)
+    followers = 4 if fields["pack_gqa"] else 0  # positions of a tile and of a cluster
+    assert len(removed) + len(added) <= NUMBER + followers, (removed, added)
 
 
 @few
@@ -334,6 +374,7 @@ def test_another_feature_changes_a_bounded_part(
                 ("dtype", st.sampled_from(["bf16", "fp16"])),
                 ("mask", st.sampled_from(["none", "causal"])),
                 ("lse", st.booleans()),
+                ("pack_gqa", st.booleans()),
                 ("cluster", clusters),
                 ("multicast", multicasts),
                 ("seqlen", lengths.map(lambda n: fields["seqlen"] | {"q": n})),

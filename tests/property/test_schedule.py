@@ -27,6 +27,13 @@ FIELDS = {
     "causal, fixed": "mask: causal\nseqlen: 640\n",
     "causal, query tiles": "mask: causal\ncluster: [2, 1]\nlse: true\n",
     "causal, heads": "mask: causal\nheads: {q_per_kv: 4}\ncluster: [1, 2]\n",
+    "causal, packed": "mask: causal\nheads: {q_per_kv: 8}\npack_gqa: true\n",
+    "full, packed query tiles": (
+        "heads: {q_per_kv: 4}\npack_gqa: true\ncluster: [2, 1]\nlse: true\n"
+    ),
+    "full, packed, fixed": (
+        "heads: {q_per_kv: 16}\npack_gqa: true\nseqlen: {q: 640}\n"
+    ),
     "full": "lse: true\n",
     "full, fixed": "seqlen: {q: 640}\n",
     "full, query tiles": "cluster: [2, 1]\n",
@@ -83,7 +90,7 @@ class Kernel:
         cutlass.min, cutlass.max = min, max
         cutlass.select_ = lambda condition, a, b: a if condition else b
         plain = {"Int32": int, "Int64": int, "NamedTuple": NamedTuple}
-        mocks = ("tma", "bshd_tensor", "cpasync", "fmha_kernel", "Float32")
+        mocks = ("tma", "cpasync", "fmha_kernel", "Float32")
         return {
             "__name__": "kernel",
             "cute": cute,
@@ -96,9 +103,11 @@ class Kernel:
         """The problem that the device gets, the CTAs of the grid and those of a cluster."""
         entry = MagicMock()
         self.names["fmha_kernel"] = entry
-        tensor = (0, batch, q, heads, 1, 1, 1)
+        queries = MagicMock(shape=(batch, q, heads, 1))
+        keys = MagicMock(shape=(batch, q, heads // self.names["Q_PER_KV"], 1))
         count = self.names["launch"].__code__.co_argcount
-        tensors = [tensor] * (count - 3)  # then scale, SMs and stream
+        tensors = [queries, keys, keys, queries, MagicMock()]  # lse is the last one
+        tensors = tensors[: count - 3]  # then come scale, SMs and stream
         self.names["launch"](*tensors, 1.0, sms, None)
         launched = entry.return_value.launch.call_args.kwargs
         cluster = launched.get("cluster", [1, 1, 1])
@@ -153,13 +162,13 @@ def test_every_tile_is_visited_once(
     visits: Counter[tuple[int, int, int]] = Counter()
     for wave in made.waves(problem, grid, cluster):
         visits.update(wave)
-    tiles = math.ceil(q / numbers["TILE_Q"])
+    tiles = math.ceil(q / numbers.get("TILE_POSITIONS", numbers["TILE_Q"]))
     if "[2, 1]" in fields:  # the second CTA's tile may be beyond the end
         tiles = 2 * math.ceil(tiles / 2)
     assert visits == Counter(
         (tile, head, b)
         for tile in range(tiles)
-        for head in range(heads)
+        for head in range(groups if "pack_gqa" in fields else heads)
         for b in range(batch)
     )
 
@@ -184,13 +193,14 @@ def test_heads_come_in_sections_and_their_longest_tiles_first(
     problem, grid, cluster = made.launch(batch, q, heads, sms)
     section = max(sms // numbers["SMS_PER_HEAD"], 1)
     share = 2 if "[1, 2]" in CAUSAL[name] else 1  # heads of a cluster
+    tiled = groups if "pack_gqa" in CAUSAL[name] else heads
     in_order = [
         place
         for number, wave in enumerate(made.waves(problem, grid, cluster))
         for place in _in_order(wave, number, cluster)
     ]
     sections = [
-        (batch_ * (heads // share) + head // share) // section
+        (batch_ * (tiled // share) + head // share) // section
         for _, head, batch_ in in_order
     ]
     assert sections == sorted(sections)

@@ -46,11 +46,10 @@ length = st.integers(1, 2**24) | st.just("dynamic")
 head_dim = st.sampled_from(
     [64, 96, 128, 256, {"qk": 192, "v": 128}, {"qk": 64, "v": 64}]
 )
+group = st.integers(1, 64).map(lambda n: {"q_per_kv": 2 * n})
 optional = {
     "seqlen": length | st.fixed_dictionaries({}, optional={"q": length, "kv": length}),
-    "heads": st.fixed_dictionaries(
-        {}, optional={"q_per_kv": st.integers(1, 64).map(lambda n: 2 * n)}
-    ),
+    "heads": group | st.just({}),
     "mask": st.sampled_from(["none", "causal"]),
     "lse": st.booleans(),
     "tile": st.fixed_dictionaries(
@@ -75,10 +74,14 @@ sharing = st.sampled_from([{}, {"cluster": [1, 1]}]) | st.fixed_dictionaries(
     {"cluster": st.just([2, 1])},
     optional={"multicast": st.sampled_from(["none", "k", "v", "kv"])},
 )
+packing = st.sampled_from([{}, {"pack_gqa": False}]) | st.fixed_dictionaries(
+    {"pack_gqa": st.just(True), "heads": group}
+)
 valid = st.builds(
-    lambda fields, shared: fields | shared,
+    lambda fields, shared, packed: fields | shared | packed,
     st.fixed_dictionaries(required, optional=optional),
     sharing,
+    packing,
 )
 
 # --- anything else -----------------------------------------------------------
@@ -93,7 +96,7 @@ scalars = (
     | st.sampled_from(["bf16", "dynamic", "yes", "0x10", "1:30", "<<", "="])
 )
 words = st.sampled_from(
-    [*required, *optional, "q", "kv", "qk", "v", "q_per_kv", "tiel", "1"]
+    [*required, *optional, "pack_gqa", "q", "kv", "qk", "v", "q_per_kv", "tiel", "1"]
 )
 trees = st.recursive(
     scalars,
@@ -244,8 +247,8 @@ def test_many_files(
 
 
 TOKENS = (
-    "sm90 sm100 sm90a d64 d128 d192x128 d128x128 bf16 fp16 fp8 causal full mha mqa gqa gqa4"
-    " lse nolse s4096 dyn q4096 kv1 c1x1 c2x1 c1x2 mck mcv mckv kvmc t128x64 t192x128 fast v2 x"
+    "x pack sm90 sm100 sm90a d64 d128 d192x128 d128x128 bf16 fp16 fp8 causal full mha mqa gqa gqa4"
+    " lse nolse s4096 dyn q4096 kv1 c1x1 c2x1 c1x2 mck mcv mckv kvmc t128x64 t192x128 fast v2"
 )
 tokens = st.sampled_from(TOKENS.split())
 

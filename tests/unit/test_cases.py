@@ -7,18 +7,29 @@ import itertools
 from typing import Any
 
 import pytest
-from fmha_gen.cases import RAGGED_LENGTHS, cases_for, query_tiles, smallest_ragged
+from fmha_gen.cases import (
+    RAGGED_LENGTHS,
+    cases_for,
+    query_tiles,
+    smallest_ragged,
+    tiles_of_kv_head,
+)
 
 LENGTHS: tuple[Any, ...] = ("dynamic", 1, 127, 512, 4096)
 SPECS = [
     {"seqlen": {"q": q, "kv": kv}, "q_per_kv": q_per_kv}
     for q, kv, q_per_kv in itertools.product(LENGTHS, LENGTHS, (1, 4, 8))
+] + [
+    {"seqlen": {"q": q, "kv": "dynamic"}, "q_per_kv": q_per_kv, "pack_gqa": True}
+    for q, q_per_kv in itertools.product(LENGTHS, (2, 8, 12))
 ]
 DYNAMIC = [spec for spec in SPECS if set(spec["seqlen"].values()) == {"dynamic"}]
 
 
 def label(spec: dict[str, Any]) -> str:
-    return f"q{spec['seqlen']['q']}-kv{spec['seqlen']['kv']}-gqa{spec['q_per_kv']}"
+    pack = "-pack" if "pack_gqa" in spec else ""
+    lengths = spec["seqlen"]
+    return f"q{lengths['q']}-kv{lengths['kv']}-gqa{spec['q_per_kv']}{pack}"
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=label)
@@ -61,11 +72,7 @@ def test_either_side_is_the_longer_one(spec: dict[str, Any]) -> None:
 def test_some_case_fills_a_persistent_grid_more_than_twice_and_repeats(
     spec: dict[str, Any],
 ) -> None:
-    full = [
-        case
-        for case in cases_for(spec)
-        if query_tiles(case, spec["q_per_kv"]) > 2 * 132
-    ]
+    full = [case for case in cases_for(spec) if query_tiles(case, spec) > 2 * 132]
     assert full
     assert max(case.repeats for case in full) == 20
 
@@ -75,12 +82,13 @@ def test_some_case_fills_a_persistent_grid_more_than_twice_and_repeats(
 def test_odd_and_even_numbers_of_query_tiles_in_many_tiles(
     spec: dict[str, Any], tile: int
 ) -> None:
-    full = [
-        case
-        for case in cases_for(spec)
-        if query_tiles(case, spec["q_per_kv"]) > 2 * 132
-    ]
-    assert {-(-case.q // tile) % 2 for case in full} == {0, 1}
+    full = [case for case in cases_for(spec) if query_tiles(case, spec) > 2 * 132]
+    one_head = {
+        "q_per_kv": 1
+    }  # a packed group has other numbers, of both kinds elsewhere
+    assert {tiles_of_kv_head(c.q, one_head, tile) % 2 for c in full} == {0, 1}
+    every = {tiles_of_kv_head(case.q, spec, tile) % 2 for case in cases_for(spec)}
+    assert "pack_gqa" not in spec or every == {0, 1}
     assert any(
         case.q > case.kv for case in full
     )  # causal: work tiles without any key in between

@@ -29,6 +29,9 @@ SPECS = {
     "cluster": "head_dim: 128\ncluster: [2, 1]\nmulticast: kv\nmask: causal\n",
     "heads": "head_dim: 128\nheads: {q_per_kv: 4}\ncluster: [1, 2]\nmulticast: k\n",
     "pairs": "head_dim: 128\nheads: {q_per_kv: 4}\ncluster: [1, 2]\nmask: causal\n",
+    "packed": "head_dim: 128\nheads: {q_per_kv: 8}\npack_gqa: true\nmask: causal\n",
+    "packed_pair": "head_dim: 96\nheads: {q_per_kv: 2}\npack_gqa: true\ncluster: [2, 1]\n",
+    "packed_thirds": "head_dim: 64\nheads: {q_per_kv: 12}\npack_gqa: true\nmask: causal\n",
     "alone": "head_dim: 256\ncluster: [2, 1]\n",
     "skips": "head_dim: 64\nmask: causal\n",
     "one_warpgroup": "head_dim: 128\ntile: {q: 64}\n",
@@ -148,7 +151,7 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
         (
             "plain",
             ["masked for the end of K; one loop", "Warpgroups take turns"],
-            ["diagonal", "LSE", "Loop 1", "section", "skips"],
+            ["diagonal", "LSE", "Loop 1", "section", "skips", "of the group"],
         ),
         (
             "skips",
@@ -178,6 +181,17 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
         ("cluster", ["2 query tiles of one head; each loads its slice of K and V"], []),
         ("heads", ["2 query heads of one KV head; each loads its slice of K for"], []),
         ("pairs", ["A section of SM count // SMS_PER_HEAD pairs of heads"], []),
+        (
+            "packed",
+            [
+                "SMS_PER_HEAD KV heads is done",
+                "Rows of a query tile are (position, head of the group), heads fastest.",
+                "Query position i sees key j",
+            ],
+            ["skips"],
+        ),
+        ("packed_pair", ["one KV head side by side", "2 query tiles of one KV"], []),
+        ("packed_thirds", ["O is stored from registers"], ["skips", "TMA drops"]),
         ("alone", ["each loads for itself"], ["slice"]),
     ],
 )

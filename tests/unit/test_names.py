@@ -15,6 +15,7 @@ SHARED: dict[str, Any] = {
     "multicast": "kv",
     "tile": {"q": 128, "kv": 64},
 }
+PACKED: dict[str, Any] = {"heads": {"q_per_kv": 8}, "pack_gqa": True}
 SPLIT: dict[str, Any] = {"head_dim": {"qk": 192, "v": 128}, "seqlen": {"kv": 7}}
 
 
@@ -33,6 +34,9 @@ def spec(fields: dict[str, Any]) -> Spec:
         (MIXED, "mqa"),
         (SHARED, "c2x1_mckv_t128x64"),
         (SHARED, "kvmc"),
+        (PACKED, "gqa8_pack"),
+        (PACKED, "gqa8"),
+        (PLAIN, "packed_unpack"),
         (SPLIT, "d192x128_kv7"),
         (PLAIN, "anything_else_v2_d_s_mc_dynamic_lse2"),
     ],
@@ -65,6 +69,9 @@ def test_true_names(fields: dict[str, Any], stem: str) -> None:
         (MIXED, "x_mha_gqa8", "x_gqa4"),
         (SHARED, "c1x2_mck_t128x128", "c2x1_mckv_t128x64"),
         (SHARED, "x_kmc", "x_kvmc"),
+        (PLAIN, "x_pack", "x"),
+        (MIXED, "x_gqa4_pack", "x_gqa4"),
+        (PACKED, "mha_pack", "gqa8_pack"),
         (SPLIT, "d192_dyn", "d192x128_kv7"),
     ],
 )

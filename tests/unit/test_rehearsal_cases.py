@@ -23,7 +23,7 @@ def spec(q="dynamic", kv="dynamic", q_per_kv=1):
 
 
 def work_tiles(spec, tiles, case):
-    heads = case.kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+    heads = case.kv_heads * spec["q_per_kv"] // tiles.heads
     return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
 
 
@@ -108,6 +108,32 @@ def test_a_pair_of_query_tiles_meets_an_odd_number_of_them():
     assert all(case.sm_count % 2 == 0 for case in found.values())
 
 
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1)])
+@pytest.mark.parametrize(("q", "heads"), [(64, 8), (128, 8), (192, 12), (128, 128)])
+def test_a_packed_kernel_meets_every_kind_of_problem(q, heads, cluster):
+    tiles = Tiles(q, 128, cluster, sms_per_head=4, packed=heads)
+    packed = spec(q_per_kv=heads)
+    found = {case.name.rsplit("_b", 1)[0]: case for case in cases_for(packed, tiles)}
+    positions = q // heads
+    assert tiles.positions == positions
+    assert tiles.cluster_rows == positions * cluster[0]
+    assert found["one_by_one"].q == found["one_row"].q == 1
+    assert positions == 1 or found["ragged"].q % positions
+    assert work_tiles(packed, tiles, found["ragged"]) >= 2  # of the only cluster
+    assert work_tiles(packed, tiles, found["waves"]) >= 5
+    # All rows of a tile see no key, and there is another tile.
+    assert found["no_key"].q - found["no_key"].kv > 2 * tiles.cluster_rows
+    # The first position of the second tile does not see the block that its last begins with.
+    edge = found["edge"]
+    first = positions + 1 + edge.kv - edge.q
+    last = first + positions - 1
+    assert positions == 1 or -(-first // 128) < -(-last // 128)
+    assert not {"edge", "no_key"} & {
+        case.name.rsplit("_b", 1)[0]
+        for case in cases_for(packed, Tiles(q, 128, cluster))
+    }
+
+
 @every_kernel
 def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
     spec, tiles = constants["SPEC"], tiles_of(constants)
@@ -116,7 +142,7 @@ def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
     asked = tiles.sms_per_head > 0 and spec["seqlen"]["kv"] == "dynamic"
     assert len(found) == asked
     for case in found:
-        heads = case.kv_heads * spec["q_per_kv"] // tiles.cluster[1]
+        heads = case.kv_heads * spec["q_per_kv"] // tiles.heads
         section = case.sm_count // tiles.sms_per_head
         assert 0 < heads % section < section < heads
         assert (

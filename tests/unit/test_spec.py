@@ -28,6 +28,7 @@ def test_defaults() -> None:
         "head_dim": {"qk": 128, "v": 128},
         "seqlen": {"q": "dynamic", "kv": "dynamic"},
         "heads": {"q_per_kv": 1},
+        "pack_gqa": False,
         "mask": "none",
         "lse": False,
         "cluster": (1, 1),

@@ -23,6 +23,17 @@ def problem(layout="bshd", q=5, kv=5, **changes):
     return case, tensors.make_problem({**SPEC, **changes}, case)
 
 
+def test_second_rows_are_those_of_the_tiles():
+    """The first row of a thread has negative queries: rows 0 to 7 of 16."""
+    case = Case("x", 1, 2, 9, 40, sm_count=1, data="second_rows")
+    for heads, packed in ((1, False), (4, False), (4, True), (16, True)):
+        spec = {**SPEC, "q_per_kv": heads} | ({"pack_gqa": True} if packed else {})
+        q = tensors.FROM_BITS["bf16"](tensors.make_problem(spec, case).q.view)
+        for row, head in np.ndindex(9, 2 * heads):
+            in_tile = row * heads + head % heads if packed else row
+            assert ((q[:, row, head] <= 0) == (in_tile % 16 < 8)).all()
+
+
 def read(memory, address, count, itemsize):
     buffer, offset = memory.find(address, count * itemsize)
     found = buffer.bytes[offset : offset + count * itemsize]
