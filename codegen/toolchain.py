@@ -49,9 +49,12 @@ spec = importlib.util.spec_from_file_location(name, path)
 module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
-compiled = module.compile()
+made = []
+build = module.cute.compile
+module.cute.compile = lambda *args, **options: made.append(build(*args, **options)) or made[0]
+module.compile()  # returns the bare function, which cannot be exported
 if export:
-    compiled.export_to_c(*export)
+    made[0].export_to_c(*export)
 """
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
