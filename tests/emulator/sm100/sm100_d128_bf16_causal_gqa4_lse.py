@@ -84,6 +84,8 @@ THREADS = 512  # [per CTA] = 128 * (HALVES + 2)
 Q_STAGES = 2  # [halves] = HALVES
 Q_TX_BYTES = 32768  # [bytes per stage] = 128 * HEAD_DIM_QK * 2
 KV_TX_BYTES = 32768  # [bytes per stage] = TILE_KV * HEAD_DIM_QK * 2
+QK_TILER = (128, 128, 128)  # [M, N, K] = (128, TILE_KV, HEAD_DIM_QK)
+PV_TILER = (128, 128, 128)  # [M, N, K] = (128, HEAD_DIM_V, TILE_KV)
 Q_RELEASES = 1  # [commits that free a stage]
 KV_RELEASES = 1  # [commits that free a stage]
 S_RELEASES = 256  # [threads: softmax and correction] = 2 * 128
@@ -92,7 +94,7 @@ S_COLUMNS = 128  # = TILE_KV
 P_COLUMNS = 64  # [of S, from its first on] = TILE_KV // 2
 O_COLUMNS = 128  # = HEAD_DIM_V
 O_FIRST = 256  # = HALVES * S_COLUMNS
-TMEM_COLUMNS = 512  # = 1 << (O_FIRST + HALVES * O_COLUMNS - 1).bit_length()
+TMEM_COLUMNS = 512  # = 2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))
 COLUMNS_AT_ONCE = 32  # [of a lane: a load or store]
 # --- constants: of the architecture
 HALF_ROWS = 128  # [rows: M of an MMA, and lanes of the tensor memory]
@@ -101,9 +103,11 @@ WARPGROUP_THREADS = 128
 WARPGROUP_WARPS = 4
 TMEM_LANE = 65536  # [columns from a lane to the next]
 TMEM_THREADS = 416  # [threads: who uses it] = 32 * (MMA_WARP + 1) - 32
+TMEM_ALIGN = 16  # [bytes: of an address that tcgen05.alloc writes]
 TMEM_BARRIER = 1  # [named barrier]
 SMEM_ALIGN = 1024  # [bytes: of a swizzled tile]
-SMEM_VECTOR = 8  # [elements: 16 bytes]
+VECTOR_BITS = 128  # [of a store to shared memory]
+VECTOR = 8  # [elements] = VECTOR_BITS // 16
 TMA_ALIGN = 16  # [bytes: of an address]
 STRIDE_ELEMENTS = 8  # [elements: TMA strides are multiples] = TMA_ALIGN // 2
 COMPUTE_CAPABILITY = 10  # [major]
@@ -113,9 +117,6 @@ RESCALE_SLACK = 8.0  # [log2: P stays below 2^8]
 FAR_REFERENCE = 16777216.0  # [log2: fp32 rounds to more than 1 beyond] = 2.0**24
 LOG2_E = 1.4426950408889634  # = 1 / math.log(2)
 LN_2 = 0.6931471805599453  # = math.log(2)
-
-QK_TILER = (HALF_ROWS, TILE_KV, HEAD_DIM_QK)
-PV_TILER = (HALF_ROWS, HEAD_DIM_V, TILE_KV)
 
 
 @cute.struct
@@ -556,6 +557,13 @@ def issue_pv(mma: Operands, half: cutlass.Constexpr, stage: Int32, accumulate):
         cute.gemm(pv, mma.tOtO[half], a, b, mma.tOtO[half])
 
 
+class Row(NamedTuple):
+    """Softmax statistics of a thread's row: P = exp2((S - reference) * scale_log2)."""
+
+    reference: Float32
+    sum: Float32  # of P
+
+
 @cute.jit
 def softmax(
     mLSE: cute.Tensor,
@@ -569,6 +577,7 @@ def softmax(
     warp_idx = cute.arch.make_warp_uniform(cute.arch.warp_idx())
     half = warp_idx // WARPGROUP_WARPS
     lane = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
+    sStat = sStats[lane, None]
     place = tensor_memory(tmem_address) + half * S_COLUMNS
     load_s = tmem_copy(tcgen05.Ld32x32bOp, place, S_COLUMNS)
     store_p = tmem_copy(tcgen05.St32x32bOp, place, P_COLUMNS)
@@ -579,39 +588,33 @@ def softmax(
         first_row = q_tile * TILE_Q + half * HALF_ROWS
         blocks = count_blocks((q_tile + 1) * TILE_Q, problem)
         masked = count_masked_blocks(first_row, blocks, problem)
-        reference, row_sum = -Float32.inf, Float32(0.0)
+        row = Row(reference=-Float32.inf, sum=Float32(0.0))
         # 1. blocks that the diagonal or the end of K crosses
         for i in cutlass.range(masked, unroll=1):
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
             mask_row(rS, first_row + lane, blocks - 1 - i, problem)
-            old, reference = reference, new_reference(rS, reference, scale_log2)
-            factor = factor_of(old, reference, scale_log2)
-            hand_over(factor, sStats[lane, None], pipes, stats_state)
-            row_sum = row_sum * factor + exponentiate(rS, reference, scale_log2)
+            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
                 s_state.advance()
                 stats_state.advance()
         # 2. blocks that every row sees whole
-        for i in cutlass.range(masked, blocks, unroll=1):
+        for _ in cutlass.range(masked, blocks, unroll=1):
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
-            old, reference = reference, new_reference(rS, reference, scale_log2)
-            factor = factor_of(old, reference, scale_log2)
-            hand_over(factor, sStats[lane, None], pipes, stats_state)
-            row_sum = row_sum * factor + exponentiate(rS, reference, scale_log2)
+            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
                 s_state.advance()
                 stats_state.advance()
-        hand_over(row_sum, sStats[lane, None], pipes, stats_state)
+        hand_over(row.sum, sStat, pipes, stats_state)
         for _ in cutlass.range_constexpr(HALVES):
             stats_state.advance()
         if first_row + lane < problem.seqlen_q:
-            lse = reference * scale_log2 + cute.math.log2(row_sum, fastmath=True)
+            lse = row.reference * scale_log2 + cute.math.log2(row.sum, fastmath=True)
             mLSE[batch, head, first_row + lane] = lse * LN_2
         wave += 1
         q_tile, head, batch, more = locate(wave, problem)
@@ -628,6 +631,22 @@ def hand_over(value: Float32, sStat: cute.Tensor, pipes: Pipelines, state):
     pipes.stats.producer_acquire(state)
     sStat[state.index] = value
     pipes.stats.producer_commit(state)
+
+
+@cute.jit
+def retire_block(
+    rS: cute.Tensor, row: Row, sStat, pipes: Pipelines, stats_state, scale_log2: Float32
+):
+    """S of a block becomes P, in place; returns the row's statistics with this block.
+
+    The correction group has the factor, 1 as a rule, before the exponentials.
+    """
+    reference = new_reference(rS, row.reference, scale_log2)
+    factor = cute.math.exp2((row.reference - reference) * scale_log2, fastmath=True)
+    # Both are -inf while the row has seen no key.
+    factor = cutlass.select_(row.reference == reference, Float32(1.0), factor)
+    hand_over(factor, sStat, pipes, stats_state)
+    return Row(reference, row.sum * factor + exponentiate(rS, reference, scale_log2))
 
 
 @cute.jit
@@ -654,12 +673,6 @@ def new_reference(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
     largest = cute.arch.fmax(low, high)
     exceeds = (largest - reference) * scale_log2 > RESCALE_SLACK
     return cutlass.select_(exceeds, largest, reference)
-
-
-def factor_of(old, reference, scale_log2):
-    """What O and the row's sum are multiplied with; 1 if the reference stays, as -inf too."""
-    factor = cute.math.exp2((old - reference) * scale_log2, fastmath=True)
-    return cutlass.select_(old == reference, Float32(1.0), factor)
 
 
 @cute.jit
@@ -759,13 +772,13 @@ def rescale(o_place, factor):
 
 def normalize(o_place, factor, sO_row):
     """Multiplies this thread's row of O on its way to shared memory."""
-    copy = cute.make_copy_atom(CopyUniversalOp(), DTYPE, num_bits_per_copy=128)
+    copy = cute.make_copy_atom(CopyUniversalOp(), DTYPE, num_bits_per_copy=VECTOR_BITS)
     for part in range(O_COLUMNS // COLUMNS_AT_ONCE):
         rO = load_scaled(o_place + part * COLUMNS_AT_ONCE, factor)
         values = cute.make_rmem_tensor(COLUMNS_AT_ONCE, DTYPE)
         values.store(rO.load().reshape(COLUMNS_AT_ONCE).to(DTYPE))
         sO_part = cute.local_tile(sO_row, (COLUMNS_AT_ONCE,), (part,))
-        vectors = (cute.zipped_divide(x, (SMEM_VECTOR,)) for x in (values, sO_part))
+        vectors = (cute.zipped_divide(x, (VECTOR,)) for x in (values, sO_part))
         cute.copy(copy, *vectors)
 
 
@@ -811,7 +824,7 @@ def tensor_memory(tmem_address):
 
 def address_of(tmem_address):
     """What tcgen05.alloc wrote, as a pointer."""
-    return cute.arch.retrieve_tmem_ptr(Float32, 16, tmem_address.ptr)
+    return cute.arch.retrieve_tmem_ptr(Float32, TMEM_ALIGN, tmem_address.ptr)
 
 
 def tmem_copy(op, place, columns):
