@@ -71,6 +71,7 @@ TILE_Q = 256  # [rows per CTA]
 TILE_KV = 128  # [rows per stage]
 KV_STAGES = 3  # [tiles of K or V]
 SMS_PER_HEAD = 4  # [SMs that work on a head at a time]
+POLYNOMIAL_COLUMNS = 4  # [of EX2_GROUP: exp2 by FFMA2 where nothing is masked]
 SOFTMAX_REGS = 192  # [per thread]
 CORRECTION_REGS = 80  # [per thread]
 # --- constants: derived
@@ -114,6 +115,11 @@ COMPUTE_CAPABILITY = 10  # [major]
 DLPACK_CUDA = 2  # [DLPack device type]
 # --- constants: of the method
 RESCALE_SLACK = 8.0  # [log2: P stays below 2^8]
+EX2_GROUP = 16  # [columns]
+EX2_LEAST = -126.0  # [log2: of what the polynomial takes]
+EX2_POLYNOMIAL = (0.05517167, 0.24261113, 0.69326097, 0.99992806)  # [to 8e-5]
+TO_INTEGER = 12582912.0  # [added, it rounds to an integer] = 1.5 * 2**23
+EXPONENT_BIT = 23  # [of a float, the lowest]
 FAR_REFERENCE = 16777216.0  # [log2: fp32 rounds to more than 1 beyond] = 2.0**24
 LOG2_E = 1.4426950408889634  # = 1 / math.log(2)
 LN_2 = 0.6931471805599453  # = math.log(2)
@@ -594,7 +600,7 @@ def softmax(
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
             mask_row(rS, first_row + lane, blocks - 1 - i, problem)
-            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
+            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2, 0)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
@@ -604,7 +610,9 @@ def softmax(
         for _ in cutlass.range(masked, blocks, unroll=1):
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
-            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
+            row = retire_block(
+                rS, row, sStat, pipes, stats_state, scale_log2, POLYNOMIAL_COLUMNS
+            )
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
@@ -635,7 +643,13 @@ def hand_over(value: Float32, sStat: cute.Tensor, pipes: Pipelines, state):
 
 @cute.jit
 def retire_block(
-    rS: cute.Tensor, row: Row, sStat, pipes: Pipelines, stats_state, scale_log2: Float32
+    rS: cute.Tensor,
+    row: Row,
+    sStat: cute.Tensor,
+    pipes: Pipelines,
+    stats_state,
+    scale_log2: Float32,
+    polynomial_columns: cutlass.Constexpr,
 ):
     """S of a block becomes P, in place; returns the row's statistics with this block.
 
@@ -646,7 +660,8 @@ def retire_block(
     # Both are -inf while the row has seen no key.
     factor = cutlass.select_(row.reference == reference, Float32(1.0), factor)
     hand_over(factor, sStat, pipes, stats_state)
-    return Row(reference, row.sum * factor + exponentiate(rS, reference, scale_log2))
+    block_sum = exponentiate(rS, reference, scale_log2, polynomial_columns)
+    return Row(reference, row.sum * factor + block_sum)
 
 
 @cute.jit
@@ -676,7 +691,12 @@ def new_reference(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
 
 
 @cute.jit
-def exponentiate(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
+def exponentiate(
+    rS: cute.Tensor,
+    reference: Float32,
+    scale_log2: Float32,
+    polynomial_columns: cutlass.Constexpr,
+):
     """S becomes P = exp2((S - reference) * scale_log2), in place; returns its sum.
 
     One FFMA2 for two elements, exact while the scaled reference is. Beyond FAR_REFERENCE its
@@ -693,10 +713,35 @@ def exponentiate(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
     for column in cutlass.range_constexpr(0, S_COLUMNS, 2):
         pair = (rS[column], rS[column + 1])
         pair = cute.arch.fma_packed_f32x2(pair, scales, shifts)
-        pair = tuple(cute.math.exp2(x, fastmath=True) for x in pair)
+        pair = exp2_pair(pair, column % EX2_GROUP < polynomial_columns)
         rS[column], rS[column + 1] = pair
         sums = cute.arch.add_packed_f32x2(sums, pair)
     return sums[0] + sums[1]
+
+
+def exp2_pair(pair, by_polynomial):
+    """2^x of two floats, by the MUFU or by a polynomial: 2^x = 2^integer * 2^fraction.
+
+    The polynomial's least is 2^EX2_LEAST, not 0, which a masked column needs.
+    """
+    if not by_polynomial:
+        return tuple(cute.math.exp2(x, fastmath=True) for x in pair)
+    fma, add = cute.arch.fma_packed_f32x2, cute.arch.add_packed_f32x2
+    least = Float32(EX2_LEAST)
+    pair = tuple(cute.arch.fmax(x, least, nan=True) for x in pair)  # a NaN stays
+    rounded = add(pair, (TO_INTEGER, TO_INTEGER))  # the integer is in the low bits
+    integers = add(rounded, (-TO_INTEGER, -TO_INTEGER))
+    fractions = fma(integers, (-1.0, -1.0), pair)
+    powers = (EX2_POLYNOMIAL[0], EX2_POLYNOMIAL[0])
+    for coefficient in EX2_POLYNOMIAL[1:]:
+        powers = fma(powers, fractions, (coefficient, coefficient))
+    return tuple(map(add_to_exponent, powers, rounded))
+
+
+def add_to_exponent(power, rounded):
+    """power * 2^integer."""
+    exponent = rounded.bitcast(Int32) << EXPONENT_BIT
+    return (power.bitcast(Int32) + exponent).bitcast(Float32)
 
 
 def pack(rS):
