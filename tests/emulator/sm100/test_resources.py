@@ -8,7 +8,11 @@ from fmha_gen import toolchain
 
 from . import harness
 
-STEMS = ("attention_block", "attention_tile")  # the others hardly use registers
+STEMS = (  # the others hardly use registers
+    "attention_block",
+    "attention_tile",
+    "sm100_d128_bf16_causal_gqa4_lse",
+)
 
 
 @pytest.mark.parametrize("stem", STEMS)
