@@ -152,9 +152,11 @@ def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
 
 
 def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
-    direct = {stem: one for stem, one in KERNELS.items() if one["Q_STAGES"] == 1}
-    assert direct
-    for constants in direct.values():
+    direct = [one for one in KERNELS.values() if one["Q_STAGES"] == 1]
+    # A fixed length of whole tiles has no such end.
+    ragged = [one for one in direct if one.get("SEQLEN_Q", 1) % one["TILE_Q"]]
+    assert ragged
+    for constants in ragged:
         tiles = tiles_of(constants)
         assert any(case.q % tiles.q for case in cases_for(constants["SPEC"], tiles))
 
