@@ -50,11 +50,12 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
 made = []
-build = module.cute.compile
-module.cute.compile = lambda *args, **options: made.append(build(*args, **options)) or made[0]
-module.compile()  # returns the bare function, which cannot be exported
-if export:
-    made[0].export_to_c(*export)
+if export:  # what the module's own compile() returns is bare, which cannot be exported
+    build = module.cute.compile
+    module.cute.compile = lambda *args, **options: made.append(build(*args, **options)) or made[0]
+module.compile()
+for compiled in made:
+    compiled.export_to_c(*export)
 """
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")

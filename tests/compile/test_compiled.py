@@ -158,6 +158,7 @@ def test_alone(stem: str, only_dsl: Path, tmp_path: Path) -> None:
         "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
         "seqlen": {"q": spec.seqlen.q, "kv": spec.seqlen.kv},
         "q_per_kv": spec.heads.q_per_kv,
+        "pack_gqa": spec.pack_gqa,
         "mask": spec.mask,
         "lse": spec.lse,
         "cluster": list(spec.cluster),
