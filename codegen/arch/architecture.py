@@ -20,6 +20,8 @@ class Architecture:
     compute_capability: tuple[
         int, int
     ]  # (major, minor) of the GPU that proves its kernels
+    sm_count: int  # of that GPU
+    tallest_tile: int  # [rows] of a CTA's query tile
     gpu_family: str  # the GPUs that a kernel lets through, as its message says it
     smem_bytes: int  # dynamic shared memory that one CTA can have
     tmem_columns: int  # of 32 bits, per lane of an SM

@@ -30,6 +30,8 @@ ARCHITECTURE: Final = Architecture(
     name="sm100",
     compile_arch="sm_100a",
     compute_capability=(10, 0),
+    sm_count=148,  # B200
+    tallest_tile=256,
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
@@ -55,9 +57,10 @@ ARCHITECTURE: Final = Architecture(
         "STL": "STL",
     },
     takes={
-        "head_dim": ((64, 64), (96, 96), (128, 128)),
+        "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
         "pack_gqa": (False,),
-        "cluster": ((1, 1),),
+        "cluster": ((1, 1), (2, 1)),
+        "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
         "cta_group": (1,),
         "tile.q": (None, 256),  # two halves of MMA_ROWS
         "stages.q": (None, 2),  # a half of the query tile each
