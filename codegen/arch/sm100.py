@@ -61,9 +61,15 @@ ARCHITECTURE: Final = Architecture(
         "pack_gqa": (False,),
         "cluster": ((1, 1), (2, 1)),
         "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
-        "cta_group": (1,),
+        "cta_group": (1, 2),
         "tile.q": (None, 256),  # two halves of MMA_ROWS
         "stages.q": (None, 2),  # a half of the query tile each
         "stages.v": (None,),  # K and V share the stages of one ring
+    },
+    takes_of_pairs={
+        "head_dim": ((128, 128), (192, 128)),  # half of V is a swizzled row at least
+        "cluster": ((2, 1),),
+        "multicast": ("none",),  # either has half of K and V, which an MMA reads in both
+        "schedule": ("persistent",),  # ptxas spills in the correction of a single tile
     },
 )

@@ -25,8 +25,9 @@ from .sm100_words import statements
 
 TILE_Q: Final = 2 * sm100.MMA_ROWS
 TILE_KV: Final = 128
-# Stages of (K and V, O), tried in this order: with one for O, its halves take turns.
-STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (2, 2), (3, 1), (2, 1))
+# Stages of (K and V, O), tried in this order: with one for O, its halves take turns, which a third
+# tile of K or V is worth.
+STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 4
 SOFTMAX_REGS: Final = 192
@@ -129,6 +130,7 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     stages = 4 * halves + sizes.kv_stages + sizes.o_stages
     barriers = 2 * sm100.MBARRIER_BYTES * stages
     address, stats = 4, 4 * sizes.tile_q
+    shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
     return (
         Region("barriers", barriers, "2 * 8 * (4 * HALVES + KV_STAGES + O_STAGES)"),
         Region("address", address, "4"),
@@ -138,11 +140,15 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
             -(barriers + address + stats) % sm100.SMEM_ALIGN,
             "to a multiple of SMEM_ALIGN",
         ),
-        Region("sQ", sizes.tile_q * qk * ELEMENT_BYTES, "Q_TX_BYTES * Q_STAGES"),
+        Region(
+            "sQ",
+            sizes.tile_q * qk * ELEMENT_BYTES,
+            f"Q_TX_BYTES{shared} * Q_STAGES",
+        ),
         Region(
             "sKV",
-            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.kv_stages,
-            "K_TX_BYTES * KV_STAGES",
+            sizes.tile_kv * qk * ELEMENT_BYTES // spec.cta_group * sizes.kv_stages,
+            f"K_TX_BYTES{shared} * KV_STAGES",
         ),
         Region(
             "sO",
@@ -223,7 +229,10 @@ def _derived(traits: Traits) -> Iterator[Number]:
     qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
     *_, others = _registers(sizes)
     first = 4 * halves
-    per_stage, commits = "bytes per stage", "commits that free a stage"
+    ctas = spec.cta_group
+    whose = " of both CTAs" if traits.pair else ""
+    mma_rows = "MMA_ROWS" if traits.pair else "128"
+    per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
     columns = "columns of tensor memory"
     rows = [
         ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
@@ -244,7 +253,8 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "128 * (HALVES + 2)",
         ),
         ("Q_STAGES", halves, "halves", "HALVES"),
-        ("Q_TX_BYTES", 128 * qk * 2, per_stage, "128 * HEAD_DIM_QK * 2"),
+        ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
+        ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
         ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
         ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
         ("Q_RELEASES", 1, commits, "1"),
@@ -254,7 +264,13 @@ def _derived(traits: Traits) -> Iterator[Number]:
             commits,
             "CLUSTER_SIZE" if traits.multicast_k else "1",
         ),
-        ("S_RELEASES", 256, "threads: softmax and correction", "2 * 128"),
+        (
+            "S_RELEASES",
+            256 * ctas,
+            f"threads{whose}: softmax and correction",
+            f"2 * {mma_rows}",
+        ),
+        ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
         ("S_COLUMNS", kv, columns, "TILE_KV"),
         ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
         ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
@@ -266,8 +282,9 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
         ),
     ]
-    if not traits.uneven:
-        rows = [row for row in rows if row[0] != "V_TX_BYTES"]
+    absent = set() if traits.uneven else {"V_TX_BYTES"}
+    absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
+    rows = [row for row in rows if row[0] not in absent]
     cluster_rows = sizes.tile_q * traits.cluster_size
     if traits.cluster_size > 1:
         unit = "rows per cluster"
@@ -302,7 +319,9 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     if traits.multicast_k:
         kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
         kv_empty = f"{traits.cluster_size}: a commit of each CTA, after both halves"
-    commit = "1: a commit"
+    commit, threads = "1: a commit", "128"
+    if traits.pair:
+        kv_full, threads = "by TMA of 2 CTAs, half of it each", "256, of both CTAs"
     yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
     yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
     yield Barrier("kv_full", sizes.kv_stages, f"1 + bytes of K or V {kv_full}", "mma")
@@ -311,13 +330,13 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     yield Barrier(
         "s_empty",
         halves,
-        "256: P is in place (softmax), O rescaled (correction)",
+        f"2 * {threads}: P is in place (softmax), O rescaled (correction)",
         "mma",
     )
     yield Barrier("stats_full", halves, "128: softmax", "correction")
     yield Barrier("stats_empty", halves, "128: correction", "softmax of the half")
     yield Barrier("o_full", halves, f"{commit}, after the last PV", "correction")
-    yield Barrier("o_empty", halves, "128: correction", "mma")
+    yield Barrier("o_empty", halves, f"{threads}: correction", "mma")
     yield Barrier("out_full", sizes.o_stages, "128: correction", "store")
     yield Barrier("out_empty", sizes.o_stages, "32: the store warp", "correction")
     yield Barrier("tmem", 1, "416 threads: softmax, correction, mma", "all of them")

@@ -45,6 +45,11 @@ class Traits(shared.Traits):
         return self.spec.head_dim.qk != self.spec.head_dim.v
 
     @property
+    def pair(self) -> bool:
+        """Two CTAs share each MMA, of twice the rows: half of K and V is in either."""
+        return self.spec.cta_group > 1
+
+    @property
     def positions_of_cluster(self) -> str:
         """A constant, where its product would not fit the lines that use it."""
         return "CLUSTER_ROWS" if self.cluster_size > 1 else "TILE_Q"
@@ -69,6 +74,7 @@ def template_context(
     spec = spec_file.spec
     traits = Traits(spec, sizes)
     qk, v, kv = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv
+    rows = sm100.MMA_ROWS * spec.cta_group
     items = (("'cta_group'", str(spec.cta_group)), ("'schedule'", repr(spec.schedule)))
     (columns,) = (number.value for number in derived if number.name == "TMEM_COLUMNS")
     common = common_context(
@@ -81,8 +87,12 @@ def template_context(
     )
     return {
         **common,
-        "qk_tiler": f"({sm100.MMA_ROWS}, {kv}, {qk})",
-        "pv_tiler": f"({sm100.MMA_ROWS}, {v}, {kv})",
+        "pair": traits.pair,
+        "cta_group": "TWO" if traits.pair else "ONE",
+        "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
+        "qk_tiler": f"({rows}, {kv}, {qk})",
+        "pv_tiler": f"({rows}, {v}, {kv})",
+        "kv_stage": f"TILE_KV * HEAD_DIM_QK{' // CLUSTER_SIZE' if traits.pair else ''}",
         # A row of O in shared memory is a whole number of swizzled spans.
         "o_stage": "half" if sizes.o_stages > 1 else "0",
         "o_atom": "K_SW128" if v * 2 % 128 == 0 else "K_SW64",

@@ -15,12 +15,18 @@ warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
   kv     load -> mma            K, V, K, ... by TMA     {freed}
-  s      mma -> softmax         S of a half, commit     128 threads of softmax: P is in its place,
-                                                        128 of correction: O is rescaled
+  s      mma -> softmax         S of a half, commit     {threads} threads of softmax: P is in its place,
+                                                        {threads} of correction: O is rescaled
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
-  o      mma -> correction      O of a half, commit     128 threads of correction
+  o      mma -> correction      O of a half, commit     {threads} threads of correction
   out    correction -> store    O in shared memory      the store warp"""
+
+
+_PAIR: Final = """\
+A pair of CTAs has neighbouring query tiles of a head, and an MMA half of each. Each CTA loads
+half of K's rows and half of V's columns; the leader, of rank 0, issues. What its MMA warp waits
+for is in the leader and counts both CTAs; what it commits is told to both."""
 
 
 def roles(spec: Spec, smem_bytes: int, tmem_columns: int) -> Iterator[str]:
@@ -31,7 +37,11 @@ def roles(spec: Spec, smem_bytes: int, tmem_columns: int) -> Iterator[str]:
         if shared
         else "commit, after both halves"
     )
-    yield from _ROLES.format(freed=freed).splitlines()
+    pair = spec.cta_group > 1
+    threads = 256 if pair else 128
+    yield from _ROLES.format(freed=freed, threads=threads).splitlines()
+    if pair:
+        yield from _PAIR.splitlines()
     if shared:
         yield "A cluster has 2 query tiles of a head; each CTA loads a slice of K and V for both."
     yield (
@@ -77,6 +87,8 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
     if has["cluster_size"] > 1:
         loads = "each loads for itself"
+        if has["pair"]:
+            loads = "each loads half of K and V, for MMAs over both"
         if has["multicast"]:
             loads = "each loads its slice of K and V for both"
         yield f"A cluster has {has['cluster_q']} query tiles of one head; {loads}."
