@@ -22,7 +22,7 @@ MMA_N_STEP: Final = (
 )
 MMA_N_MOST: Final = 256
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
-REGISTERS_OF_THREADS: Final = 512  # setmaxnreg values of four warpgroups add up to this
+REGISTERS: Final = 65536  # of an SM
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_S: Final = 64
 
@@ -67,7 +67,8 @@ ARCHITECTURE: Final = Architecture(
         "stages.v": (None,),  # K and V share the stages of one ring
     },
     takes_of_pairs={
-        "head_dim": ((128, 128), (192, 128)),  # half of V is a swizzled row at least
+        # Half of V is a swizzled row at least.
+        "head_dim": ((128, 128), (192, 128), (256, 256)),
         "cluster": ((2, 1),),
         "multicast": ("none",),  # either has half of K and V, which an MMA reads in both
         "schedule": ("persistent",),  # ptxas spills in the correction of a single tile

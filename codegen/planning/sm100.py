@@ -30,13 +30,13 @@ TILE_KV: Final = 128
 STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 4
-SOFTMAX_REGS: Final = 192
-CORRECTION_REGS: Final = {2: 80, 1: 96}  # by stages of O
+SOFTMAX_REGS: Final = {2: 192, 1: 256}  # by halves of a query tile
+CORRECTION_REGS: Final = {(2, 2): 80, (2, 1): 96, (1, 1): 160}  # by these and stages of O
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
-    "TILE_Q": "two halves: softmax of one runs beside the MMAs of the other",
+    "TILE_Q": "softmax of a half runs beside the MMAs of the other, if O of two fits",
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit, at most 6",
     "O_STAGES": "one for each half where they fit, else they take turns",
@@ -74,10 +74,10 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and ring: as given, the rest planned; what does not fit is refused."""
     spec = spec_file.spec
-    sizes = Sizes(TILE_Q, spec.tile.kv or TILE_KV, *STAGES[-1])
+    sizes = Sizes(spec.tile.q or _planned_tile_q(spec), spec.tile.kv or TILE_KV, *STAGES[-1])
     _check_columns(spec_file, sizes)
-    if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS:
-        raise _too_many_registers(spec_file, sizes.tile_kv)
+    if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS[sizes.halves]:
+        raise _too_many_registers(spec_file, sizes)
     choices = [
         replace(sizes, kv_stages=spec.stages.kv or kv, o_stages=o) for kv, o in STAGES
     ]
@@ -85,6 +85,12 @@ def _choose(spec_file: SpecFile) -> Sizes:
         if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
             return choice
     raise _too_much_smem(spec_file, choices[-1])
+
+
+def _planned_tile_q(spec: Spec) -> int:
+    """Both halves of a tile, unless their S and O do not fit."""
+    fits = 2 * (TILE_KV + spec.head_dim.v) <= sm100.TMEM_COLUMNS
+    return TILE_Q if fits else sm100.MMA_ROWS
 
 
 def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
@@ -99,11 +105,12 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
         hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
         place = spec_file.locate("tile", "kv")
         raise SpecError([Diagnostic(place, "FG406", message, hint)])
-    needed = sizes.halves * (kv + v)
+    s, o = sizes.s_stages * kv, sizes.halves * v
+    needed = s + o
     if needed > sm100.TMEM_COLUMNS:
         message = (
             f"tensor memory needs {needed} columns, sm100 has {sm100.TMEM_COLUMNS}:"
-            f" S {sizes.halves * kv} + O {sizes.halves * v}"
+            f" S {s} + O {o}"
         )
         hint = "a smaller tile.kv"
         place = spec_file.locate("tile", "kv")
@@ -116,25 +123,37 @@ def _register_parts(tile_kv: int) -> dict[str, int]:
 
 
 def _registers(sizes: Sizes) -> tuple[Registers, ...]:
-    correction = CORRECTION_REGS[sizes.o_stages]
-    others = sm100.REGISTERS_OF_THREADS - sizes.halves * SOFTMAX_REGS - correction
+    softmax = SOFTMAX_REGS[sizes.halves]
+    correction = CORRECTION_REGS[sizes.halves, sizes.o_stages]
+    others = _registers_at_launch(sizes) - sizes.halves * softmax - correction
     return (
-        Registers("softmax", sizes.halves, SOFTMAX_REGS),
+        Registers("softmax", sizes.halves, softmax),
         Registers("correction", 1, correction),
         Registers("load, mma and store", 1, others),
     )
 
 
+def _registers_at_launch(sizes: Sizes) -> int:
+    """Of a thread of each warpgroup, added up: what setmaxnreg deals out again."""
+    warpgroups = sizes.halves + _WARPGROUPS_BESIDE_SOFTMAX
+    per_thread = sm100.REGISTERS // (sm100.MMA_ROWS * warpgroups)
+    return per_thread // 8 * 8 * warpgroups
+
+
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    stages = 4 * halves + sizes.kv_stages + sizes.o_stages
+    stages = 2 * (halves + sizes.s_stages) + sizes.kv_stages + sizes.o_stages
     barriers = 2 * sm100.MBARRIER_BYTES * stages
-    address, stats = 4, 4 * sizes.tile_q
+    address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
     shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
     return (
-        Region("barriers", barriers, "2 * 8 * (4 * HALVES + KV_STAGES + O_STAGES)"),
+        Region(
+            "barriers",
+            barriers,
+            "2 * 8 * (2 * (HALVES + S_STAGES) + KV_STAGES + O_STAGES)",
+        ),
         Region("address", address, "4"),
-        Region("stats", stats, "4 * TILE_Q"),
+        Region("stats", stats, "4 * 128 * S_STAGES"),
         Region(
             "padding",
             -(barriers + address + stats) % sm100.SMEM_ALIGN,
@@ -160,22 +179,26 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
 
 def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
     kv, v, halves = sizes.tile_kv, spec.head_dim.v, sizes.halves
-    for half in range(halves):
-        first = f"{half} * S_COLUMNS"
-        yield Columns(f"S of half {half}", half * kv, kv, f"from {first} on")
-        yield Columns(f"P of half {half}", half * kv, kv // 2, "where its S was")
+    of = "half" if halves > 1 else "stage"
+    for stage in range(sizes.s_stages):
+        first = f"{stage} * S_COLUMNS"
+        yield Columns(f"S of {of} {stage}", stage * kv, kv, f"from {first} on")
+        yield Columns(f"P of {of} {stage}", stage * kv, kv // 2, "where its S was")
     for half in range(halves):
         first = f"O_FIRST + {half} * O_COLUMNS"
         yield Columns(
-            f"O of half {half}", halves * kv + half * v, v, f"from {first} on"
+            f"O of half {half}" if halves > 1 else "O",
+            sizes.s_stages * kv + half * v,
+            v,
+            f"from {first} on",
         )
 
 
-def _too_many_registers(spec_file: SpecFile, tile_kv: int) -> SpecError:
-    parts = _register_parts(tile_kv)
+def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
+    parts = _register_parts(sizes.tile_kv)
     message = (
         f"a softmax thread needs about {sum(parts.values())} registers, sm100 leaves"
-        f" {SOFTMAX_REGS}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
+        f" {SOFTMAX_REGS[sizes.halves]}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
     )
     place = spec_file.locate("tile", "kv")
     return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
@@ -207,13 +230,13 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
-        ("O_STAGES", sizes.o_stages, "halves", None),
+        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", None),
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
-    planned = [("SOFTMAX_REGS", SOFTMAX_REGS, "per thread")]
-    correction = CORRECTION_REGS[sizes.o_stages]
-    planned.append(("CORRECTION_REGS", correction, "per thread"))
+    softmax, correction, _ = _registers(sizes)
+    planned = [("SOFTMAX_REGS", softmax.per_thread, "per thread")]
+    planned.append(("CORRECTION_REGS", correction.per_thread, "per thread"))
     if traits.plain_loop:
         unit = "of EX2_GROUP: exp2 by FFMA2"
         planned.insert(0, ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, unit))
@@ -232,6 +255,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
     ctas = spec.cta_group
     whose = " of both CTAs" if traits.pair else ""
     mma_rows = "MMA_ROWS" if traits.pair else "128"
+    parts = "tiles" if traits.by_block else "halves"
     per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
     columns = "columns of tensor memory"
     rows = [
@@ -240,7 +264,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "OTHER_REGS",
             others.per_thread,
             "per thread",
-            "512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
+            f"{_registers_at_launch(sizes)} - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
         ),
         ("CORRECTION_WARP", first, "the first of four", "4 * HALVES"),
         ("LOAD_WARP", first + 4, "warp", "CORRECTION_WARP + 4"),
@@ -252,7 +276,9 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "per CTA",
             "128 * (HALVES + 2)",
         ),
-        ("Q_STAGES", halves, "halves", "HALVES"),
+        ("TMEM_THREADS", 32 * (first + 5), "that use tensor memory", "32 * MMA_WARP"),
+        ("Q_STAGES", halves, parts, "HALVES"),
+        ("S_STAGES", sizes.s_stages, "blocks" if traits.by_block else parts, "2"),
         ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
         ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
         ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
@@ -266,18 +292,18 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ),
         (
             "S_RELEASES",
-            256 * ctas,
-            f"threads{whose}: softmax and correction",
-            f"2 * {mma_rows}",
+            (128 if traits.by_block else 256) * ctas,
+            f"threads{whose}: softmax{'' if traits.by_block else ' and correction'}",
+            mma_rows if traits.by_block else f"2 * {mma_rows}",
         ),
         ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
         ("S_COLUMNS", kv, columns, "TILE_KV"),
         ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
         ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
-        ("O_FIRST", halves * kv, columns, "HALVES * S_COLUMNS"),
+        ("O_FIRST", sizes.s_stages * kv, columns, "S_STAGES * S_COLUMNS"),
         (
             "TMEM_COLUMNS",
-            _power_of_two(halves * (kv + v)),
+            _power_of_two(sizes.s_stages * kv + halves * v),
             "columns",
             "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
         ),
@@ -315,28 +341,31 @@ def _power_of_two(columns: int) -> int:
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, halves = traits.sizes, traits.sizes.halves
-    kv_full, kv_empty = "by TMA", "1: a commit, after both halves"
+    who = "softmax" if traits.by_block else "softmax of the half"
+    last = "PV" if traits.by_block else "the last PV"
+    kv_full, kv_empty = "by TMA", "1: a commit"
+    if not traits.by_block:
+        kv_empty += ", after both halves"
     if traits.multicast_k:
         kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
         kv_empty = f"{traits.cluster_size}: a commit of each CTA, after both halves"
     commit, threads = "1: a commit", "128"
+    users = f"{32 * (4 * halves + 5)} threads: softmax, correction, mma"
     if traits.pair:
         kv_full, threads = "by TMA of 2 CTAs, half of it each", "256, of both CTAs"
     yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
     yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
     yield Barrier("kv_full", sizes.kv_stages, f"1 + bytes of K or V {kv_full}", "mma")
     yield Barrier("kv_empty", sizes.kv_stages, kv_empty, "load")
-    yield Barrier("s_full", halves, f"{commit}, after QK", "softmax of the half")
-    yield Barrier(
-        "s_empty",
-        halves,
-        f"2 * {threads}: P is in place (softmax), O rescaled (correction)",
-        "mma",
-    )
-    yield Barrier("stats_full", halves, "128: softmax", "correction")
-    yield Barrier("stats_empty", halves, "128: correction", "softmax of the half")
-    yield Barrier("o_full", halves, f"{commit}, after the last PV", "correction")
+    s_empty = f"2 * {threads}: P is in place (softmax), O rescaled (correction)"
+    if traits.by_block:
+        s_empty = f"{threads}: P is in place (softmax)"
+    yield Barrier("s_full", sizes.s_stages, f"{commit}, after QK", who)
+    yield Barrier("s_empty", sizes.s_stages, s_empty, "mma")
+    yield Barrier("stats_full", sizes.s_stages, "128: softmax", "correction")
+    yield Barrier("stats_empty", sizes.s_stages, "128: correction", who)
+    yield Barrier("o_full", halves, f"{commit}, after {last}", "correction")
     yield Barrier("o_empty", halves, f"{threads}: correction", "mma")
     yield Barrier("out_full", sizes.o_stages, "128: correction", "store")
     yield Barrier("out_empty", sizes.o_stages, "32: the store warp", "correction")
-    yield Barrier("tmem", 1, "416 threads: softmax, correction, mma", "all of them")
+    yield Barrier("tmem", 1, users, "all of them")

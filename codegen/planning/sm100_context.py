@@ -24,8 +24,13 @@ class Sizes(shared.Sizes):
 
     @property
     def halves(self) -> int:
-        """Of a query tile: each has warps of its own, S, P, O and a stage of Q."""
+        """Of a query tile: each has warps of its own, P, O and a stage of Q."""
         return self.tile_q // sm100.MMA_ROWS
+
+    @property
+    def s_stages(self) -> int:
+        """Of S: one for each half, or two that the blocks of a whole tile take in turn."""
+        return 2
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,11 @@ class Traits(shared.Traits):
     def pair(self) -> bool:
         """Two CTAs share each MMA, of twice the rows: half of K and V is in either."""
         return self.spec.cta_group > 1
+
+    @property
+    def by_block(self) -> bool:
+        """A tile is not in halves: softmax of a block runs beside the MMAs of the next."""
+        return self.sizes.halves == 1
 
     @property
     def positions_of_cluster(self) -> str:
@@ -82,12 +92,15 @@ def template_context(
         traits,
         chosen,
         derived,
-        roles=tuple(roles(spec, smem_bytes, columns)),
+        roles=tuple(roles(spec, smem_bytes, columns, by_block=traits.by_block)),
         spec_items=items,
     )
     return {
         **common,
         "pair": traits.pair,
+        "by_block": traits.by_block,
+        "first_row": "q_tile * TILE_Q"
+        + ("" if traits.by_block else " + half * HALF_ROWS"),
         "cta_group": "TWO" if traits.pair else "ONE",
         "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
         "qk_tiler": f"({rows}, {kv}, {qk})",
