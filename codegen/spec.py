@@ -465,7 +465,8 @@ def _clashes(files: Iterable[Path]) -> list[Diagnostic]:
 
 def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
     architecture = ARCHITECTURES[spec.arch]
-    whose, takes = spec.arch, architecture.takes
+    whose: str = spec.arch
+    takes = architecture.takes
     if spec.cta_group == 2 and architecture.takes_of_pairs:
         whose = f"{spec.arch} with cta_group: 2"
         takes = {**takes, **architecture.takes_of_pairs}

@@ -70,7 +70,9 @@ ARCHITECTURE: Final = Architecture(
         # Half of V is a swizzled row at least.
         "head_dim": ((128, 128), (192, 128), (256, 256)),
         "cluster": ((2, 1),),
-        "multicast": ("none",),  # either has half of K and V, which an MMA reads in both
+        "multicast": (
+            "none",
+        ),  # either has half of K and V, which an MMA reads in both
         "schedule": ("persistent",),  # ptxas spills in the correction of a single tile
     },
 )

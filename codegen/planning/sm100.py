@@ -31,7 +31,11 @@ STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 4
 SOFTMAX_REGS: Final = {2: 192, 1: 256}  # by halves of a query tile
-CORRECTION_REGS: Final = {(2, 2): 80, (2, 1): 96, (1, 1): 160}  # by these and stages of O
+CORRECTION_REGS: Final = {
+    (2, 2): 80,
+    (2, 1): 96,
+    (1, 1): 160,
+}  # by these and stages of O
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
@@ -74,7 +78,9 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and ring: as given, the rest planned; what does not fit is refused."""
     spec = spec_file.spec
-    sizes = Sizes(spec.tile.q or _planned_tile_q(spec), spec.tile.kv or TILE_KV, *STAGES[-1])
+    sizes = Sizes(
+        spec.tile.q or _planned_tile_q(spec), spec.tile.kv or TILE_KV, *STAGES[-1]
+    )
     _check_columns(spec_file, sizes)
     if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS[sizes.halves]:
         raise _too_many_registers(spec_file, sizes)

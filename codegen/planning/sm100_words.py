@@ -15,11 +15,11 @@ warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
   kv     load -> mma            K, V, K, ... by TMA     {freed}
-  s      mma -> softmax         S of a half, commit     {threads} threads of softmax: P is in its place,
-                                                        {threads} of correction: O is rescaled
+  s      mma -> softmax         S of a half, commit     {all} threads of softmax: P is in its place,
+                                                        {all} of correction: O is rescaled
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
-  o      mma -> correction      O of a half, commit     {threads} threads of correction
+  o      mma -> correction      O of a half, commit     {all} threads of correction
   out    correction -> store    O in shared memory      the store warp"""
 
 
@@ -58,7 +58,7 @@ def roles(
     if by_block:
         yield from _ROLES_BY_BLOCK.splitlines()
     else:
-        yield from _ROLES.format(freed=freed, threads=threads).splitlines()
+        yield from _ROLES.format(freed=freed, all=threads).splitlines()
     if pair:
         yield from _PAIR.splitlines()
     if shared:
