@@ -85,7 +85,9 @@ def _choose(spec_file: SpecFile) -> Sizes:
     if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS[sizes.halves]:
         raise _too_many_registers(spec_file, sizes)
     choices = [
-        replace(sizes, kv_stages=spec.stages.kv or kv, o_stages=o) for kv, o in STAGES
+        replace(sizes, kv_stages=spec.stages.kv or kv, o_stages=o)
+        for kv, o in STAGES
+        if o <= sizes.halves
     ]
     for choice in choices:
         if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
