@@ -29,6 +29,7 @@ from .errors import CheckFailed, Diagnostic, SpecError
 
 DISTRIBUTION = "fmha-gen"
 JINJA2_RANGE = ">=3.1,<4"
+COMPILE_SOURCES = ("toolchain.py", "sass.py", "arch/sm90.py", "arch/sm100.py")
 
 # (kernels done, kernels to compile, the one just done)
 Progress = Callable[[int, int, str], None]
@@ -214,7 +215,7 @@ def toolchain_key() -> str:
         name: importlib.metadata.version(name) for name in _installed(toolchain.TOOLS)
     }
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    code = cache.source_digest("toolchain.py", "sass.py")
+    code = cache.source_digest(*COMPILE_SOURCES)
     return f"{toolchain.dsl_distributions()} {tools} {python} {code}"
 
 

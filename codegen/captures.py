@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from . import cache, toolchain
+from .arch import ARCHITECTURES
 from .emulator.launch import Argument, Launch, open_host_program
-
-COMPILE_ARCHS = {"sm90": "sm_90a", "sm100": "sm_100a"}
 
 # What decides a capture, apart from the kernel's text and the DSL.
 SOURCES = tuple(
@@ -36,7 +35,9 @@ def capture(
     ptx: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
     if ptx is None or None in found:
-        with open_host_program(kernel, arch=COMPILE_ARCHS[arch]) as program:
+        with open_host_program(
+            kernel, arch=ARCHITECTURES[arch].compile_arch
+        ) as program:
             ptx = program.ptx
             found = [program.launch(call).to_json() for call in calls]
         cache.put(ptx_key, ptx)

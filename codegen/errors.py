@@ -45,6 +45,7 @@ CODES: dict[str, str] = {
     "FG202": "a cluster whose CTAs do not share a KV head",
     "FG203": "pack_gqa without query heads to pack",
     "FG204": "pack_gqa beside a cluster along the heads that it packs",
+    "FG205": "a value that is not generated for the architecture",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
@@ -57,6 +58,8 @@ CODES: dict[str, str] = {
     "FG402": "registers do not fit",
     "FG403": "a query tile that does not hold whole groups of packed heads",
     "FG404": "a warpgroup whose rows are not whole groups, and O leaves by TMA",
+    "FG405": "tensor memory does not fit",
+    "FG406": "columns of S that are not whole loads of tensor memory",
 }
 """Every diagnostic's code with its meaning in one line."""
 

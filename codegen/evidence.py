@@ -16,6 +16,7 @@ from .render import body_digest, stated_digests
 
 TITLES = ("kernel", "rung", "GPU", "worst error ratio", "registers")
 NOTHING = "-"  # where no evidence is
+NOT_RUN = "emulated, not run"  # its error is the emulator's
 
 
 def load(generated: Path) -> list[records.Record]:
@@ -42,13 +43,15 @@ def table(evidence: Iterable[records.Record]) -> str:
 
 def _row(record: records.Record) -> tuple[str, ...]:
     compiled: dict[str, Any] = record.get("compiled", {})
-    validated: dict[str, Any] = record.get("validated", {})
-    worst = validated.get("worst")
+    emulated: dict[str, Any] = record.get("emulated", {})
+    ran: dict[str, Any] = record.get("validated", {})
+    worst = (ran or emulated).get("worst")
+    gpu = ran.get("gpu", NOT_RUN if emulated else NOTHING)
     registers = compiled.get("setmaxnreg") or [compiled.get("registers", NOTHING)]
     return (
         f"`{record['kernel']}`",
         record["rung"],
-        validated.get("gpu", NOTHING),
+        gpu,
         f"{worst['ratio']:.2f}" if worst else NOTHING,
         " / ".join(map(str, registers)),
     )

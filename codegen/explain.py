@@ -13,8 +13,8 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from . import records
-from .arch import sm90
-from .plan import KernelPlan, Number
+from .arch import compiled_as
+from .planning.kernel_plan import WARPGROUP_THREADS, KernelPlan, Number
 from .render import body_digest, render_kernel
 from .spec import Spec
 
@@ -38,21 +38,26 @@ _FIELDS: Final[Mapping[str, str]] = {
     "Q_STAGES": "stages.q",
     "K_STAGES": "stages.kv",
     "V_STAGES": "stages.v",
+    "KV_STAGES": "stages.kv",
 }
 
 
 def render(plan: KernelPlan, record: records.Record | None) -> str:
     """Explain one kernel; `record` is what its records file says, None when there is none."""
-    sections = (
+    tensor_memory = (
+        [_section("Tensor memory of an SM", _tensor_memory(plan))] if plan.tmem else []
+    )
+    sections = [
         _section(plan.stem, _wrapped(f"{plan.context['title']}.")),
         _section("Spec", _table(_spec_rows(plan))),
         _section("Numbers", _table(_number_rows(plan))),
         _section("Shared memory of a CTA", _shared_memory(plan)),
+        *tensor_memory,
         _section("Registers", _registers(plan)),
         _section("Pipelines and barriers", _table(_barrier_rows(plan))),
-        _section("Masks and loops", _bullets(masks_and_loops(plan))),
+        _section("Masks and loops", _bullets(plan.statements)),
         _section("Evidence", _table(_evidence_rows(plan, record))),
-    )
+    ]
     return "\n\n".join(sections)
 
 
@@ -65,101 +70,6 @@ def fields(spec: BaseModel) -> Iterator[tuple[str, Any, bool]]:
                 yield f"{name}.{inner}", inner_value, given and inner_given
         else:
             yield name, value, given
-
-
-def masks_and_loops(plan: KernelPlan) -> Iterator[str]:
-    """Yield what the kernel does for its shapes, a statement each; what it leaves out is named."""
-    has = plan.context
-    spec = plan.spec_file.spec
-    yield from _tile_statements(plan)
-    if has["causal"]:
-        query = "position" if has["pack_gqa"] else "row"
-        yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
-    yield from _block_statements(has)
-    if has["hidden_rows"]:
-        yield "A row may have seen no key so far: a maximum of -inf is replaced before it is used."
-    if has["empty_rows"]:
-        lse = " and its LSE -inf" if spec.lse else ""
-        yield f"A row may see no key at all: its O is 0{lse}."
-    elif has["causal"]:
-        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
-    yield _output_statement(has)
-    if spec.lse:
-        tail = (
-            "for rows before the end only" if has["lse_predicate"] else "unpredicated"
-        )
-        yield f"LSE is stored by one thread in four, {tail}."
-
-
-def _output_statement(has: Mapping[str, Any]) -> str:
-    if has["cross_tile"]:
-        return "O goes through the stage that its Q had; TMA drops rows past the end."
-    tail = "rows before the end only" if has["lse_predicate"] else "unpredicated"
-    return f"O is stored from registers, 16 bytes a thread, {tail}."
-
-
-def _tile_statements(plan: KernelPlan) -> Iterator[str]:
-    has = plan.context
-    owner = "cluster" if has["cluster_size"] > 1 else "CTA"
-    head = "KV head" if has["pack_gqa"] else "head"
-    order = (
-        "those with most keys first, odd waves backwards"
-        if has["causal"]
-        else f"query tiles of one {head} side by side"
-    )
-    yield f"Persistent: each {owner} takes a tile per wave, {order}."
-    if has["causal"]:
-        of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
-        yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    if has["pack_gqa"]:
-        yield "Rows of a query tile are (position, head of the group), heads fastest."
-    if has["cluster_size"] > 1:
-        along = (
-            f"{has['cluster_q']} query tiles of one {head}"
-            if has["cluster_q"] > 1
-            else f"{has['cluster_heads']} query heads of one KV head"
-        )
-        shared = [name for name in "KV" if has[f"multicast_{name.lower()}"]]
-        loads = (
-            f"each loads its slice of {' and '.join(shared)} for all"
-            if shared
-            else "each loads for itself"
-        )
-        yield f"A cluster has {along}; {loads}."
-    if has["cross_tile"]:
-        yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
-    else:
-        yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."
-    if has["order_barrier"]:
-        yield "Warpgroups take turns at the tensor cores: the others' softmax runs meanwhile."
-
-
-def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
-    if has["dynamic_blocks"]:
-        per = "query tile" if has["causal"] else "launch"
-        per = "warpgroup" if has["strips"] else per
-        yield f"KV blocks, last first; how many is counted at run time, per {per}."
-        if has["strips"]:
-            yield "A warpgroup skips the blocks that only rows of later warpgroups see."
-    else:
-        yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
-    crossings = [
-        *(["the diagonal"] if has["causal"] else []),
-        *(["the end of K"] if has["kv_tail"] else []),
-    ]
-    if not crossings:
-        yield "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
-        return
-    if not has["kv_tail"]:
-        yield "No mask for the end of K: seqlen_kv is a multiple of TILE_KV."
-    what = " and ".join(crossings)
-    if has["masked_loop"]:
-        yield f"The first block is masked for {what}."
-        rows = "row of the warpgroup" if has["strips"] else "row"
-        yield f"Loop 1, masked the same way: further blocks that not every {rows} sees whole."
-        yield f"Loop 2, without masks: blocks that every {rows} sees whole."
-    else:
-        yield f"The first block is masked for {what}; one loop without masks takes the others."
 
 
 def _spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
@@ -195,6 +105,7 @@ def _origin(number: Number, spec: Spec) -> str:
 
 def _shared_memory(plan: KernelPlan) -> list[str]:
     rows = [("offset", "bytes", "region", "", "")]
+    limit = plan.architecture.smem_bytes
     offset = 0
     for region in plan.smem:
         rows.append(
@@ -202,36 +113,63 @@ def _shared_memory(plan: KernelPlan) -> list[str]:
                 f"{offset:>6}",
                 f"{region.nbytes:>6}",
                 region.name,
-                _bar(offset, region.nbytes),
+                _bar(offset, region.nbytes, limit),
                 region.formula,
             )
         )
         offset += region.nbytes
     parts = " + ".join(str(region.nbytes) for region in plan.smem)
-    left = sm90.SMEM_BYTES - plan.smem_bytes
-    total = f"{parts} = {plan.smem_bytes} of {sm90.SMEM_BYTES}, {left} left"
+    left = limit - plan.smem_bytes
+    total = f"{parts} = {plan.smem_bytes} of {limit}, {left} left"
     return [*_table(rows), *_wrapped(total)]
 
 
-def _bar(offset: int, nbytes: int) -> str:
-    """Where a region lies in all that a CTA can have; a region of any size shows."""
-    start = offset * BAR // sm90.SMEM_BYTES
-    end = (offset + nbytes) * BAR // sm90.SMEM_BYTES
-    marks = "#" * (max(end, start + 1) - start if nbytes else 0)
-    return f"|{'.' * start}{marks}".ljust(BAR + 1, ".") + "|"
+def _tensor_memory(plan: KernelPlan) -> list[str]:
+    limit = plan.architecture.tmem_columns
+    rows = [("first", "columns", "part", "", "")]
+    for part in plan.tmem:
+        rows.append(
+            (
+                f"{part.first:>5}",
+                f"{part.count:>7}",
+                part.name,
+                _bar(part.first, part.count, limit),
+                part.formula,
+            )
+        )
+    end = max(part.first + part.count for part in plan.tmem)
+    used = f"{end} of {limit} columns of 32 bits, {limit - end} left"
+    return [*_table(rows), *_wrapped(used)]
+
+
+def _bar(start: int, size: int, limit: int) -> str:
+    """Where a part lies in all that there is; a part of any size shows."""
+    first, end = start * BAR // limit, (start + size) * BAR // limit
+    marks = "#" * (max(end, first + 1) - first if size else 0)
+    return f"|{'.' * first}{marks}".ljust(BAR + 1, ".") + "|"
 
 
 def _registers(plan: KernelPlan) -> list[str]:
     parts = " + ".join(f"{name} {n}" for name, n in plan.register_parts.items())
-    producer, consumer = plan.registers
-    warpgroups = _by_name(plan)["WARPGROUPS"]
-    all_of_them = sm90.WARPGROUP_ROWS * 2 * (producer + warpgroups * consumer)
+    role = plan.hungriest
+    terms = " + ".join(
+        (
+            f"{each.warpgroups} * {each.per_thread}"
+            if each.warpgroups > 1
+            else str(each.per_thread)
+        )
+        for each in plan.registers
+    )
+    all_of_them = WARPGROUP_THREADS * sum(
+        each.warpgroups * each.per_thread for each in plan.registers
+    )
     return [
         *_wrapped(
-            f"consumer thread: {parts} = {plan.registers_needed} of {consumer}, an estimate"
+            f"{role.role} thread: {parts} = {plan.registers_needed} of {role.per_thread},"
+            " an estimate"
         ),
         *_wrapped(
-            f"CTA: 128 * ({producer} + {warpgroups} * {consumer}) = {all_of_them} of {SM_REGISTERS}"
+            f"CTA: {WARPGROUP_THREADS} * ({terms}) = {all_of_them} of {SM_REGISTERS}"
         ),
     ]
 
@@ -261,13 +199,14 @@ def _evidence_rows(
 
 def _compiled(evidence: Mapping[str, Any]) -> str:
     counts = evidence["instructions"]
+    mma = compiled_as(evidence["arch"]).mma_class
     limits = " and ".join(map(str, evidence["setmaxnreg"]))
     parts = [
         f"for {evidence['arch']} by CuTe DSL {evidence['dsl']}",
         f"{evidence['registers']} registers at launch, setmaxnreg {limits}",
         f"stack {evidence['stack_bytes']} B, local {evidence['local_bytes']} B",
         f"LDL {counts['LDL']}, STL {counts['STL']}",
-        f"HGMMA {counts['HGMMA']}, serialised {evidence['wgmma']['serialised']}",
+        f"{mma} {counts[mma]}, serialised wgmma {evidence['wgmma']['serialised']}",
         f"{counts['total']} instructions",
     ]
     return "; ".join(parts)

@@ -13,10 +13,11 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TypeGuard
 
+from .arch import ARCHITECTURES
 from .render import body_digest, stated_digests
 
-MAX_LINES = 900
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
 CONSTANTS_MARK = (
     "# --- constants"  # starts the comment line above each part of the block
@@ -28,6 +29,7 @@ FORBIDDEN_NAMES: Mapping[str, str] = {
     "const_expr": "decides at trace time what the generator has decided already",
 }
 PUBLIC = frozenset({"SPEC", "compile", "fmha"})  # used by the file's readers
+SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.
 STRUCTURAL_INTS = frozenset({0, 1, 2, 3, 4})
@@ -88,6 +90,7 @@ def lint(text: str) -> list[Finding]:
             [*findings, Finding(error.lineno or 1, f"does not parse: {error.msg}")]
         )
     lines = text.splitlines()
+    findings += _length(tree, lines)
     constants = _constants(tree, lines)
     findings += _imports(tree)
     findings += _names(tree)
@@ -104,15 +107,37 @@ def _text(text: str) -> Iterator[Finding]:
         yield Finding(1, f"first line is not {SPDX!r}")
     if lines[-1] != "":
         yield Finding(len(lines), "no newline at the end")
-    if len(lines) - 1 > MAX_LINES:
-        yield Finding(
-            MAX_LINES + 1, f"{len(lines) - 1} lines, at most {MAX_LINES} are allowed"
-        )
     for number, line in enumerate(lines, start=1):
         if "\t" in line:
             yield Finding(number, "tab")
         if line != line.rstrip():
             yield Finding(number, "space at the end of the line")
+
+
+def _length(tree: ast.Module, lines: list[str]) -> Iterator[Finding]:
+    """What a file may have depends on the architecture that its SPEC names."""
+    named = {
+        value.value
+        for spec in tree.body
+        if _assigns(spec, "SPEC") and isinstance(spec.value, ast.Dict)
+        for key, value in zip(spec.value.keys, spec.value.values, strict=True)
+        if isinstance(key, ast.Constant) and key.value == "arch"
+        if isinstance(value, ast.Constant)
+    }
+    most = min(
+        each.max_lines
+        for each in ARCHITECTURES.values()
+        if each.name in named or not named & ARCHITECTURES.keys()
+    )
+    if len(lines) > most:
+        yield Finding(most + 1, f"{len(lines)} lines, at most {most} are allowed")
+
+
+def _assigns(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:
+    return isinstance(statement, ast.Assign) and any(
+        isinstance(target, ast.Name) and target.id == name
+        for target in statement.targets
+    )
 
 
 def _digest(text: str) -> Iterator[Finding]:
@@ -206,7 +231,8 @@ def _loaded(scope: ast.AST) -> set[str]:
 
 def _bindings(scope: _Scope) -> Iterator[tuple[str, int, str]]:
     """(name, line, kind) of what this scope itself binds, not the scopes inside it."""
-    if isinstance(scope, _Function):
+    called_alike = getattr(scope, "name", "") in SAME_EVERYWHERE
+    if isinstance(scope, _Function) and not called_alike:
         a = scope.args
         for argument in [*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg]:
             if argument is not None and argument.arg not in {"self", "cls"}:
@@ -266,11 +292,7 @@ def _numbers(tree: ast.Module, constants: list[ast.Assign]) -> Iterator[Finding]
     """Number literals outside the constants block and the SPEC."""
     exempt: set[int] = set()
     for statement in tree.body:
-        is_spec = isinstance(statement, ast.Assign) and any(
-            isinstance(target, ast.Name) and target.id == "SPEC"
-            for target in statement.targets
-        )
-        if is_spec or statement in constants:
+        if _assigns(statement, "SPEC") or statement in constants:
             exempt |= {id(child) for child in ast.walk(statement)}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Constant) or id(node) in exempt:

@@ -14,6 +14,8 @@ The tokens between underscores that speak about a field must agree with it; othe
     c2x1            cluster
     mck, mcv, mckv  multicast; also kmc, vmc, kvmc
     t128x64         tile, query rows by KV rows
+    single          schedule
+    cta1, cta2      cta_group
 """
 
 from __future__ import annotations
@@ -199,6 +201,16 @@ def _tokens() -> Iterator[_Token]:
     yield _Token(re.compile(r"c\d+x\d+"), ("cluster",), _cluster)
     yield _Token(re.compile(r"mc(k|v|kv)|(k|v|kv)mc"), ("multicast",), _multicast)
     yield _Token(re.compile(r"t\d+x\d+"), ("tile",), _tile)
+    yield _Token(
+        re.compile(r"single|persistent"),
+        ("schedule",),
+        lambda spec, word: (spec.schedule,),
+    )
+    yield _Token(
+        re.compile(r"cta\d"),
+        ("cta_group",),
+        lambda spec, word: (f"cta{spec.cta_group}",),
+    )
 
 
 _TOKENS: Final = tuple(_tokens())

@@ -22,7 +22,7 @@ import jinja2.meta
 from .errors import CheckFailed
 
 if TYPE_CHECKING:
-    from .plan import KernelPlan
+    from .planning.kernel_plan import KernelPlan
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"

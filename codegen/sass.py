@@ -12,26 +12,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-# Name in the report -> what the opcode must start with.
-CLASSES: Mapping[str, str] = {
-    "HGMMA": "HGMMA",
-    "WARPGROUP.ARRIVE": "WARPGROUP.ARRIVE",
-    "WARPGROUP.DEPBAR": "WARPGROUP.DEPBAR",
-    "MUFU.EX2": "MUFU.EX2",
-    "FFMA": "FFMA",
-    "FMUL": "FMUL",
-    "FADD": "FADD",
-    "FMNMX": "FMNMX",
-    "F2FP": "F2FP",
-    "SHFL": "SHFL",
-    "BAR": "BAR.",
-    "SYNCS": "SYNCS",
-    "UTMALDG": "UTMALDG",
-    "UTMASTG": "UTMASTG",
-    "LDL": "LDL",
-    "STL": "STL",
-}
-
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
@@ -104,13 +84,18 @@ def parse(text: str) -> Kernel:
     return Kernel(_blocks(instructions, labels), tuple(instructions))
 
 
-def count(instructions: Iterable[Instruction]) -> dict[str, int]:
-    """Count instructions by class of `CLASSES`, and all of them under `total`."""
-    counts = dict.fromkeys(CLASSES, 0)
+def count(
+    instructions: Iterable[Instruction], classes: Mapping[str, str]
+) -> dict[str, int]:
+    """Count instructions by class, and all of them under `total`.
+
+    classes: what the opcode must start with, by name in the report.
+    """
+    counts = dict.fromkeys(classes, 0)
     total = 0
     for instruction in instructions:
         total += 1
-        for name, prefix in CLASSES.items():
+        for name, prefix in classes.items():
             if instruction.opcode.startswith(prefix):
                 counts[name] += 1
     return {**counts, "total": total}

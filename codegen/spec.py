@@ -33,6 +33,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from . import names, specfile
+from .arch import ARCHITECTURES
 from .errors import Diagnostic, Location, SpecError, Violation, quoted, shown
 from .specfile import Document, FieldPath
 
@@ -184,7 +185,8 @@ class Tile(_Model):
     """Rows of one work tile; the plan chooses what is left out."""
 
     q: Annotated[
-        Literal[64, 128, 192] | None, Accepts("64, 128 or 192", (int, NoneType))
+        Literal[64, 128, 192, 256] | None,
+        Accepts("64, 128, 192 or 256", (int, NoneType)),
     ] = Field(default=None, description="Query rows per CTA.")
     kv: Annotated[
         Annotated[int, Field(ge=16, le=256, multiple_of=16)] | None,
@@ -201,7 +203,10 @@ class Stages(_Model):
     kv: Annotated[
         Annotated[int, Field(ge=2, le=8)] | None,
         Accepts("a whole number from 2 to 8", (int, NoneType)),
-    ] = Field(default=None, description="K tiles, and as many V tiles, in flight.")
+    ] = Field(
+        default=None,
+        description="K tiles, and as many V tiles, in flight; sm100: tiles of K or V.",
+    )
     v: Annotated[
         Annotated[int, Field(ge=2, le=8)] | None,
         Accepts("a whole number from 2 to 8", (int, NoneType)),
@@ -223,7 +228,7 @@ class Spec(_Model):
 
     model_config = ConfigDict(title="fmha-gen spec")
 
-    arch: Annotated[Literal["sm90"], Accepts()] = Field(
+    arch: Annotated[Literal["sm90", "sm100"], Accepts()] = Field(
         description="The GPU architecture it is generated for."
     )
     op: Annotated[Literal["fmha_fwd"], Accepts()] = Field(
@@ -281,14 +286,18 @@ class Spec(_Model):
     multicast: Annotated[Literal["none", "k", "v", "kv"], Accepts()] = Field(
         default="none", description="Which loads the CTAs of a cluster share."
     )
+    cta_group: Annotated[Literal[1, 2], Accepts()] = Field(
+        default=1, description="CTAs that share one MMA."
+    )
     tile: Annotated[Tile, Block("a mapping with q and kv")] = Field(
         default=Tile(), description="Rows of one work tile; planned when left out."
     )
     stages: Annotated[Stages, Block("a mapping with q and kv")] = Field(
         default=Stages(), description="Pipeline depths; planned when left out."
     )
-    schedule: Annotated[Literal["persistent"], Accepts()] = Field(
-        default="persistent", description="How CTAs get their work tiles."
+    schedule: Annotated[Literal["persistent", "single"], Accepts()] = Field(
+        default="persistent",
+        description="How CTAs get their work tiles: one after the other, or a single one.",
     )
 
     @model_validator(mode="after")
@@ -454,7 +463,37 @@ def _clashes(files: Iterable[Path]) -> list[Diagnostic]:
     ]
 
 
+def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
+    for name, taken in ARCHITECTURES[spec.arch].takes.items():
+        field = tuple(name.split("."))
+        value: Any = spec
+        for part in field:
+            value = getattr(value, part)
+        if isinstance(value, HeadDim):
+            value = (value.qk, value.v)
+        if value in taken:
+            continue
+        words = [_in_yaml(name, each) for each in taken if each is not None]
+        hint = f"set {name}: {_either(words)}" if words else ""
+        hint = (
+            f"{hint}{', or ' if words else ''}leave it out" if None in taken else hint
+        )
+        message = f"{name}: {_in_yaml(name, value)} is not generated for {spec.arch}"
+        yield Violation("FG205", field, message, hint)
+
+
+def _in_yaml(name: str, value: Any) -> str:
+    """A value as a spec has it; a head_dim is (qk, v)."""
+    if name == "head_dim":
+        qk, v = value
+        return str(qk) if qk == v else f"{{qk: {qk}, v: {v}}}"
+    if isinstance(value, tuple):
+        return str(list(value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _cross_field(spec: Spec) -> Iterator[Violation]:
+    yield from _refused_by_architecture(spec)
     along_heads = spec.cluster[1]
     if spec.multicast != "none" and spec.cluster == (1, 1):
         yield Violation(

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from . import sass
+from .arch import compiled_as
 from .errors import CheckFailed, EnvironmentProblem
 
 DSL = "nvidia-cutlass-dsl"
@@ -69,7 +70,7 @@ _USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 class LoopReport:
     """An innermost loop that issues wgmmas."""
 
-    instructions: Mapping[str, int]  # by class of `sass.CLASSES`, and `total`
+    instructions: Mapping[str, int]  # by class of the architecture, and `total`
     serialised: int  # wgmmas that wait for the k-step before them
 
 
@@ -100,7 +101,7 @@ class CompileReport:
     static_shared_bytes: (
         int  # includes 1024 B that sm_90 and later reserve for the system
     )
-    instructions: Mapping[str, int]  # by class of `sass.CLASSES`, and `total`
+    instructions: Mapping[str, int]  # by class of the architecture, and `total`
     loops: tuple[LoopReport, ...]  # innermost loops with wgmmas, by address
     wgmma: WgmmaReport
     ptx_sha256: str
@@ -173,6 +174,7 @@ def report(
         raise CheckFailed(f"{stem}: expected one kernel, the PTX holds {len(entries)}")
     registers, stack, shared, local = map(int, resources[0])
     kernel = sass.parse(disassembly)
+    classes = compiled_as(arch).sass_classes
     waits = [int(pending) for pending in _WAIT.findall(ptx)]
     return CompileReport(
         arch=arch,
@@ -183,9 +185,9 @@ def report(
         stack_bytes=stack,
         local_bytes=local,
         static_shared_bytes=shared,
-        instructions=sass.count(kernel.instructions),
+        instructions=sass.count(kernel.instructions, classes),
         loops=tuple(
-            LoopReport(sass.count(body), sass.serialised(body))
+            LoopReport(sass.count(body, classes), sass.serialised(body))
             for body in (sass.body(kernel, loop) for loop in sass.wgmma_loops(kernel))
         ),
         wgmma=WgmmaReport(

@@ -22,12 +22,12 @@ from typing import Any, Protocol
 
 import torch
 
+from .arch import ARCHITECTURES
 from .cases import DYNAMIC, LARGE_INPUT, REPEATS, Case, cases_for, smallest_ragged
 from .compare import judge_lse, judge_output, outside_touched, same_bits
 from .reference import attention, sixteen_bit
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-CAPABILITIES = {"sm90": (9, 0), "sm100": (10, 0)}
 
 MISUSE = "misuse"  # the name under which they are replayed
 
@@ -613,7 +613,7 @@ def environment_problem(arch: str) -> str:
     if not torch.cuda.is_available():
         return "PyTorch sees no CUDA GPU"
     capability = torch.cuda.get_device_capability()
-    if capability != CAPABILITIES[arch]:
+    if capability != ARCHITECTURES[arch].compute_capability:
         major, minor = capability
         return f"{torch.cuda.get_device_name()} is sm{major}{minor}, the kernel needs {arch}"
     return ""

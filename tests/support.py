@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import plan, render
-from fmha_gen.plan import KernelPlan
+from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec import SpecFile, load_specs
 
 ROOT = Path(__file__).resolve().parents[1]

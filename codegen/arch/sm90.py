@@ -10,13 +10,46 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-COMPILE_ARCH: Final = "sm_90a"
-COMPUTE_CAPABILITY: Final = 9  # major
+from .architecture import Architecture
+
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
 MBARRIER_BYTES: Final = 8
 WARPGROUP_ROWS: Final = 64  # M of a wgmma
-TMA_ALIGN: Final = 16  # [bytes] of addresses and strides
+
+ARCHITECTURE: Final = Architecture(
+    name="sm90",
+    compile_arch="sm_90a",
+    compute_capability=(9, 0),
+    gpu_family="sm_9x",
+    smem_bytes=SMEM_BYTES,
+    tmem_columns=0,
+    max_lines=900,
+    mma_class="HGMMA",
+    sass_classes={
+        "HGMMA": "HGMMA",
+        "WARPGROUP.ARRIVE": "WARPGROUP.ARRIVE",
+        "WARPGROUP.DEPBAR": "WARPGROUP.DEPBAR",
+        "MUFU.EX2": "MUFU.EX2",
+        "FFMA": "FFMA",
+        "FMUL": "FMUL",
+        "FADD": "FADD",
+        "FMNMX": "FMNMX",
+        "F2FP": "F2FP",
+        "SHFL": "SHFL",
+        "BAR": "BAR.",
+        "SYNCS": "SYNCS",
+        "UTMALDG": "UTMALDG",
+        "UTMASTG": "UTMASTG",
+        "LDL": "LDL",
+        "STL": "STL",
+    },
+    takes={
+        "tile.q": (None, 64, 128, 192),  # a warpgroup's 64 rows, at most three times
+        "schedule": ("persistent",),
+        "cta_group": (1,),
+    },
+)
 
 
 class RegisterSplit(NamedTuple):

@@ -10,7 +10,7 @@ from pathlib import Path
 from .. import build, plan
 from ..build import Engine, Kernel, Progress
 from ..errors import CheckFailed, SpecError
-from ..plan import KernelPlan
+from ..planning.kernel_plan import KernelPlan
 from ..spec import SpecFile, loads
 from .edit import write
 from .space import Point, chosen, points

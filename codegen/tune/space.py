@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from ..plan import KernelPlan
+from ..errors import CheckFailed
+from ..planning.kernel_plan import KernelPlan
 
 Point = Mapping[str, int]
 
@@ -43,8 +44,14 @@ FIELDS: Final = tuple(tunable.field for tunable in TUNABLE)
 
 
 def chosen(plan: KernelPlan) -> Point:
-    """The point that a plan is at."""
+    """The point that a plan is at; raises CheckFailed for a plan of other numbers than these."""
     values = {number.name: number.value for number in plan.chosen}
+    absent = [tunable.field for tunable in TUNABLE if tunable.constant not in values]
+    if absent:
+        raise CheckFailed(
+            f"{plan.stem}: tune does not search kernels of {plan.arch}, whose plan does not"
+            f" choose {', '.join(absent)}"
+        )
     return {tunable.field: values[tunable.constant] for tunable in TUNABLE}
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import context, plan, render
+from fmha_gen import plan, render
+from fmha_gen.planning import sm90_context
 
 from .test_cases_find import findings
 
@@ -48,7 +49,7 @@ def test_one_box_is_stored_once_or_it_is_a_race(fields, tmp_path, monkeypatch):
     assert planned.context["one_box"]
     text = render.render_kernel(planned)
     assert findings(tmp_path, "candidate", text, "ragged") == []
-    monkeypatch.setattr(context.Traits, "one_box", property(lambda traits: False))
+    monkeypatch.setattr(sm90_context.Traits, "one_box", property(lambda traits: False))
     text = render.render_kernel(kernel(fields))
     found = findings(tmp_path, "candidate", text, "ragged")
     assert any("TMA store writes bytes of out" in finding for finding in found), found

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import context, plan, render
+from fmha_gen import plan, render
+from fmha_gen.planning import sm90_context
 
 from .test_cases_find import findings
 
@@ -43,7 +44,7 @@ def test_what_does_not_fit_is_not_skipped_or_it_is_a_deadlock(
     strips, text = kernel(*sizes)
     assert not strips and "skip_blocks" not in text
     assert findings(tmp_path, "candidate", text, "long_kv") == []
-    monkeypatch.setattr(context.Traits, "strips", property(lambda traits: True))
+    monkeypatch.setattr(sm90_context.Traits, "strips", property(lambda traits: True))
     strips, text = kernel(*sizes)
     assert strips and "skip_blocks" in text
     found = findings(tmp_path, "candidate", text, "long_kv")

@@ -182,7 +182,7 @@ def test_loops_are_natural_loops_and_not_address_ranges():
         "0x90",
         "0xa0",
     ]
-    assert sass.count(kernel.instructions)["HGMMA"] == 2
+    assert sass.count(kernel.instructions, {"HGMMA": "HGMMA"})["HGMMA"] == 2
 
 
 def hgmma(accumulator: str, source: str, end: str = "") -> str:

@@ -15,7 +15,7 @@ import yaml
 from fmha_gen import lint, plan, render
 from fmha_gen.arch import sm90
 from fmha_gen.errors import SpecError
-from fmha_gen.plan import KernelPlan
+from fmha_gen.planning.kernel_plan import KernelPlan
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
@@ -152,11 +152,12 @@ def assert_groups_are_in_pieces(fields: Fields, code: str, message: str) -> None
 def assert_within_budgets(kernel: KernelPlan) -> None:
     assert kernel.smem_bytes == sum(region.nbytes for region in kernel.smem)
     assert kernel.smem_bytes <= 232448
-    assert kernel.registers_needed <= kernel.registers.consumer
-    warpgroups = numbers_of(kernel)["WARPGROUPS"]
-    split = kernel.registers
-    assert 128 * (split.producer + warpgroups * split.consumer) <= 65536
-    assert all(n % 8 == 0 and 24 <= n <= 256 for n in split)
+    assert kernel.registers_needed <= kernel.hungriest.per_thread
+    roles = kernel.registers
+    assert 128 * sum(role.warpgroups * role.per_thread for role in roles) <= 65536
+    assert all(
+        role.per_thread % 8 == 0 and 24 <= role.per_thread <= 256 for role in roles
+    )
 
 
 def assert_numbers_follow(kernel: KernelPlan) -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from fmha_gen import explain, records
 from fmha_gen.arch import sm90
-from fmha_gen.plan import KernelPlan, resolve
+from fmha_gen.plan import resolve
+from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.render import body_digest, render_kernel
 from fmha_gen.spec import load_specs
 
@@ -114,10 +115,10 @@ def test_shared_memory_adds_up(plan: KernelPlan) -> None:
 def test_registers_add_up(plan: KernelPlan) -> None:
     assert sum(plan.register_parts.values()) == plan.registers_needed
     shown = section(explain.render(plan, None), "Registers")
-    assert f"= {plan.registers_needed} of {plan.registers.consumer}, " in shown
+    assert f"= {plan.registers_needed} of {plan.hungriest.per_thread}, " in shown
     product, total = re.search(r"CTA: (.*) = (\d+) of 65536$", shown).groups()
     assert eval(product) == int(total) <= explain.SM_REGISTERS
-    assert str(plan.registers.producer) in product
+    assert all(str(role.per_thread) in product for role in plan.registers)
 
 
 def test_every_barrier(plan: KernelPlan) -> None:
@@ -198,7 +199,7 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
 def test_masks_and_loops(
     tmp_path: Path, name: str, said: list[str], unsaid: list[str]
 ) -> None:
-    statements = "\n".join(explain.masks_and_loops(planned(tmp_path, name)))
+    statements = "\n".join(planned(tmp_path, name).statements)
     assert [text for text in said if text not in statements] == []
     assert [text for text in unsaid if text in statements] == []
 

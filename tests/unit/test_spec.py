@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "lse": False,
         "cluster": (1, 1),
         "multicast": "none",
+        "cta_group": 1,
         "tile": {"q": None, "kv": None},
         "stages": {"q": None, "kv": None, "v": None},
         "schedule": "persistent",

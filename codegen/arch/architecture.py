@@ -1,0 +1,31 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the generator needs to know of a GPU architecture, whichever it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture that kernels are generated for.
+
+    takes: by field of a spec such as `tile.q`, the values it takes of those that a spec may say.
+    None is a field that is left out, (qk, v) a head_dim; a field that is not there takes all.
+    """
+
+    name: str  # as a spec says it
+    compile_arch: str  # as the DSL and ptxas say it
+    compute_capability: tuple[
+        int, int
+    ]  # (major, minor) of the GPU that proves its kernels
+    gpu_family: str  # the GPUs that a kernel lets through, as its message says it
+    smem_bytes: int  # dynamic shared memory that one CTA can have
+    tmem_columns: int  # of 32 bits, per lane of an SM
+    max_lines: int  # of a generated file
+    mma_class: str  # of sass_classes: what its tensor cores execute
+    sass_classes: dict[
+        str, str
+    ]  # counted in a compile's report: what opcodes start with
+    takes: dict[str, tuple[Any, ...]]

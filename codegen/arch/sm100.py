@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Blackwell (sm_100a) facts that the plan stands on.
+
+Sources: CUDA C++ Programming Guide, compute capabilities 10.0; PTX ISA, tcgen05 and setmaxnreg; the
+register split is one under which ptxas 12.9 compiles our kernels without a spill.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .architecture import Architecture
+
+SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
+SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
+MBARRIER_BYTES: Final = 8
+MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor memory
+TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
+TMEM_LEAST: Final = 32  # columns: what is allocated is this times a power of two
+MMA_N_STEP: Final = (
+    16  # N of a tcgen05.mma with M = 128 is a multiple, up to MMA_N_MOST
+)
+MMA_N_MOST: Final = 256
+LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
+REGISTERS_OF_THREADS: Final = 512  # setmaxnreg values of four warpgroups add up to this
+# Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
+REGISTERS_BESIDE_S: Final = 64
+
+ARCHITECTURE: Final = Architecture(
+    name="sm100",
+    compile_arch="sm_100a",
+    compute_capability=(10, 0),
+    gpu_family="sm_10x",
+    smem_bytes=SMEM_BYTES,
+    tmem_columns=TMEM_COLUMNS,
+    max_lines=1100,
+    mma_class="UTCHMMA",
+    sass_classes={
+        "UTCHMMA": "UTCHMMA",
+        "UTCBAR": "UTCBAR",
+        "LDTM": "LDTM",
+        "STTM": "STTM",
+        "MUFU.EX2": "MUFU.EX2",
+        "FFMA": "FFMA",
+        "FMUL": "FMUL",
+        "FADD": "FADD",
+        "FMNMX": "FMNMX",
+        "F2FP": "F2FP",
+        "SHFL": "SHFL",
+        "BAR": "BAR.",
+        "SYNCS": "SYNCS",
+        "UTMALDG": "UTMALDG",
+        "UTMASTG": "UTMASTG",
+        "LDL": "LDL",
+        "STL": "STL",
+    },
+    takes={
+        "head_dim": ((64, 64), (96, 96), (128, 128)),
+        "pack_gqa": (False,),
+        "cluster": ((1, 1),),
+        "cta_group": (1,),
+        "tile.q": (None, 256),  # two halves of MMA_ROWS
+        "stages.q": (None, 2),  # a half of the query tile each
+        "stages.v": (None,),  # K and V share the stages of one ring
+    },
+)

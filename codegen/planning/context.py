@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the templates under common/ read, for whichever architecture.
+
+Templates do no arithmetic and take no decision: each is taken here once, under a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..arch import ARCHITECTURES
+from ..spec import Spec, SpecFile
+from .kernel_plan import Number
+from .traits import Traits
+
+_DTYPES: Final = {"bf16": "cutlass.BFloat16", "fp16": "cutlass.Float16"}
+
+
+def common_context(
+    spec_file: SpecFile,
+    traits: Traits,
+    chosen: Sequence[Number],
+    derived: Sequence[Number],
+    *,
+    roles: Sequence[str],
+    spec_items: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    """Return every name that the templates under common/ read, but the digests.
+
+    roles: the lines of the header that say who does what, and what it takes.
+    """
+    spec = spec_file.spec
+    return {
+        "title": _title(spec),
+        "spec_path": f"specs/{spec_file.stem}.yaml",
+        "dtype": spec.dtype,
+        "dtype_class": _DTYPES[spec.dtype],
+        "head_dim_qk": spec.head_dim.qk,
+        "head_dim_v": spec.head_dim.v,
+        "q_per_kv": spec.heads.q_per_kv,
+        "roles": roles,
+        "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
+        "spec_items": [*_spec_items(spec_file), *spec_items],
+        "chosen": chosen,
+        "derived": derived,
+        "lse": spec.lse,
+        "cluster_size": traits.cluster_size,
+        "cluster_q": spec.cluster[0],
+        "cluster_heads": spec.cluster[1],
+        "causal": traits.causal,
+        "persistent": traits.persistent,
+        "pack_gqa": traits.pack_gqa,
+        "fixed_q": traits.seqlen_q is not None,
+        "fixed_kv": traits.seqlen_kv is not None,
+        "dynamic_blocks": traits.dynamic_blocks,
+        "seeing": "position" if traits.pack_gqa else "row",  # that sees keys
+        **_counting(traits),
+        **_lengths(traits),
+        **_units(traits),
+    }
+
+
+def listed(*parts: Sequence[str]) -> str:
+    """Lists of arguments as one list."""
+    return ", ".join(item for part in parts for item in part)
+
+
+def positions_of_tile(traits: Traits) -> str:
+    """Query positions of a CTA at a time, in the words of the kernel."""
+    return "TILE_POSITIONS" if traits.pack_gqa else "TILE_Q"
+
+
+def positions_of_cluster(traits: Traits) -> str:
+    """Query positions of a cluster at a time, or of the CTA that stands for one."""
+    if traits.spec.cluster[0] == 1:
+        return positions_of_tile(traits)
+    return "CLUSTER_POSITIONS" if traits.pack_gqa else "TILE_Q * CLUSTER_SIZE"
+
+
+def _counting(traits: Traits) -> dict[str, str]:
+    """What decides how many KV blocks a tile has: all CTAs of a cluster walk the same ones."""
+    q_tile = "q_tile // CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "q_tile"
+    end = f"({q_tile} + 1) * {positions_of_cluster(traits)}"
+    what = "position" if traits.pack_gqa else "row"
+    problem = traits.needs_problem
+    return {
+        "count_args": listed(
+            [end] if traits.causal else [], ["problem"] if problem else []
+        ),
+        "count_params": listed(
+            [f"end_{what}: Int32"] if traits.causal else [],
+            ["problem: Problem"] if problem else [],
+        ),
+    }
+
+
+def _lengths(traits: Traits) -> dict[str, str]:
+    """How sequence lengths and what follows from them are spelt, on the device and before it."""
+    fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
+    return {
+        "seqlen_q_text": str(traits.seqlen_q) if fixed_q else "seqlen_q",
+        "seqlen_kv_text": str(traits.seqlen_kv) if fixed_kv else "seqlen_kv",
+        "seqlen_q": "SEQLEN_Q" if fixed_q else "problem.seqlen_q",
+        "seqlen_kv": "SEQLEN_KV" if fixed_kv else "problem.seqlen_kv",
+        "q_tiles": "Q_TILES" if fixed_q else "problem.q_tiles",
+        "host_seqlen_q": "SEQLEN_Q" if fixed_q else "seqlen_q",
+        "host_seqlen_kv": "SEQLEN_KV" if fixed_kv else "seqlen_kv",
+        "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
+        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {positions_of_cluster(traits)})",
+        "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
+    }
+
+
+def _units(traits: Traits) -> dict[str, str]:
+    """What is counted, where a cluster changes it."""
+    clusters = traits.cluster_size > 1
+    return {
+        "q_tiles_unit": (
+            f"clusters along a {traits.tiled_head}"
+            if traits.spec.cluster[0] > 1
+            else f"per {traits.tiled_head}"
+        ),
+        "heads_unit": _heads_unit(traits),
+        "tiles_unit": "of all clusters" if clusters else "of all CTAs",
+    }
+
+
+def _heads_unit(traits: Traits) -> str:
+    if traits.pack_gqa:
+        return "KV heads"
+    return "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
+
+
+def _title(spec: Spec) -> str:
+    qk, v = spec.head_dim.qk, spec.head_dim.v
+    head_dim = str(qk) if qk == v else f"{qk} and {v}"
+    parts = [
+        f"head_dim {head_dim}",
+        spec.dtype,
+        "causal" if spec.mask == "causal" else "full mask",
+    ]
+    if spec.heads.q_per_kv > 1:
+        packed = " packed" if spec.pack_gqa else ""
+        parts.append(f"GQA {spec.heads.q_per_kv}{packed}")
+    if spec.cluster != (1, 1):
+        parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
+        shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
+        parts.append(f"{shared} multicast")
+    return f"FMHA forward for {spec.arch}: {', '.join(parts)}"
+
+
+def _spec_items(spec_file: SpecFile) -> list[tuple[str, str]]:
+    """The SPEC dict of the generated file, as source text."""
+    spec = spec_file.spec
+    values: dict[str, object] = {
+        "name": spec_file.stem,
+        "arch": spec.arch,
+        "op": spec.op,
+        "dtype": spec.dtype,
+        "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
+        "seqlen": {"q": spec.seqlen.q, "kv": spec.seqlen.kv},
+        "q_per_kv": spec.heads.q_per_kv,
+        "pack_gqa": spec.pack_gqa,
+        "mask": spec.mask,
+        "lse": spec.lse,
+        "cluster": list(spec.cluster),
+        "multicast": spec.multicast,
+    }
+    return [(repr(key), repr(value)) for key, value in values.items()]

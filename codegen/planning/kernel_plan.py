@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a plan consists of, whichever architecture it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..arch.architecture import Architecture
+from ..spec import SpecFile
+
+ELEMENT_BYTES: Final = 2  # bf16 and fp16
+WARPGROUP_THREADS: Final = 128
+
+
+@dataclass(frozen=True)
+class Number:
+    """One constant of the generated file.
+
+    `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
+    which rule) or "derived" (`formula`, Python over the constants above it).
+    """
+
+    name: str
+    value: int
+    unit: str
+    origin: str
+    formula: str = ""
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        """The constant as the file's constants block has it."""
+        formula = f" = {self.formula}" if self.formula else ""
+        return f"{self.name} = {self.value}  # [{self.unit}]{formula}"
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of the CTA's shared memory."""
+
+    name: str
+    nbytes: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A part of the SM's tensor memory: `count` columns of 32 bits, all lanes, from `first` on."""
+
+    name: str
+    first: int
+    count: int
+    formula: str
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """A row of the synchronisation table: who arrives how often, and who waits."""
+
+    name: str
+    stages: int
+    arrivals: str
+    waiter: str
+
+
+@dataclass(frozen=True)
+class Registers:
+    """What setmaxnreg gives each thread of a role, which has so many warpgroups."""
+
+    role: str
+    warpgroups: int
+    per_thread: int
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Everything that the templates and `explain` need to know about one kernel."""
+
+    spec_file: SpecFile
+    architecture: Architecture
+    chosen: tuple[Number, ...]
+    derived: tuple[Number, ...]
+    smem: tuple[Region, ...]
+    tmem: tuple[Columns, ...]  # parts may overlap; none before sm100
+    barriers: tuple[Barrier, ...]
+    registers: tuple[Registers, ...]  # of all warpgroups
+    register_parts: Mapping[str, int]  # of a thread of the hungriest role, an estimate
+    statements: tuple[str, ...]  # what the kernel does for its shapes
+    context: Mapping[str, Any]
+
+    @property
+    def stem(self) -> str:
+        """The kernel's name."""
+        return self.spec_file.stem
+
+    @property
+    def arch(self) -> str:
+        """The architecture, as the spec says it."""
+        return self.architecture.name
+
+    @property
+    def compile_arch(self) -> str:
+        """The architecture, as the DSL says it."""
+        return self.architecture.compile_arch
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA."""
+        return total(self.smem)
+
+    @property
+    def registers_needed(self) -> int:
+        """What a thread of the hungriest role needs, by estimate."""
+        return sum(self.register_parts.values())
+
+    @property
+    def hungriest(self) -> Registers:
+        """The role whose threads have most registers."""
+        return max(self.registers, key=lambda role: role.per_thread)
+
+
+def total(regions: tuple[Region, ...]) -> int:
+    """Bytes of all parts."""
+    return sum(region.nbytes for region in regions)

@@ -1,0 +1,291 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of an sm100 kernel: tiles, the ring, tensor memory, registers, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from ..arch import sm100
+from ..errors import Diagnostic, SpecError
+from ..spec import Spec, SpecFile
+from .kernel_plan import (
+    ELEMENT_BYTES,
+    Barrier,
+    Columns,
+    KernelPlan,
+    Number,
+    Region,
+    Registers,
+    total,
+)
+from .sm100_context import Sizes, Traits, template_context
+from .sm100_words import statements
+
+TILE_Q: Final = 2 * sm100.MMA_ROWS
+TILE_KV: Final = 128
+KV_STAGES: Final = (6, 5, 4, 3, 2)  # tried in this order
+SMS_PER_HEAD: Final = 4
+POLYNOMIAL_COLUMNS: Final = 4
+SOFTMAX_REGS: Final = 192
+CORRECTION_REGS: Final = 80
+_WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
+
+# Why a number is what it is when the spec leaves it out.
+REASONS: Final[Mapping[str, str]] = {
+    "TILE_Q": "two halves: softmax of one runs beside the MMAs of the other",
+    "TILE_KV": "as many columns of S as a softmax thread has registers for",
+    "KV_STAGES": "as many as fit, at most 6",
+    "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
+    "POLYNOMIAL_COLUMNS": "a quarter of the exponentials beside the MUFU: no GPU was asked",
+    "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
+    "CORRECTION_REGS": "a part of a row of O, without a spill",
+}
+
+
+def resolve(spec_file: SpecFile) -> KernelPlan:
+    """Plan a kernel, or raise SpecError (FG401, FG402, FG405, FG406) with what does not fit."""
+    spec = spec_file.spec
+    sizes = _choose(spec_file)
+    traits = Traits(spec, sizes)
+    chosen = tuple(_chosen(traits))
+    derived = tuple(_derived(traits))
+    smem = _smem(spec, sizes)
+    context = template_context(spec_file, sizes, chosen, derived, total(smem))
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=sm100.ARCHITECTURE,
+        chosen=chosen,
+        derived=derived,
+        smem=smem,
+        tmem=tuple(_tmem(spec, sizes)),
+        barriers=tuple(_barriers(sizes)),
+        registers=_registers(sizes),
+        register_parts=_register_parts(sizes.tile_kv),
+        statements=tuple(statements(context)),
+        context=context,
+    )
+
+
+def _choose(spec_file: SpecFile) -> Sizes:
+    """Tile and ring: as given, the rest planned; what does not fit is refused."""
+    spec = spec_file.spec
+    sizes = Sizes(TILE_Q, spec.tile.kv or TILE_KV, KV_STAGES[-1])
+    _check_columns(spec_file, sizes)
+    if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS:
+        raise _too_many_registers(spec_file, sizes.tile_kv)
+    depths = (spec.stages.kv,) if spec.stages.kv else KV_STAGES
+    choices = [replace(sizes, kv_stages=depth) for depth in depths]
+    for choice in choices:
+        if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
+            return choice
+    raise _too_much_smem(spec_file, choices[-1])
+
+
+def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
+    """S, P and O in tensor memory: whole loads of columns, and no more than there are."""
+    spec = spec_file.spec
+    kv, v, step = sizes.tile_kv, spec.head_dim.v, sm100.LOAD_COLUMNS
+    if kv % step:
+        message = (
+            f"tile.kv: {kv} makes S of {kv} columns, but tensor memory is loaded {step} columns"
+            f" at a time: {kv} % {step} = {kv % step}"
+        )
+        hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
+        place = spec_file.locate("tile", "kv")
+        raise SpecError([Diagnostic(place, "FG406", message, hint)])
+    needed = sizes.halves * (kv + v)
+    if needed > sm100.TMEM_COLUMNS:
+        message = (
+            f"tensor memory needs {needed} columns, sm100 has {sm100.TMEM_COLUMNS}:"
+            f" S {sizes.halves * kv} + O {sizes.halves * v}"
+        )
+        hint = "a smaller tile.kv"
+        place = spec_file.locate("tile", "kv")
+        raise SpecError([Diagnostic(place, "FG405", message, hint)])
+
+
+def _register_parts(tile_kv: int) -> dict[str, int]:
+    """Registers of a softmax thread: a row of S in fp32, of which P is made, and the rest."""
+    return {"S": tile_kv, "others": sm100.REGISTERS_BESIDE_S}
+
+
+def _registers(sizes: Sizes) -> tuple[Registers, ...]:
+    others = sm100.REGISTERS_OF_THREADS - sizes.halves * SOFTMAX_REGS - CORRECTION_REGS
+    return (
+        Registers("softmax", sizes.halves, SOFTMAX_REGS),
+        Registers("correction", 1, CORRECTION_REGS),
+        Registers("load, mma and store", 1, others),
+    )
+
+
+def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
+    qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
+    barriers = 2 * sm100.MBARRIER_BYTES * (halves + sizes.kv_stages + 4 * halves)
+    address, stats = 4, 4 * sizes.tile_q
+    return (
+        Region("barriers", barriers, "2 * 8 * (Q_STAGES + KV_STAGES + 4 * HALVES)"),
+        Region("address", address, "4"),
+        Region("stats", stats, "4 * TILE_Q"),
+        Region(
+            "padding",
+            -(barriers + address + stats) % sm100.SMEM_ALIGN,
+            "to a multiple of SMEM_ALIGN",
+        ),
+        Region("sQ", sizes.tile_q * qk * ELEMENT_BYTES, "Q_TX_BYTES * Q_STAGES"),
+        Region(
+            "sKV",
+            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.kv_stages,
+            "KV_TX_BYTES * KV_STAGES",
+        ),
+        Region("sO", sizes.tile_q * v * ELEMENT_BYTES, "2 * TILE_Q * HEAD_DIM_V"),
+    )
+
+
+def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
+    kv, v, halves = sizes.tile_kv, spec.head_dim.v, sizes.halves
+    for half in range(halves):
+        first = f"{half} * S_COLUMNS"
+        yield Columns(f"S of half {half}", half * kv, kv, f"from {first} on")
+        yield Columns(f"P of half {half}", half * kv, kv // 2, "where its S was")
+    for half in range(halves):
+        first = f"O_FIRST + {half} * O_COLUMNS"
+        yield Columns(
+            f"O of half {half}", halves * kv + half * v, v, f"from {first} on"
+        )
+
+
+def _too_many_registers(spec_file: SpecFile, tile_kv: int) -> SpecError:
+    parts = _register_parts(tile_kv)
+    message = (
+        f"a softmax thread needs about {sum(parts.values())} registers, sm100 leaves"
+        f" {SOFTMAX_REGS}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
+    )
+    place = spec_file.locate("tile", "kv")
+    return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
+
+
+def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
+    regions = _smem(spec_file.spec, sizes)
+    parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
+    message = f"shared memory needs {total(regions)} B, sm100 allows {sm100.SMEM_BYTES}: {parts}"
+    place = spec_file.locate("stages", "kv")
+    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
+    return SpecError([Diagnostic(place, "FG401", message, hint)])
+
+
+def _chosen(traits: Traits) -> Iterator[Number]:
+    spec, sizes = traits.spec, traits.sizes
+    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
+    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
+    if traits.seqlen_q is not None:
+        yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
+    if traits.seqlen_kv is not None:
+        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
+    group = "given" if "heads" in spec.model_fields_set else "default"
+    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    for name, value, unit, given in (
+        ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
+        ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
+    ):
+        origin = "given" if given else "planned"
+        yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+    planned = [("SOFTMAX_REGS", SOFTMAX_REGS, "per thread")]
+    planned.append(("CORRECTION_REGS", CORRECTION_REGS, "per thread"))
+    if traits.plain_loop:
+        unit = "of EX2_GROUP: exp2 by FFMA2 where nothing is masked"
+        planned.insert(0, ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, unit))
+    if traits.causal:
+        unit = "SMs that work on a head at a time"
+        planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
+    for name, value, unit in planned:
+        yield Number(name, value, unit, "planned", reason=REASONS[name])
+
+
+def _derived(traits: Traits) -> Iterator[Number]:
+    spec, sizes = traits.spec, traits.sizes
+    qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
+    others = sm100.REGISTERS_OF_THREADS - halves * SOFTMAX_REGS - CORRECTION_REGS
+    first = 4 * halves
+    per_stage, commits = "bytes per stage", "commits that free a stage"
+    columns = "columns of tensor memory"
+    rows = [
+        ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
+        (
+            "OTHER_REGS",
+            others,
+            "per thread",
+            "512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
+        ),
+        ("CORRECTION_WARP", first, "the first of four", "4 * HALVES"),
+        ("LOAD_WARP", first + 4, "warp", "CORRECTION_WARP + 4"),
+        ("MMA_WARP", first + 5, "warp", "CORRECTION_WARP + 5"),
+        ("STORE_WARP", first + 6, "warp", "CORRECTION_WARP + 6"),
+        (
+            "THREADS",
+            128 * (halves + _WARPGROUPS_BESIDE_SOFTMAX),
+            "per CTA",
+            "128 * (HALVES + 2)",
+        ),
+        ("Q_STAGES", halves, "halves", "HALVES"),
+        ("Q_TX_BYTES", 128 * qk * 2, per_stage, "128 * HEAD_DIM_QK * 2"),
+        ("KV_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("Q_RELEASES", 1, commits, "1"),
+        ("KV_RELEASES", 1, commits, "1"),
+        ("S_RELEASES", 256, "threads: softmax and correction", "2 * 128"),
+        ("S_COLUMNS", kv, columns, "TILE_KV"),
+        ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
+        ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
+        ("O_FIRST", halves * kv, columns, "HALVES * S_COLUMNS"),
+        (
+            "TMEM_COLUMNS",
+            _power_of_two(halves * (kv + v)),
+            "columns to allocate",
+            "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
+        ),
+    ]
+    if traits.seqlen_q is not None:
+        tiles = -(-traits.seqlen_q // sizes.tile_q)
+        rows.append(("Q_TILES", tiles, "per head", "-(-SEQLEN_Q // TILE_Q)"))
+    if traits.seqlen_kv is not None and not traits.causal:
+        blocks = -(-traits.seqlen_kv // kv)
+        rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
+        if traits.masks:
+            masked, formula = blocks - traits.seqlen_kv // kv, "SEQLEN_KV // TILE_KV"
+            unit = "that the end of K crosses"
+            rows.append(("MASKED_BLOCKS", masked, unit, f"KV_BLOCKS - {formula}"))
+    for name, value, unit, formula in rows:
+        yield Number(name, value, unit, "derived", formula)
+
+
+def _power_of_two(columns: int) -> int:
+    """The least that can be allocated and has so many columns."""
+    size = sm100.TMEM_LEAST
+    while size < columns:
+        size *= 2
+    return size
+
+
+def _barriers(sizes: Sizes) -> Iterator[Barrier]:
+    halves = sizes.halves
+    commit = "1: a commit"
+    yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
+    yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
+    yield Barrier("kv_full", sizes.kv_stages, "1 + KV_TX_BYTES by TMA", "mma")
+    yield Barrier("kv_empty", sizes.kv_stages, f"{commit}, after both halves", "load")
+    yield Barrier("s_full", halves, f"{commit}, after QK", "softmax of the half")
+    yield Barrier(
+        "s_empty",
+        halves,
+        "256: P is in place (softmax), O rescaled (correction)",
+        "mma",
+    )
+    yield Barrier("stats_full", halves, "128: softmax", "correction")
+    yield Barrier("stats_empty", halves, "128: correction", "softmax of the half")
+    yield Barrier("o_full", halves, f"{commit}, after the last PV", "correction")
+    yield Barrier("o_empty", halves, "128: correction", "mma")
+    yield Barrier("out_full", halves, "128: correction", "store")
+    yield Barrier("out_empty", halves, "32: the store warp", "correction")
+    yield Barrier("tmem", 1, "416 threads: softmax, correction, mma", "all of them")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sm100 templates read: flags that wrap whole statements, and expressions as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..arch import sm100
+from ..spec import SpecFile
+from . import traits as shared
+from .context import common_context, listed
+from .kernel_plan import Number
+from .sm100_words import roles
+
+
+@dataclass(frozen=True)
+class Sizes(shared.Sizes):
+    """Tile and ring sizes, in rows and stages; K and V share the stages of one ring."""
+
+    kv_stages: int
+
+    @property
+    def halves(self) -> int:
+        """Of a query tile: each has warps of its own, S, P, O and a stage of Q."""
+        return self.tile_q // sm100.MMA_ROWS
+
+
+@dataclass(frozen=True)
+class Traits(shared.Traits):
+    """What an sm100 kernel must be able to do."""
+
+    sizes: Sizes
+
+    @property
+    def plain_loop(self) -> bool:
+        """Some block may need no mask: K has a whole one."""
+        return self.seqlen_kv is None or self.seqlen_kv >= self.sizes.tile_kv
+
+    @property
+    def one_box(self) -> bool:
+        """All rows of a head fit one box, and other halves or CTAs store boxes as well.
+
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
+        """
+        return self.seqlen_q is not None and self.seqlen_q <= sm100.MMA_ROWS
+
+
+def template_context(
+    spec_file: SpecFile,
+    sizes: Sizes,
+    chosen: Sequence[Number],
+    derived: Sequence[Number],
+    smem_bytes: int,
+) -> dict[str, Any]:
+    """Return every name that the templates under sm100/ and common/ read, but the digests."""
+    spec = spec_file.spec
+    traits = Traits(spec, sizes)
+    qk, v, kv = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv
+    items = (("'cta_group'", str(spec.cta_group)), ("'schedule'", repr(spec.schedule)))
+    common = common_context(
+        spec_file,
+        traits,
+        chosen,
+        derived,
+        roles=tuple(roles(spec, smem_bytes)),
+        spec_items=items,
+    )
+    return {
+        **common,
+        "qk_tiler": f"({sm100.MMA_ROWS}, {kv}, {qk})",
+        "pv_tiler": f"({sm100.MMA_ROWS}, {v}, {kv})",
+        # A row of O in shared memory is a whole number of swizzled spans.
+        "o_atom": "K_SW128" if v * 2 % 128 == 0 else "K_SW64",
+        # Statements of a tile are the body of a loop, or follow each other once.
+        "loop_indent": 4 if traits.persistent else 0,
+        "one_box": traits.one_box,
+        "kv_tail": traits.kv_tail,
+        "masks": traits.masks,
+        "plain_loop": traits.plain_loop,
+        "empty_rows": traits.empty_rows,
+        "lse_predicate": traits.q_tail,
+        **_arguments(traits),
+    }
+
+
+def _arguments(traits: Traits) -> dict[str, str]:
+    """Argument lists that depend on what is known when the kernel is generated."""
+    causal = traits.causal
+    problem = ["problem"] if traits.needs_problem else []
+    typed_problem = ["problem: Problem"] if traits.needs_problem else []
+    blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
+    masked = "masked" if traits.dynamic_blocks else "MASKED_BLOCKS"
+    return {
+        "tile_names": "q_tile, _, _" if causal else "_, _, _",
+        "lse_names": "_, head, batch" if causal else "q_tile, head, batch",
+        "masked_blocks": masked,
+        "plain_range": listed([masked] if traits.masks else [], [blocks]),
+        "plain_number": "2" if traits.masks else "1",
+        "masked_args": listed(["first_row", blocks], problem),
+        "masked_params": listed(["first_row: Int32", "blocks: Int32"], typed_problem),
+        "mask_args": listed(
+            ["first_row + lane"] if causal else [], [f"{blocks} - 1 - i"], problem
+        ),
+        "mask_params": listed(
+            ["row: Int32"] if causal else [], ["block: Int32"], typed_problem
+        ),
+    }

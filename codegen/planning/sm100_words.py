@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an sm100 kernel does, in words: at the top of its file, and for `explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..spec import Spec
+
+_ROLES: Final = """\
+A CTA works on a query tile of 256 rows, in halves of 128.
+Roles: warps 0 to 3 and 4 to 7 turn S of a half into P; warps 8 to 11 rescale and normalize O;
+warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 14 stores O.
+Pipelines (what fills a stage; what frees it):
+  q      load -> mma            Q of a half, TMA        commit, after QK of its last block
+  kv     load -> mma            K, V, K, ... by TMA     commit, after both halves
+  s      mma -> softmax         S of a half, commit     128 threads of softmax: P is in its place,
+                                                        128 of correction: O is rescaled
+  stats  softmax -> correction  a block's factor of O,  128 threads of correction
+                                in the end the sum
+  o      mma -> correction      O of a half, commit     128 threads of correction
+  out    correction -> store    O in shared memory      the store warp"""
+
+
+def roles(spec: Spec, smem_bytes: int) -> Iterator[str]:
+    """Yield the lines of a file's header that say who does what, and what it takes."""
+    yield from _ROLES.splitlines()
+    yield (
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory: 512 columns."
+    )
+    yield "Emulated, not run: its record says whether a GPU has run it since."
+
+
+def statements(has: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a statement each from the values that the templates read."""
+    yield from _tile_statements(has)
+    if has["causal"]:
+        yield "Query row i sees key j when j <= i + seqlen_kv - seqlen_q."
+    yield from _block_statements(has)
+    if has["empty_rows"]:
+        lse = " and its LSE -inf" if has["lse"] else ""
+        yield f"A row may see no key at all: its O is 0{lse}."
+    elif has["causal"]:
+        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
+    yield "O leaves through shared memory of its own; TMA drops rows past the end."
+    if has["lse"]:
+        tail = (
+            "for rows before the end only" if has["lse_predicate"] else "unpredicated"
+        )
+        yield f"LSE is stored by the thread that owns the row, {tail}."
+
+
+def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    if has["persistent"]:
+        order = (
+            "those with most keys first, odd waves backwards"
+            if has["causal"]
+            else "query tiles of one head side by side"
+        )
+        yield f"Persistent: each CTA takes a tile per wave, {order}."
+    else:
+        order = ", those with most keys first" if has["causal"] else ""
+        yield f"A CTA for each tile{order}."
+    if has["causal"]:
+        yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
+    yield "Halves of a query tile alternate: softmax of one runs beside the MMAs of the other."
+
+
+def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    if has["dynamic_blocks"]:
+        per = "query tile" if has["causal"] else "launch"
+        yield f"KV blocks, last first; how many is counted at run time, per {per}."
+    else:
+        yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
+    crossings = [
+        *(["the diagonal"] if has["causal"] else []),
+        *(["the end of K"] if has["kv_tail"] else []),
+    ]
+    if not crossings:
+        yield "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
+        return
+    yield f"Loop 1, masked for {' and '.join(crossings)}: blocks that not every row sees whole."
+    if has["plain_loop"]:
+        yield "Loop 2, without masks: blocks that every row of the half sees whole."

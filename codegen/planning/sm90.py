@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of an sm90 kernel: tiles, rings, registers, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Final
+
+from ..arch import sm90
+from ..errors import Diagnostic, SpecError
+from ..spec import Spec, SpecFile
+from .kernel_plan import (
+    ELEMENT_BYTES,
+    Barrier,
+    KernelPlan,
+    Number,
+    Region,
+    Registers,
+    total,
+)
+from .sm90_context import Sizes, Traits, template_context
+from .sm90_words import statements
+
+KV_TILES: Final = (128, 64, 32, 16)  # tried in this order; they divide usual lengths
+# Stages of K and V, tried in this order. V is freed later than K, so it gains more from a third.
+KV_STAGES: Final = ((3, 3), (2, 3), (2, 2))  # d64: 3 and 4 stages ran alike on an H200
+SMS_PER_HEAD: Final = (
+    4  # K and V of 33 heads stay in the L2 of an H200; of 66 at head_dim 64
+)
+
+# Why a number is what it is when the spec leaves it out.
+REASONS: Final[Mapping[str, str]] = {
+    "TILE_Q": "192 up to head_dim 64, where a third warpgroup has registers enough",
+    "TILE_KV": "the largest power of two that registers and two stages in shared memory take",
+    "Q_STAGES": "2 where it fits: the next tile's first QK then overlaps this tile's end",
+    "K_STAGES": "3 where they fit, else 2",
+    "V_STAGES": "3 where they fit, else 2",
+    "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
+}
+NO_BOX_OF_O: Final = (
+    "1: the rows of a warpgroup are not whole groups, so TMA cannot store O"
+)
+
+
+def resolve(spec_file: SpecFile) -> KernelPlan:
+    """Plan a kernel, or raise SpecError (FG401 to FG404) with the numbers that do not fit."""
+    spec = spec_file.spec
+    sizes = _choose(spec_file)
+    traits = Traits(spec, sizes)
+    chosen = tuple(_chosen(traits))
+    derived = tuple(_derived(traits))
+    smem = _smem(spec, sizes)
+    context = template_context(spec_file, sizes, chosen, derived, total(smem))
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=sm90.ARCHITECTURE,
+        chosen=chosen,
+        derived=derived,
+        smem=smem,
+        tmem=(),
+        barriers=tuple(_barriers(traits)),
+        registers=_registers(sizes),
+        register_parts=_register_parts(spec, sizes.tile_kv),
+        statements=tuple(statements(context)),
+        context=context,
+    )
+
+
+def _choose(spec_file: SpecFile) -> Sizes:
+    """Tile and rings: as given, the rest planned for two KV stages, whatever stages.kv says.
+
+    So a change of stages.kv changes nothing else, and what does not fit is refused.
+    """
+    spec = spec_file.spec
+    tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
+    if spec.pack_gqa and tile_q % spec.heads.q_per_kv:
+        raise _groups_in_pieces(spec_file, tile_q)
+    if spec.stages.q == 2 and not _stores_by_tma(spec):
+        raise _no_groups_to_store(spec_file)
+    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    kv_tiles = (spec.tile.kv,) if spec.tile.kv else KV_TILES
+    fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
+    if not fitting:
+        raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
+
+    def fits(sizes: Sizes) -> bool:
+        return total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
+
+    planned = (2, 1) if _stores_by_tma(spec) else (1,)
+    q_stages = (spec.stages.q,) if spec.stages.q else planned
+    choices = [
+        Sizes(tile_q, tile_kv, q, *KV_STAGES[-1])
+        for tile_kv in fitting
+        for q in q_stages
+    ]
+    sizes = next(filter(fits, choices), choices[-1])
+    k, v = spec.stages.kv, spec.stages.v or spec.stages.kv
+    depths = [(k or planned_k, v or planned_v) for planned_k, planned_v in KV_STAGES]
+    depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
+    sizes = next(filter(fits, depths_of), depths_of[-1])
+    if not fits(sizes):
+        raise _too_much_smem(spec_file, sizes)
+    return sizes
+
+
+def _stores_by_tma(spec: Spec) -> bool:
+    """Whether the rows of a warpgroup can be a box of O: whole groups, where heads are rows."""
+    return not spec.pack_gqa or sm90.WARPGROUP_ROWS % spec.heads.q_per_kv == 0
+
+
+def _registers(sizes: Sizes) -> tuple[Registers, ...]:
+    warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
+    split = sm90.REGISTERS[warpgroups]
+    return (
+        Registers("producer", 1, split.producer),
+        Registers("consumer", warpgroups, split.consumer),
+    )
+
+
+def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
+    """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
+    return {
+        "S": tile_kv // 2,
+        "P": tile_kv // 4,
+        "O": spec.head_dim.v // 2,
+        "others": sm90.REGISTERS_BESIDE_TILES,
+    }
+
+
+def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
+    qk, v = spec.head_dim.qk, spec.head_dim.v
+    barriers = (
+        2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
+    )
+    padding = -barriers % sm90.SMEM_ALIGN
+    return (
+        Region(
+            "barriers",
+            barriers,
+            "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)",
+        ),
+        Region("padding", padding, "to a multiple of SMEM_ALIGN"),
+        Region(
+            "sQ",
+            sizes.tile_q * qk * ELEMENT_BYTES * sizes.q_stages,
+            "Q_TX_BYTES * Q_STAGES",
+        ),
+        Region(
+            "sK",
+            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.k_stages,
+            "K_TX_BYTES * K_STAGES",
+        ),
+        Region(
+            "sV",
+            sizes.tile_kv * v * ELEMENT_BYTES * sizes.v_stages,
+            "V_TX_BYTES * V_STAGES",
+        ),
+    )
+
+
+def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
+    spec = spec_file.spec
+    parts = _register_parts(spec, tile_kv)
+    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    message = (
+        f"a consumer thread needs about {sum(parts.values())} registers, "
+        f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
+    )
+    field = ("tile", "kv") if spec.tile.kv else ("tile", "q")
+    ways = ["a smaller tile.kv"] if spec.tile.kv else []
+    ways += ["tile.q 128"] if tile_q > 128 else []
+    hint = " or ".join(ways)
+    return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
+
+
+def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
+    spec = spec_file.spec
+    regions = _smem(spec, sizes)
+    parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
+    message = f"shared memory needs {total(regions)} B, sm90 allows {sm90.SMEM_BYTES}: {parts}"
+    field: tuple[str, ...] = ("head_dim",)
+    for name in ("v", "kv", "q"):
+        if getattr(spec.stages, name):
+            field = ("stages", name)
+            break
+    else:
+        if spec.tile.kv or spec.tile.q:
+            field = ("tile", "kv" if spec.tile.kv else "q")
+    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
+    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
+
+
+def _groups_in_pieces(spec_file: SpecFile, tile_q: int) -> SpecError:
+    spec = spec_file.spec
+    heads = spec.heads.q_per_kv
+    message = (
+        f"pack_gqa: true fills a query tile with whole groups of {heads} heads"
+        f" (heads.q_per_kv), but its rows (tile.q) are {tile_q}: {tile_q} % {heads} ="
+        f" {tile_q % heads}"
+    )
+    needed = sum(_register_parts(spec, spec.tile.kv or KV_TILES[-1]).values())
+    tiles = [
+        warpgroups * sm90.WARPGROUP_ROWS
+        for warpgroups, split in sm90.REGISTERS.items()
+        if needed <= split.consumer
+    ]
+    holding = [f"tile: {{q: {n}}}" for n in tiles if n % heads == 0]
+    hint = " or ".join([*holding, "pack_gqa: false"])
+    field = ("tile", "q") if spec.tile.q else ("pack_gqa",)
+    place = spec_file.locate(*field)
+    return SpecError([Diagnostic(place, "FG403", message, f"set {hint}")])
+
+
+def _no_groups_to_store(spec_file: SpecFile) -> SpecError:
+    heads, rows = spec_file.spec.heads.q_per_kv, sm90.WARPGROUP_ROWS
+    message = (
+        f"stages.q: 2 stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true"
+        f" needs whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} ="
+        f" {rows % heads}"
+    )
+    hint = "set stages: {q: 1}, or leave it out"
+    place = spec_file.locate("stages", "q")
+    return SpecError([Diagnostic(place, "FG404", message, hint)])
+
+
+def _chosen(traits: Traits) -> Iterator[Number]:
+    spec, sizes = traits.spec, traits.sizes
+    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
+    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
+    if traits.seqlen_q is not None:
+        unit = "positions" if traits.pack_gqa else "rows"
+        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
+    if traits.seqlen_kv is not None:
+        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
+    group = "given" if "heads" in spec.model_fields_set else "default"
+    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    if traits.cluster_size > 1:
+        along_q = spec.cluster[0] > 1
+        what = "query heads of one KV head"
+        if along_q:
+            what = f"query tiles of one {traits.tiled_head}"
+        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
+    per_cta = "rows per CTA"
+    if traits.pack_gqa:
+        per_cta += ": positions x heads"
+    for name, value, unit, given in (
+        ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
+        ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
+        ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
+        ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
+    ):
+        origin = "given" if given else "planned"
+        reason = "" if given else _reason(spec, name)
+        yield Number(name, value, unit, origin, reason=reason)
+    if traits.causal:
+        name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
+        sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
+        yield Number(name, sms, unit, "planned", reason=REASONS[name])
+
+
+def _reason(spec: Spec, name: str) -> str:
+    """Why a number is what it is, though the spec leaves it out."""
+    forced = name == "Q_STAGES" and not _stores_by_tma(spec)
+    return NO_BOX_OF_O if forced else REASONS[name]
+
+
+def _derived(traits: Traits) -> Iterator[Number]:
+    spec, sizes = traits.spec, traits.sizes
+    qk, v = spec.head_dim.qk, spec.head_dim.v
+    warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
+    split = sm90.REGISTERS[warpgroups]
+    k_bytes = sizes.tile_kv * qk * ELEMENT_BYTES
+    v_bytes = sizes.tile_kv * v * ELEMENT_BYTES
+    per_thread, per_stage = "per thread", "bytes per stage"
+    rows = [
+        ("WARPGROUPS", warpgroups, "that compute", "TILE_Q // 64"),
+        ("THREADS", 128 * (warpgroups + 1), "per CTA", "128 * (WARPGROUPS + 1)"),
+        ("CONSUMER_REGS", split.consumer, per_thread, _by_warpgroups("consumer")),
+        ("PRODUCER_REGS", split.producer, per_thread, _by_warpgroups("producer")),
+        ("Q_TX_BYTES", sizes.tile_q * qk * 2, per_stage, "TILE_Q * HEAD_DIM_QK * 2"),
+        ("K_TX_BYTES", k_bytes, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("V_TX_BYTES", v_bytes, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
+    ]
+    if traits.cross_tile:
+        rows.append(("Q_RELEASES", warpgroups, "warps that free a stage", "WARPGROUPS"))
+    else:
+        q_releases, formula = 4 * warpgroups, "4 * WARPGROUPS"
+        rows.append(("Q_RELEASES", q_releases, "warps that free a stage", formula))
+    for name, shared in (
+        ("K_RELEASES", traits.multicast_k),
+        ("V_RELEASES", traits.multicast_v),
+    ):
+        ctas = traits.cluster_size if shared else 1
+        formula = "4 * WARPGROUPS * CLUSTER_SIZE" if shared else "4 * WARPGROUPS"
+        rows.append((name, 4 * warpgroups * ctas, "warps that free a stage", formula))
+    along_q = spec.cluster[0] > 1
+    tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
+    positions = traits.tile_positions * spec.cluster[0]
+    if traits.pack_gqa:
+        tile, unit = "TILE_POSITIONS", "query positions per CTA"
+        rows.append((tile, traits.tile_positions, unit, "TILE_Q // Q_PER_KV"))
+    if traits.pack_gqa and along_q:
+        tile, unit = "CLUSTER_POSITIONS", "query positions per cluster"
+        rows.append((tile, positions, unit, "TILE_POSITIONS * CLUSTER_SIZE"))
+    if traits.seqlen_q is not None:
+        tiles = -(-traits.seqlen_q // positions)
+        head = traits.tiled_head
+        unit = f"clusters along a {head}" if along_q else f"per {head}"
+        rows.append(("Q_TILES", tiles, unit, f"-(-SEQLEN_Q // {tile})"))
+    if traits.seqlen_kv is not None and not traits.causal:
+        blocks = -(-traits.seqlen_kv // sizes.tile_kv)
+        unit = "per query tile"
+        rows.append(("KV_BLOCKS", blocks, unit, "-(-SEQLEN_KV // TILE_KV)"))
+    for name, value, unit, formula in rows:
+        yield Number(name, value, unit, "derived", formula)
+
+
+def _by_warpgroups(role: str) -> str:
+    """The register split of a role as a formula over WARPGROUPS."""
+    choices = tuple(getattr(split, role) for split in sm90.REGISTERS.values())
+    return f"{choices}[WARPGROUPS - 1]"
+
+
+def _barriers(traits: Traits) -> Iterator[Barrier]:
+    sizes = traits.sizes
+    warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
+    q_empty = f"{warpgroups}: a warp of each warpgroup, once O has left the stage"
+    if not traits.cross_tile:
+        q_empty = f"{4 * warpgroups}: every consumer warp, after its last QK"
+    yield Barrier("q_full", sizes.q_stages, "1 + Q_TX_BYTES by TMA", "consumers")
+    yield Barrier("q_empty", sizes.q_stages, q_empty, "producer")
+    for name, shared in (("k", traits.multicast_k), ("v", traits.multicast_v)):
+        ctas = traits.cluster_size if shared else 1
+        loads = f"by TMA of {ctas} CTAs, a slice each" if shared else "by TMA"
+        warps = f"{4 * warpgroups * ctas}: every consumer warp"
+        warps += f" of {ctas} CTAs" if shared else ""
+        full = f"1 + {name.upper()}_TX_BYTES {loads}"
+        stages = sizes.k_stages if name == "k" else sizes.v_stages
+        yield Barrier(f"{name}_full", stages, full, "consumers")
+        yield Barrier(f"{name}_empty", stages, warps, "producer")
+    if traits.order_barrier:
+        turn = "256 threads: a warpgroup and the one before it"
+        yield Barrier("order", warpgroups, turn, "the warpgroup")
+    yield Barrier("store", warpgroups, "128 threads: a warpgroup", "its first warp")

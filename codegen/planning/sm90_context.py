@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the sm90 templates read: flags that wrap whole statements, and expressions as text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..spec import SpecFile
+from . import traits as shared
+from .context import common_context, listed, positions_of_tile
+from .kernel_plan import Number
+
+_SMEM_ATOMS: Final = {0: "K_SW128", 32: "K_SW64"}  # by head_dim modulo 64
+_PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
+
+
+@dataclass(frozen=True)
+class Sizes(shared.Sizes):
+    """Tile and ring sizes, in rows and stages."""
+
+    q_stages: int
+    k_stages: int
+    v_stages: int
+
+
+@dataclass(frozen=True)
+class Traits(shared.Traits):
+    """What an sm90 kernel must be able to do."""
+
+    sizes: Sizes
+
+    @property
+    def one_box(self) -> bool:
+        """All rows of O fit one box, and there are warpgroups or CTAs to store others.
+
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
+        """
+        positions = 64 * self.tile_positions // self.sizes.tile_q
+        boxes = self.sizes.tile_q * self.spec.cluster[0] // 64
+        return self.seqlen_q is not None and self.seqlen_q <= positions and boxes > 1
+
+    @property
+    def masked_loop(self) -> bool:
+        """Further KV blocks may need a mask: the diagonal may leave the first one."""
+        q, kv = self.seqlen_q, self.seqlen_kv
+        # Rows that agree about their blocks.
+        rows = 64 if self.strips else self.tile_positions
+        tile_kv = self.sizes.tile_kv
+        inside_first = (
+            q is not None
+            and kv is not None
+            and kv >= q
+            and self.spec.cluster[0] == 1
+            and tile_kv % rows == 0
+            and kv % tile_kv == 0
+            and (kv - q) % rows == 0
+        )
+        return self.causal and not inside_first
+
+    @property
+    def hidden_rows(self) -> bool:
+        """A row may see no key of the KV blocks so far, so that its maximum is -inf."""
+        return self.masked_loop
+
+    @property
+    def strips(self) -> bool:
+        """Warpgroups see different numbers of KV blocks: the first ones skip the last.
+
+        The first one takes its turn at the tensor cores once its own first K is there, and the
+        others free none before their turns: K of what it skips must fit beside that K. V of what it
+        skips is loaded meanwhile, where tiles overlap before it frees V of the tile before.
+        A packed tile has too few positions for this to be worth its code.
+        """
+        rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
+        skipped = -(-rows // block)
+        fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
+        alone = self.cluster_size == 1 and not self.pack_gqa
+        return self.causal and alone and rows >= block and fits
+
+    @property
+    def order_barrier(self) -> bool:
+        """Warpgroups take turns at the tensor cores."""
+        return self.sizes.tile_q > 64
+
+    @property
+    def early_wait(self) -> bool:
+        """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
+        return self.spec.head_dim.v > 128
+
+    @property
+    def cross_tile(self) -> bool:
+        """A second Q stage lets the next tile's first QK run beside this tile's end."""
+        return self.sizes.q_stages == 2
+
+
+def template_context(
+    spec_file: SpecFile,
+    sizes: Sizes,
+    chosen: Sequence[Number],
+    derived: Sequence[Number],
+    smem_bytes: int,
+) -> dict[str, Any]:
+    """Return every name that the templates under sm90/ and common/ read, but the digests."""
+    spec = spec_file.spec
+    traits = Traits(spec, sizes)
+    last_warp = 4 * (sizes.tile_q // 64) + 3
+    roles = (
+        f"Roles: warp 0 loads by TMA; warps 4 to {last_warp} compute QK, softmax and PV and"
+        " store O.",
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM.",
+    )
+    common = common_context(
+        spec_file, traits, chosen, derived, roles=roles, spec_items=()
+    )
+    return {
+        **common,
+        "packed_type": _PACKED_TYPES[spec.dtype],
+        "smem_atom": _SMEM_ATOMS[max(spec.head_dim.qk % 64, spec.head_dim.v % 64)],
+        "end_of_rows": common["seqlen_q"] + (" * Q_PER_KV" if spec.pack_gqa else ""),
+        **_flags(traits),
+        **_arguments(traits),
+    }
+
+
+def _flags(traits: Traits) -> dict[str, bool | int]:
+    return {
+        "one_box": traits.one_box,
+        "kv_tail": traits.kv_tail,
+        "masks": traits.masks,
+        "masked_loop": traits.masked_loop,
+        "hidden_rows": traits.hidden_rows,
+        "empty_rows": traits.empty_rows,
+        "lse_predicate": traits.q_tail,
+        "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
+        "cross_tile": traits.cross_tile,
+        "order_barrier": traits.order_barrier,
+        "strips": traits.strips,
+        "early_wait": traits.early_wait,
+        "multicast_k": traits.multicast_k,
+        "multicast_v": traits.multicast_v,
+    }
+
+
+def _arguments(traits: Traits) -> dict[str, str]:
+    """Argument lists that depend on what is known when the kernel is generated."""
+    problem = ["problem"] if traits.needs_problem else []
+    typed_problem = ["problem: Problem"] if traits.needs_problem else []
+    row = ["q_tile * TILE_Q + row"] if traits.causal else []
+    what = "position" if traits.pack_gqa else "row"  # that sees keys
+    first = f"q_tile * {positions_of_tile(traits)}"
+    if traits.strips:
+        first += " + strip"
+    blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
+
+    return {
+        "head_kv": "head" if traits.pack_gqa else "head_kv",
+        "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
+        "count_own_args": listed(["q_tile", "strip"], problem),
+        "own_args": listed([f"{first} + WARPGROUP_ROWS"], problem),
+        "masked_args": listed([first, blocks], problem),
+        "masked_params": listed(
+            [f"first_{what}: Int32", "blocks: Int32"], typed_problem
+        ),
+        "mask_params": listed(
+            ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
+        ),
+        "first_mask_args": listed(row, [f"{blocks} - 1"], problem),
+        "loop_mask_args": listed(row, [f"{blocks} - 2 - i"], problem),
+        "lse_row": "q_tile * TILE_Q + row",
+    }

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an sm90 kernel does for its shapes, in words; what it leaves out is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def statements(has: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a statement each from the values that the templates read."""
+    yield from _tile_statements(has)
+    if has["causal"]:
+        query = "position" if has["pack_gqa"] else "row"
+        yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
+    yield from _block_statements(has)
+    if has["hidden_rows"]:
+        yield "A row may have seen no key so far: a maximum of -inf is replaced before it is used."
+    if has["empty_rows"]:
+        lse = " and its LSE -inf" if has["lse"] else ""
+        yield f"A row may see no key at all: its O is 0{lse}."
+    elif has["causal"]:
+        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
+    yield _output_statement(has)
+    if has["lse"]:
+        tail = (
+            "for rows before the end only" if has["lse_predicate"] else "unpredicated"
+        )
+        yield f"LSE is stored by one thread in four, {tail}."
+
+
+def _output_statement(has: Mapping[str, Any]) -> str:
+    if has["cross_tile"]:
+        return "O goes through the stage that its Q had; TMA drops rows past the end."
+    tail = "rows before the end only" if has["lse_predicate"] else "unpredicated"
+    return f"O is stored from registers, 16 bytes a thread, {tail}."
+
+
+def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+    head = "KV head" if has["pack_gqa"] else "head"
+    order = (
+        "those with most keys first, odd waves backwards"
+        if has["causal"]
+        else f"query tiles of one {head} side by side"
+    )
+    yield f"Persistent: each {owner} takes a tile per wave, {order}."
+    if has["causal"]:
+        of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
+        yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
+    if has["pack_gqa"]:
+        yield "Rows of a query tile are (position, head of the group), heads fastest."
+    if has["cluster_size"] > 1:
+        along = (
+            f"{has['cluster_q']} query tiles of one {head}"
+            if has["cluster_q"] > 1
+            else f"{has['cluster_heads']} query heads of one KV head"
+        )
+        shared = [name for name in "KV" if has[f"multicast_{name.lower()}"]]
+        loads = (
+            f"each loads its slice of {' and '.join(shared)} for all"
+            if shared
+            else "each loads for itself"
+        )
+        yield f"A cluster has {along}; {loads}."
+    if has["cross_tile"]:
+        yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
+    else:
+        yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."
+    if has["order_barrier"]:
+        yield "Warpgroups take turns at the tensor cores: the others' softmax runs meanwhile."
+
+
+def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    if has["dynamic_blocks"]:
+        per = "query tile" if has["causal"] else "launch"
+        per = "warpgroup" if has["strips"] else per
+        yield f"KV blocks, last first; how many is counted at run time, per {per}."
+        if has["strips"]:
+            yield "A warpgroup skips the blocks that only rows of later warpgroups see."
+    else:
+        yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
+    crossings = [
+        *(["the diagonal"] if has["causal"] else []),
+        *(["the end of K"] if has["kv_tail"] else []),
+    ]
+    if not crossings:
+        yield "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
+        return
+    if not has["kv_tail"]:
+        yield "No mask for the end of K: seqlen_kv is a multiple of TILE_KV."
+    what = " and ".join(crossings)
+    if has["masked_loop"]:
+        yield f"The first block is masked for {what}."
+        rows = "row of the warpgroup" if has["strips"] else "row"
+        yield f"Loop 1, masked the same way: further blocks that not every {rows} sees whole."
+        yield f"Loop 2, without masks: blocks that every {rows} sees whole."
+    else:
+        yield f"The first block is masked for {what}; one loop without masks takes the others."
