@@ -27,7 +27,7 @@ TILE_Q: Final = 2 * sm100.MMA_ROWS
 TILE_KV: Final = 128
 KV_STAGES: Final = (6, 5, 4, 3, 2)  # tried in this order
 SMS_PER_HEAD: Final = 4
-POLYNOMIAL_COLUMNS: Final = 4
+POLYNOMIAL_COLUMNS: Final = 2
 SOFTMAX_REGS: Final = 192
 CORRECTION_REGS: Final = 80
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
@@ -38,7 +38,7 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit, at most 6",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
-    "POLYNOMIAL_COLUMNS": "a quarter of the exponentials beside the MUFU: no GPU was asked",
+    "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
     "CORRECTION_REGS": "a part of a row of O, without a spill",
 }
@@ -192,11 +192,11 @@ def _chosen(traits: Traits) -> Iterator[Number]:
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
-    planned = [("SOFTMAX_REGS", SOFTMAX_REGS, "per thread")]
-    planned.append(("CORRECTION_REGS", CORRECTION_REGS, "per thread"))
-    if traits.plain_loop:
-        unit = "of EX2_GROUP: exp2 by FFMA2 where nothing is masked"
-        planned.insert(0, ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, unit))
+    planned = [
+        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
+        ("SOFTMAX_REGS", SOFTMAX_REGS, "per thread"),
+        ("CORRECTION_REGS", CORRECTION_REGS, "per thread"),
+    ]
     if traits.causal:
         unit = "SMs that work on a head at a time"
         planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
