@@ -28,9 +28,9 @@ TILE_KV: Final = 128
 # Stages of (K and V, O), tried in this order: with one for O, its halves take turns.
 STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (2, 2), (3, 1), (2, 1))
 SMS_PER_HEAD: Final = 4
-POLYNOMIAL_COLUMNS: Final = 4
+POLYNOMIAL_COLUMNS: Final = 2
 SOFTMAX_REGS: Final = 192
-CORRECTION_REGS: Final = {2: 80, 1: 96}  # by stages of O
+CORRECTION_REGS: Final = {2: 88, 1: 96}  # by stages of O
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
@@ -40,7 +40,7 @@ REASONS: Final[Mapping[str, str]] = {
     "KV_STAGES": "as many as fit, at most 6",
     "O_STAGES": "one for each half where they fit, else they take turns",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
-    "POLYNOMIAL_COLUMNS": "a quarter of the exponentials where nothing is masked: no GPU was asked",
+    "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
     "CORRECTION_REGS": "a part of a row of O, without a spill",
 }
@@ -205,12 +205,12 @@ def _chosen(traits: Traits) -> Iterator[Number]:
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
-    planned = [("SOFTMAX_REGS", SOFTMAX_REGS, "per thread")]
     correction = CORRECTION_REGS[sizes.o_stages]
-    planned.append(("CORRECTION_REGS", correction, "per thread"))
-    if traits.plain_loop:
-        unit = "of EX2_GROUP: exp2 by FFMA2"
-        planned.insert(0, ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, unit))
+    planned = [
+        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
+        ("SOFTMAX_REGS", SOFTMAX_REGS, "per thread"),
+        ("CORRECTION_REGS", correction, "per thread"),
+    ]
     if traits.causal:
         unit = "SMs that work on a head at a time"
         planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
