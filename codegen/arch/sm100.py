@@ -55,9 +55,10 @@ ARCHITECTURE: Final = Architecture(
         "STL": "STL",
     },
     takes={
-        "head_dim": ((64, 64), (96, 96), (128, 128)),
+        "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
         "pack_gqa": (False,),
-        "cluster": ((1, 1),),
+        "cluster": ((1, 1), (2, 1)),
+        "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
         "cta_group": (1,),
         "tile.q": (None, 256),  # two halves of MMA_ROWS
         "stages.q": (None, 2),  # a half of the query tile each

@@ -25,11 +25,12 @@ from .sm100_words import statements
 
 TILE_Q: Final = 2 * sm100.MMA_ROWS
 TILE_KV: Final = 128
-KV_STAGES: Final = (6, 5, 4, 3, 2)  # tried in this order
+# Stages of (K and V, O), tried in this order: with one for O, its halves take turns.
+STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (2, 2), (3, 1), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 2
 SOFTMAX_REGS: Final = 192
-CORRECTION_REGS: Final = 80
+CORRECTION_REGS: Final = {2: 80, 1: 96}  # by stages of O
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
@@ -37,6 +38,7 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "two halves: softmax of one runs beside the MMAs of the other",
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit, at most 6",
+    "O_STAGES": "one for each half where they fit, else they take turns",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
@@ -60,7 +62,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         derived=derived,
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
-        barriers=tuple(_barriers(sizes)),
+        barriers=tuple(_barriers(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(sizes.tile_kv),
         statements=tuple(statements(context)),
@@ -71,12 +73,13 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and ring: as given, the rest planned; what does not fit is refused."""
     spec = spec_file.spec
-    sizes = Sizes(TILE_Q, spec.tile.kv or TILE_KV, KV_STAGES[-1])
+    sizes = Sizes(TILE_Q, spec.tile.kv or TILE_KV, *STAGES[-1])
     _check_columns(spec_file, sizes)
     if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS:
         raise _too_many_registers(spec_file, sizes.tile_kv)
-    depths = (spec.stages.kv,) if spec.stages.kv else KV_STAGES
-    choices = [replace(sizes, kv_stages=depth) for depth in depths]
+    choices = [
+        replace(sizes, kv_stages=spec.stages.kv or kv, o_stages=o) for kv, o in STAGES
+    ]
     for choice in choices:
         if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
             return choice
@@ -112,20 +115,22 @@ def _register_parts(tile_kv: int) -> dict[str, int]:
 
 
 def _registers(sizes: Sizes) -> tuple[Registers, ...]:
-    others = sm100.REGISTERS_OF_THREADS - sizes.halves * SOFTMAX_REGS - CORRECTION_REGS
+    correction = CORRECTION_REGS[sizes.o_stages]
+    others = sm100.REGISTERS_OF_THREADS - sizes.halves * SOFTMAX_REGS - correction
     return (
         Registers("softmax", sizes.halves, SOFTMAX_REGS),
-        Registers("correction", 1, CORRECTION_REGS),
+        Registers("correction", 1, correction),
         Registers("load, mma and store", 1, others),
     )
 
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    barriers = 2 * sm100.MBARRIER_BYTES * (halves + sizes.kv_stages + 4 * halves)
+    stages = 4 * halves + sizes.kv_stages + sizes.o_stages
+    barriers = 2 * sm100.MBARRIER_BYTES * stages
     address, stats = 4, 4 * sizes.tile_q
     return (
-        Region("barriers", barriers, "2 * 8 * (Q_STAGES + KV_STAGES + 4 * HALVES)"),
+        Region("barriers", barriers, "2 * 8 * (4 * HALVES + KV_STAGES + O_STAGES)"),
         Region("address", address, "4"),
         Region("stats", stats, "4 * TILE_Q"),
         Region(
@@ -137,9 +142,13 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
         Region(
             "sKV",
             sizes.tile_kv * qk * ELEMENT_BYTES * sizes.kv_stages,
-            "KV_TX_BYTES * KV_STAGES",
+            "K_TX_BYTES * KV_STAGES",
         ),
-        Region("sO", sizes.tile_q * v * ELEMENT_BYTES, "2 * TILE_Q * HEAD_DIM_V"),
+        Region(
+            "sO",
+            sm100.MMA_ROWS * v * ELEMENT_BYTES * sizes.o_stages,
+            "2 * 128 * HEAD_DIM_V * O_STAGES",
+        ),
     )
 
 
@@ -185,17 +194,21 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
     group = "given" if "heads" in spec.model_fields_set else "default"
     yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    if traits.cluster_size > 1:
+        what = "CTAs: query tiles of one head"
+        yield Number("CLUSTER_SIZE", traits.cluster_size, what, "given")
     for name, value, unit, given in (
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
+        ("O_STAGES", sizes.o_stages, "halves", None),
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
     planned = [
         ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
         ("SOFTMAX_REGS", SOFTMAX_REGS, "per thread"),
-        ("CORRECTION_REGS", CORRECTION_REGS, "per thread"),
+        ("CORRECTION_REGS", CORRECTION_REGS[sizes.o_stages], "per thread"),
     ]
     if traits.causal:
         unit = "SMs that work on a head at a time"
@@ -207,7 +220,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
 def _derived(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
-    others = sm100.REGISTERS_OF_THREADS - halves * SOFTMAX_REGS - CORRECTION_REGS
+    *_, others = _registers(sizes)
     first = 4 * halves
     per_stage, commits = "bytes per stage", "commits that free a stage"
     columns = "columns of tensor memory"
@@ -215,7 +228,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
         (
             "OTHER_REGS",
-            others,
+            others.per_thread,
             "per thread",
             "512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
         ),
@@ -231,9 +244,15 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ),
         ("Q_STAGES", halves, "halves", "HALVES"),
         ("Q_TX_BYTES", 128 * qk * 2, per_stage, "128 * HEAD_DIM_QK * 2"),
-        ("KV_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
         ("Q_RELEASES", 1, commits, "1"),
-        ("KV_RELEASES", 1, commits, "1"),
+        (
+            "KV_RELEASES",
+            traits.cluster_size if traits.multicast_k else 1,
+            commits,
+            "CLUSTER_SIZE" if traits.multicast_k else "1",
+        ),
         ("S_RELEASES", 256, "threads: softmax and correction", "2 * 128"),
         ("S_COLUMNS", kv, columns, "TILE_KV"),
         ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
@@ -242,13 +261,21 @@ def _derived(traits: Traits) -> Iterator[Number]:
         (
             "TMEM_COLUMNS",
             _power_of_two(halves * (kv + v)),
-            "columns to allocate",
+            "columns",
             "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
         ),
     ]
+    if not traits.uneven:
+        rows = [row for row in rows if row[0] != "V_TX_BYTES"]
+    cluster_rows = sizes.tile_q * traits.cluster_size
+    if traits.cluster_size > 1:
+        unit = "rows per cluster"
+        rows.append(("CLUSTER_ROWS", cluster_rows, unit, "TILE_Q * CLUSTER_SIZE"))
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // sizes.tile_q)
-        rows.append(("Q_TILES", tiles, "per head", "-(-SEQLEN_Q // TILE_Q)"))
+        tiles = -(-traits.seqlen_q // cluster_rows)
+        unit = "clusters along a head" if traits.cluster_size > 1 else "per head"
+        formula = f"-(-SEQLEN_Q // {traits.positions_of_cluster})"
+        rows.append(("Q_TILES", tiles, unit, formula))
     if traits.seqlen_kv is not None and not traits.causal:
         blocks = -(-traits.seqlen_kv // kv)
         rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
@@ -268,13 +295,17 @@ def _power_of_two(columns: int) -> int:
     return size
 
 
-def _barriers(sizes: Sizes) -> Iterator[Barrier]:
-    halves = sizes.halves
+def _barriers(traits: Traits) -> Iterator[Barrier]:
+    sizes, halves = traits.sizes, traits.sizes.halves
+    kv_full, kv_empty = "by TMA", "1: a commit, after both halves"
+    if traits.multicast_k:
+        kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
+        kv_empty = f"{traits.cluster_size}: a commit of each CTA, after both halves"
     commit = "1: a commit"
     yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
     yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
-    yield Barrier("kv_full", sizes.kv_stages, "1 + KV_TX_BYTES by TMA", "mma")
-    yield Barrier("kv_empty", sizes.kv_stages, f"{commit}, after both halves", "load")
+    yield Barrier("kv_full", sizes.kv_stages, f"1 + bytes of K or V {kv_full}", "mma")
+    yield Barrier("kv_empty", sizes.kv_stages, kv_empty, "load")
     yield Barrier("s_full", halves, f"{commit}, after QK", "softmax of the half")
     yield Barrier(
         "s_empty",
@@ -286,6 +317,6 @@ def _barriers(sizes: Sizes) -> Iterator[Barrier]:
     yield Barrier("stats_empty", halves, "128: correction", "softmax of the half")
     yield Barrier("o_full", halves, f"{commit}, after the last PV", "correction")
     yield Barrier("o_empty", halves, "128: correction", "mma")
-    yield Barrier("out_full", halves, "128: correction", "store")
-    yield Barrier("out_empty", halves, "32: the store warp", "correction")
+    yield Barrier("out_full", sizes.o_stages, "128: correction", "store")
+    yield Barrier("out_empty", sizes.o_stages, "32: the store warp", "correction")
     yield Barrier("tmem", 1, "416 threads: softmax, correction, mma", "all of them")

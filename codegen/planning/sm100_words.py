@@ -14,7 +14,7 @@ Roles: warps 0 to 3 and 4 to 7 turn S of a half into P; warps 8 to 11 rescale an
 warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 14 stores O.
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
-  kv     load -> mma            K, V, K, ... by TMA     commit, after both halves
+  kv     load -> mma            K, V, K, ... by TMA     {freed}
   s      mma -> softmax         S of a half, commit     128 threads of softmax: P is in its place,
                                                         128 of correction: O is rescaled
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
@@ -23,11 +23,20 @@ Pipelines (what fills a stage; what frees it):
   out    correction -> store    O in shared memory      the store warp"""
 
 
-def roles(spec: Spec, smem_bytes: int) -> Iterator[str]:
+def roles(spec: Spec, smem_bytes: int, tmem_columns: int) -> Iterator[str]:
     """Yield the lines of a file's header that say who does what, and what it takes."""
-    yield from _ROLES.splitlines()
+    shared = spec.multicast != "none"
+    freed = (
+        "commit of each CTA, after both halves"
+        if shared
+        else "commit, after both halves"
+    )
+    yield from _ROLES.format(freed=freed).splitlines()
+    if shared:
+        yield "A cluster has 2 query tiles of a head; each CTA loads a slice of K and V for both."
     yield (
-        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory: 512 columns."
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM."
+        f" Tensor memory: {tmem_columns} columns."
     )
     yield "Emulated, not run: its record says whether a GPU has run it since."
 
@@ -58,12 +67,19 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
             if has["causal"]
             else "query tiles of one head side by side"
         )
-        yield f"Persistent: each CTA takes a tile per wave, {order}."
+        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+        yield f"Persistent: each {owner} takes a tile per wave, {order}."
     else:
         order = ", those with most keys first" if has["causal"] else ""
-        yield f"A CTA for each tile{order}."
+        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+        yield f"A {owner} for each tile{order}."
     if has["causal"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
+    if has["cluster_size"] > 1:
+        loads = "each loads for itself"
+        if has["multicast"]:
+            loads = "each loads its slice of K and V for both"
+        yield f"A cluster has {has['cluster_q']} query tiles of one head; {loads}."
     yield "Halves of a query tile alternate: softmax of one runs beside the MMAs of the other."
 
 
