@@ -185,7 +185,7 @@ def test_every_tile_is_visited_once(
     heads = groups * numbers["Q_PER_KV"]
     q = 640 if "640" in fields else q
     problem, grid, cluster = made.launch(batch, q, heads, sms)
-    assert 0 < grid and grid % cluster == 0
+    assert grid > 0 and grid % cluster == 0
     assert made.single or grid <= sms
     visits: Counter[tuple[int, int, int]] = Counter()
     for wave in made.waves(problem, grid, cluster):
