@@ -29,13 +29,10 @@ TILE_KV: Final = 128
 # tile of K or V is worth.
 STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
-POLYNOMIAL_COLUMNS: Final = 4
+POLYNOMIAL_COLUMNS: Final = 2
 SOFTMAX_REGS: Final = {2: 192, 1: 256}  # by halves of a query tile
-CORRECTION_REGS: Final = {
-    (2, 2): 80,
-    (2, 1): 96,
-    (1, 1): 160,
-}  # by these and stages of O
+# By these and stages of O.
+CORRECTION_REGS: Final = {(2, 2): 88, (2, 1): 96, (1, 1): 160}
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
@@ -45,7 +42,7 @@ REASONS: Final[Mapping[str, str]] = {
     "KV_STAGES": "as many as fit, at most 6",
     "O_STAGES": "one for each half where they fit, else they take turns",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
-    "POLYNOMIAL_COLUMNS": "a quarter of the exponentials where nothing is masked: no GPU was asked",
+    "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
     "CORRECTION_REGS": "a part of a row of O, without a spill",
 }
@@ -154,14 +151,15 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     barriers = 2 * sm100.MBARRIER_BYTES * stages
     address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
     shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
+    s_stages = "HALVES" if halves > 1 else "S_STAGES"
     return (
         Region(
             "barriers",
             barriers,
-            "2 * 8 * (2 * (HALVES + S_STAGES) + KV_STAGES + O_STAGES)",
+            f"2 * 8 * (2 * HALVES + 2 * {s_stages} + KV_STAGES + O_STAGES)",
         ),
         Region("address", address, "4"),
-        Region("stats", stats, "4 * 128 * S_STAGES"),
+        Region("stats", stats, f"4 * 128 * {s_stages}"),
         Region(
             "padding",
             -(barriers + address + stats) % sm100.SMEM_ALIGN,
@@ -243,11 +241,11 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
     softmax, correction, _ = _registers(sizes)
-    planned = [("SOFTMAX_REGS", softmax.per_thread, "per thread")]
-    planned.append(("CORRECTION_REGS", correction.per_thread, "per thread"))
-    if traits.plain_loop:
-        unit = "of EX2_GROUP: exp2 by FFMA2"
-        planned.insert(0, ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, unit))
+    planned = [
+        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
+        ("SOFTMAX_REGS", softmax.per_thread, "per thread"),
+        ("CORRECTION_REGS", correction.per_thread, "per thread"),
+    ]
     if traits.causal:
         unit = "SMs that work on a head at a time"
         planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
@@ -264,6 +262,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
     whose = " of both CTAs" if traits.pair else ""
     mma_rows = "MMA_ROWS" if traits.pair else "128"
     parts = "tiles" if traits.by_block else "halves"
+    s_stages = "S_STAGES" if traits.by_block else "HALVES"
     per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
     columns = "columns of tensor memory"
     rows = [
@@ -284,9 +283,8 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "per CTA",
             "128 * (HALVES + 2)",
         ),
-        ("TMEM_THREADS", 32 * (first + 5), "that use tensor memory", "32 * MMA_WARP"),
         ("Q_STAGES", halves, parts, "HALVES"),
-        ("S_STAGES", sizes.s_stages, "blocks" if traits.by_block else parts, "2"),
+        ("S_STAGES", sizes.s_stages, "blocks", "2"),
         ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
         ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
         ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
@@ -308,7 +306,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ("S_COLUMNS", kv, columns, "TILE_KV"),
         ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
         ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
-        ("O_FIRST", sizes.s_stages * kv, columns, "S_STAGES * S_COLUMNS"),
+        ("O_FIRST", sizes.s_stages * kv, columns, f"{s_stages} * S_COLUMNS"),
         (
             "TMEM_COLUMNS",
             _power_of_two(sizes.s_stages * kv + halves * v),
@@ -318,6 +316,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
     ]
     absent = set() if traits.uneven else {"V_TX_BYTES"}
     absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
+    absent |= set() if traits.by_block else {"S_STAGES"}
     rows = [row for row in rows if row[0] not in absent]
     cluster_rows = sizes.tile_q * traits.cluster_size
     if traits.cluster_size > 1:

@@ -85,6 +85,7 @@ def template_context(
     traits = Traits(spec, sizes)
     qk, v, kv = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv
     rows = sm100.MMA_ROWS * spec.cta_group
+    mma_warp = 4 * sizes.halves + 5
     items = (("'cta_group'", str(spec.cta_group)), ("'schedule'", repr(spec.schedule)))
     (columns,) = (number.value for number in derived if number.name == "TMEM_COLUMNS")
     common = common_context(
@@ -102,6 +103,11 @@ def template_context(
         "first_row": "q_tile * TILE_Q"
         + ("" if traits.by_block else " + half * HALF_ROWS"),
         "cta_group": "TWO" if traits.pair else "ONE",
+        "group": "two" if traits.pair else "one",
+        "s_stages": "S_STAGES" if traits.by_block else "HALVES",
+        "stats": "TILE_Q * S_STAGES" if traits.by_block else "TILE_Q",
+        "mma_warp": str(mma_warp),
+        "tmem_threads": str(32 * mma_warp),  # and as many warps before it
         "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
         "qk_tiler": f"({rows}, {kv}, {qk})",
         "pv_tiler": f"({rows}, {v}, {kv})",
