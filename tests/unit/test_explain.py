@@ -96,7 +96,8 @@ def test_plain_text_of_bounded_width(plan: KernelPlan) -> None:
 def test_every_number_with_its_origin(plan: KernelPlan) -> None:
     numbers = one_line(section(explain.render(plan, None), "Numbers"))
     for number in (*plan.chosen, *plan.derived):
-        start = f"{number.name} {number.value} [{number.unit}] "
+        unit = f"[{number.unit}] " if number.unit else ""
+        start = f"{number.name} {number.value} {unit}"
         if number.origin in ("given", "default"):
             assert re.search(
                 re.escape(start) + r"(given|default) \([a-z_.]+\)", numbers
