@@ -13,6 +13,7 @@ class Architecture:
 
     takes: by field of a spec such as `tile.q`, the values it takes of those that a spec may say.
     None is a field that is left out, (qk, v) a head_dim; a field that is not there takes all.
+    takes_of_pairs: what it takes instead, where two CTAs share an MMA.
     """
 
     name: str  # as a spec says it
@@ -31,3 +32,4 @@ class Architecture:
         str, str
     ]  # counted in a compile's report: what opcodes start with
     takes: dict[str, tuple[Any, ...]]
+    takes_of_pairs: dict[str, tuple[Any, ...]]

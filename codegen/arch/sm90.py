@@ -51,6 +51,7 @@ ARCHITECTURE: Final = Architecture(
         "schedule": ("persistent",),
         "cta_group": (1,),
     },
+    takes_of_pairs={},
 )
 
 

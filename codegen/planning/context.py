@@ -133,6 +133,9 @@ def _title(spec: Spec) -> str:
         parts.append(f"GQA {spec.heads.q_per_kv}{packed}")
     if spec.cluster != (1, 1):
         parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
+    if spec.cta_group > 1:
+        parts.append("a pair of CTAs per MMA")
+    elif spec.cluster != (1, 1):
         shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
         parts.append(f"{shared} multicast")
     return f"FMHA forward for {spec.arch}: {', '.join(parts)}"

@@ -76,6 +76,13 @@ EDITS = {
     "sm100_multicast": Edit(
         D128 + "cluster: [2, 1]\nmulticast: none\n", ": none", ": kv", FEATURE, "sm100"
     ),
+    "sm100_cta_group": Edit(
+        D128 + "mask: causal\ncluster: [2, 1]\ncta_group: 1\n",
+        "group: 1",
+        "group: 2",
+        FEATURE,
+        "sm100",
+    ),
     "sm100_head_dim": Edit(
         D128 + "mask: causal\n", "128", "{qk: 192, v: 128}", FEATURE, "sm100"
     ),
