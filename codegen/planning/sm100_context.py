@@ -117,6 +117,9 @@ def template_context(
         "o_atom": "K_SW128" if v * 2 % 128 == 0 else "K_SW64",
         # Statements of a tile are the body of a loop, or follow each other once.
         "loop_indent": 4 if traits.persistent else 0,
+        "softmax_problem": (
+            traits.persistent or traits.dynamic_blocks or traits.spec.lse
+        ),
         "one_box": traits.one_box,
         "uneven": traits.uneven,
         "multicast": traits.multicast_k,
@@ -136,10 +139,14 @@ def _arguments(traits: Traits) -> dict[str, str]:
     typed_problem = ["problem: Problem"] if traits.needs_problem else []
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
     masked = "masked" if traits.dynamic_blocks else "MASKED_BLOCKS"
+    # A single tile of a fixed number of blocks is only for those who move Q, K, V and O to know.
+    counts = traits.persistent or traits.dynamic_blocks
     k_options = v_options = [", peers"] if traits.multicast_k else []
     if traits.uneven:
         v_options = [*v_options, ", V_TX_BYTES"]
     return {
+        "problem_param": ", problem: Problem" if counts else "",
+        "problem_arg": ", problem" if counts else "",
         "k_options": "".join(k_options),
         "v_options": "".join(v_options),
         "load_params": listed(

@@ -52,6 +52,7 @@ def test_there_are_specs_for_every_axis() -> None:
     assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}
     assert {spec.pack_gqa for spec in specs} == {True, False}
     assert {spec.tile.q for spec in specs} >= {None, 64, 128, 192}
+    assert {spec.schedule for spec in specs} == {"persistent", "single"}
     assert {spec.stages.v is None for spec in specs} == {True, False}
     fixed = {
         (spec.seqlen.q != "dynamic", spec.seqlen.kv != "dynamic") for spec in specs

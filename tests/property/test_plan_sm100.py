@@ -188,9 +188,21 @@ LONGEST = {  # every feature at once: the limit of 1100 lines is meant for this 
 }
 
 
+SHORTEST = LONGEST | {  # and with none: roles that need not know the problem
+    "head_dim": 64,
+    "seqlen": {"q": "dynamic", "kv": 77},
+    "mask": "none",
+    "lse": False,
+    "cluster": [1, 1],
+    "multicast": "none",
+    "schedule": "single",
+}
+
+
 @few
 @given(valid.filter(fits))
 @example(LONGEST)
+@example(SHORTEST)
 def test_text(fields: Fields) -> None:
     text = render.render_kernel(planned(fields))
     assert lint.lint(text) == []

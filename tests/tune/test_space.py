@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import support
 from fmha_gen import explain
+from fmha_gen.errors import CheckFailed
 from fmha_gen.spec import Spec
 from fmha_gen.tune import space
 
@@ -42,6 +43,12 @@ def test_the_chosen_point_is_the_plans() -> None:
         "stages.kv": constants["K_STAGES"],
         "stages.v": constants["V_STAGES"],
     }
+
+
+def test_a_plan_that_chooses_other_numbers_is_refused() -> None:
+    plan = support.shipped_plan("sm100_d128_bf16_full")
+    with pytest.raises(CheckFailed, match="does not choose stages"):
+        space.chosen(plan)
 
 
 INCUMBENT = {
