@@ -603,9 +603,7 @@ def softmax(
             row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2, 0)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
-            for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
-                s_state.advance()
-                stats_state.advance()
+            s_state, stats_state = next_use(s_state), next_use(stats_state)
         # 2. blocks that every row sees whole
         for _ in cutlass.range(masked, blocks, unroll=1):
             pipes.s.consumer_wait(s_state)
@@ -615,12 +613,9 @@ def softmax(
             )
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
-            for _ in cutlass.range_constexpr(HALVES):  # the other half's is between
-                s_state.advance()
-                stats_state.advance()
+            s_state, stats_state = next_use(s_state), next_use(stats_state)
         hand_over(row.sum, sStat, pipes, stats_state)
-        for _ in cutlass.range_constexpr(HALVES):
-            stats_state.advance()
+        stats_state = next_use(stats_state)
         if first_row + lane < problem.seqlen_q:
             lse = row.reference * scale_log2 + cute.math.log2(row.sum, fastmath=True)
             mLSE[batch, head, first_row + lane] = lse * LN_2
@@ -629,8 +624,13 @@ def softmax(
 
 
 def state_of_half(half, phase):
-    """State of one half's stage, which comes round after the other's."""
-    return pipeline.PipelineState(HALVES, Int32(0), half, Int32(phase))
+    """State of one half's stage."""
+    return pipeline.PipelineState(HALVES, Int32(0), Int32(half), Int32(phase))
+
+
+def next_use(state):
+    """State of the same half's stage when it comes round again."""
+    return state_of_half(state.index, state.phase ^ 1)
 
 
 @cute.jit
@@ -657,8 +657,8 @@ def retire_block(
     """
     reference = new_reference(rS, row.reference, scale_log2)
     factor = cute.math.exp2((row.reference - reference) * scale_log2, fastmath=True)
-    # Both are -inf while the row has seen no key.
-    factor = cutlass.select_(row.reference == reference, Float32(1.0), factor)
+    # Before the row has seen a key there is nothing to rescale.
+    factor = cutlass.select_(row.reference == -Float32.inf, Float32(1.0), factor)
     hand_over(factor, sStat, pipes, stats_state)
     block_sum = exponentiate(rS, reference, scale_log2, polynomial_columns)
     return Row(reference, row.sum * factor + block_sum)
@@ -759,27 +759,27 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
     """
     lane = cute.arch.thread_idx()[0] % WARPGROUP_THREADS
     o_place = tensor_memory(tmem_address) + O_FIRST
-    s_state, stats_state = consumer_state(HALVES), consumer_state(HALVES)
+    phase = Int32(0)  # of stats, the same in both halves
     o_state, out_state = consumer_state(HALVES), producer_state(HALVES)
     wave = Int32(0)
     q_tile, _, _, more = locate(wave, problem)
     while more:
         blocks = count_blocks((q_tile + 1) * TILE_Q, problem)
-        # 1. before PV of each block; that of the first overwrites O
-        for i in cutlass.range(blocks, unroll=1):
+        # 1. before PV of each block; all factors of the first are 1, and its PV overwrites O
+        for _ in cutlass.range(blocks, unroll=1):
             for half in cutlass.range_constexpr(HALVES):
-                factor = take_over(tiles.sStats[lane, None], pipes, stats_state)
-                stats_state.advance()
+                state = state_of_half(half, phase)
+                factor = take_over(tiles.sStats[lane, None], pipes, state)
                 # The lanes of a warp are loaded and stored together.
-                if (i > 0) & cute.arch.vote_any_sync(factor != 1.0):
+                if cute.arch.vote_any_sync(factor != 1.0):
                     rescale(o_place + half * O_COLUMNS, factor)
-                pipes.s.consumer_release(s_state)
-                s_state.advance()
+                pipes.s.consumer_release(state)
+            phase ^= 1
         # 2. O is complete. Not unrolled: the row's addresses in sO, which stay the same from
         # tile to tile, would be kept in too many registers.
         for half in cutlass.range(HALVES, unroll=1):
-            row_sum = take_over(tiles.sStats[lane, None], pipes, stats_state)
-            stats_state.advance()
+            state = state_of_half(half, phase)
+            row_sum = take_over(tiles.sStats[lane, None], pipes, state)
             # A row that saw no key has the sum 0 and stays 0.
             row_sum = cutlass.select_(row_sum == 0.0, Float32(1.0), row_sum)
             pipes.out.producer_acquire(out_state)
@@ -793,6 +793,7 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             cute.arch.fence_proxy("async.shared", space="cta")
             pipes.out.producer_commit(out_state)
             out_state.advance()
+        phase ^= 1
         wave += 1
         q_tile, _, _, more = locate(wave, problem)
 

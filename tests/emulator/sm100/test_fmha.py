@@ -17,7 +17,7 @@ SCHEDULES = rehearsal.schedules(2)
 CASES = ("ragged", "strided", "short_kv")
 DAMAGE = {  # the case that shows it, the text, what is there instead
     "mask": ("ragged", "column < seen,", "column <= seen,"),
-    "rescale": ("strided", "(i > 0) & cute.arch.vote_any_sync(factor != 1.0)", "i < 0"),
+    "rescale": ("strided", "if cute.arch.vote_any_sync(factor != 1.0)", "if half < 0"),
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
         "ragged",
