@@ -107,6 +107,7 @@ TMEM_THREADS = 416  # [threads: who uses it] = 32 * (MMA_WARP + 1) - 32
 TMEM_ALIGN = 16  # [bytes: of an address that tcgen05.alloc writes]
 TMEM_BARRIER = 1  # [named barrier]
 SMEM_ALIGN = 1024  # [bytes: of a swizzled tile]
+WORD_BITS = 32
 VECTOR_BITS = 128  # [of a store to shared memory]
 VECTOR = 8  # [elements] = VECTOR_BITS // 16
 TMA_ALIGN = 16  # [bytes: of an address]
@@ -671,8 +672,13 @@ def mask_row(rS: cute.Tensor, row: Int32, block: Int32, problem: Problem):
         row + 1 + problem.seqlen_kv - problem.seqlen_q, problem.seqlen_kv
     )
     seen = seen - block * TILE_KV
-    for column in cutlass.range_constexpr(S_COLUMNS):
-        rS[column] = cutlass.select_(column < seen, rS[column], -Float32.inf)
+    for first in cutlass.range_constexpr(0, S_COLUMNS, WORD_BITS):
+        # A bit per column, which R2P makes predicates of; 64 bits, for a shift by all 32.
+        in_word = cutlass.min(cutlass.max(seen - first, 0), WORD_BITS)
+        unseen = Int32(Int64(-1) << in_word)
+        for bit in cutlass.range_constexpr(WORD_BITS):
+            column, is_seen = first + bit, unseen & (1 << bit) == 0
+            rS[column] = cutlass.select_(is_seen, rS[column], -Float32.inf)
 
 
 @cute.jit

@@ -16,7 +16,7 @@ SCHEDULES = rehearsal.schedules(2)
 # scaled before the maximum is subtracted; rows without a key and work tiles of one block.
 CASES = ("ragged", "strided", "short_kv")
 DAMAGE = {  # the case that shows it, the text, what is there instead
-    "mask": ("ragged", "column < seen,", "column <= seen,"),
+    "mask": ("ragged", "seen - first, 0", "seen + 1 - first, 0"),
     "rescale": ("strided", "if cute.arch.vote_any_sync(factor != 1.0)", "if half < 0"),
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
