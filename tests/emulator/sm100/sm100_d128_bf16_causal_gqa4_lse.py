@@ -706,13 +706,15 @@ def exponentiate(
     """S becomes P = exp2((S - reference) * scale_log2), in place; returns its sum.
 
     One FFMA2 for two elements, exact while the scaled reference is. Beyond FAR_REFERENCE its
-    rounding alone could overflow P: the reference is then subtracted before scaling.
+    rounding alone could overflow P: the warp then subtracts the reference before scaling.
     """
     reference = cutlass.select_(reference == -Float32.inf, Float32(0.0), reference)
     shift = -reference * scale_log2
-    if (shift > FAR_REFERENCE) | (shift < -FAR_REFERENCE):
-        for column in cutlass.range_constexpr(S_COLUMNS):
-            rS[column] = rS[column] - reference
+    is_far = (shift > FAR_REFERENCE) | (shift < -FAR_REFERENCE)
+    if cute.arch.vote_any_sync(is_far):
+        for column in cutlass.range_constexpr(0, S_COLUMNS, 2):
+            pair, less = (rS[column], rS[column + 1]), (-reference, -reference)
+            rS[column], rS[column + 1] = cute.arch.add_packed_f32x2(pair, less)
         shift = Float32(0.0)
     scales, shifts = (scale_log2, scale_log2), (shift, shift)
     sums = (Float32(0.0), Float32(0.0))
