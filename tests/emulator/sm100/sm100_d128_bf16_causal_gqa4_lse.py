@@ -71,7 +71,7 @@ TILE_Q = 256  # [rows per CTA]
 TILE_KV = 128  # [rows per stage]
 KV_STAGES = 3  # [tiles of K or V]
 SMS_PER_HEAD = 4  # [SMs that work on a head at a time]
-POLYNOMIAL_COLUMNS = 4  # [of EX2_GROUP: exp2 by FFMA2 where nothing is masked]
+POLYNOMIAL_COLUMNS = 2  # [of EX2_GROUP: exp2 by FFMA2]
 SOFTMAX_REGS = 192  # [per thread]
 CORRECTION_REGS = 80  # [per thread]
 # --- constants: derived
@@ -117,8 +117,8 @@ DLPACK_CUDA = 2  # [DLPack device type]
 # --- constants: of the method
 RESCALE_SLACK = 8.0  # [log2: P stays below 2^8]
 EX2_GROUP = 16  # [columns]
-EX2_LEAST = -126.0  # [log2: of what the polynomial takes]
-EX2_POLYNOMIAL = (0.05517167, 0.24261113, 0.69326097, 0.99992806)  # [to 8e-5]
+EX2_LEAST = -127.0  # [log2: the polynomial gives 0 there]
+EX2_POLYNOMIAL = (0.05500893, 0.242211, 0.69328293, 1.0)  # [to 1.1e-4]
 TO_INTEGER = 12582912.0  # [added, it rounds to an integer] = 1.5 * 2**23
 EXPONENT_BIT = 23  # [of a float, the lowest]
 FAR_REFERENCE = 16777216.0  # [log2: fp32 rounds to more than 1 beyond] = 2.0**24
@@ -601,7 +601,7 @@ def softmax(
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
             mask_row(rS, first_row + lane, blocks - 1 - i, problem)
-            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2, 0)
+            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             s_state, stats_state = next_use(s_state), next_use(stats_state)
@@ -609,9 +609,7 @@ def softmax(
         for _ in cutlass.range(masked, blocks, unroll=1):
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
-            row = retire_block(
-                rS, row, sStat, pipes, stats_state, scale_log2, POLYNOMIAL_COLUMNS
-            )
+            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
             store_lane(store_p, pack(rS))
             pipes.s.consumer_release(s_state)
             s_state, stats_state = next_use(s_state), next_use(stats_state)
@@ -650,7 +648,6 @@ def retire_block(
     pipes: Pipelines,
     stats_state,
     scale_log2: Float32,
-    polynomial_columns: cutlass.Constexpr,
 ):
     """S of a block becomes P, in place; returns the row's statistics with this block.
 
@@ -661,7 +658,7 @@ def retire_block(
     # Before the row has seen a key there is nothing to rescale.
     factor = cutlass.select_(row.reference == -Float32.inf, Float32(1.0), factor)
     hand_over(factor, sStat, pipes, stats_state)
-    block_sum = exponentiate(rS, reference, scale_log2, polynomial_columns)
+    block_sum = exponentiate(rS, reference, scale_log2)
     return Row(reference, row.sum * factor + block_sum)
 
 
@@ -701,7 +698,6 @@ def exponentiate(
     rS: cute.Tensor,
     reference: Float32,
     scale_log2: Float32,
-    polynomial_columns: cutlass.Constexpr,
 ):
     """S becomes P = exp2((S - reference) * scale_log2), in place; returns its sum.
 
@@ -721,7 +717,7 @@ def exponentiate(
     for column in cutlass.range_constexpr(0, S_COLUMNS, 2):
         pair = (rS[column], rS[column + 1])
         pair = cute.arch.fma_packed_f32x2(pair, scales, shifts)
-        pair = exp2_pair(pair, column % EX2_GROUP < polynomial_columns)
+        pair = exp2_pair(pair, column % EX2_GROUP < POLYNOMIAL_COLUMNS)
         rS[column], rS[column + 1] = pair
         sums = cute.arch.add_packed_f32x2(sums, pair)
     return sums[0] + sums[1]
@@ -730,7 +726,8 @@ def exponentiate(
 def exp2_pair(pair, by_polynomial):
     """2^x of two floats, by the MUFU or by a polynomial: 2^x = 2^integer * 2^fraction.
 
-    The polynomial's least is 2^EX2_LEAST, not 0, which a masked column needs.
+    2^EX2_LEAST is 0 by the polynomial, too: its value for the fraction 0 is 1, and the exponent
+    of that is 127.
     """
     if not by_polynomial:
         return tuple(cute.math.exp2(x, fastmath=True) for x in pair)
