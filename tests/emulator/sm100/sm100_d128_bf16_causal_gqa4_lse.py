@@ -16,8 +16,9 @@ warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
   kv     load -> mma            K, V, K, ... by TMA     commit, after both halves
-  s      mma -> softmax         S of a half, commit     128 threads of softmax: P is in its place,
-                                                        128 of correction: O is rescaled
+  s      mma -> softmax         S of a half, commit     128 threads of softmax: the head of P is in
+                                                        its place, 128 of correction: O is rescaled
+  tail   softmax -> mma         the rest of P, 128      (QK of the next block, which follows its PV)
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
   o      mma -> correction      O of a half, commit     128 threads of correction
@@ -90,13 +91,13 @@ PV_TILER = (128, 128, 128)  # [M, N, K] = (128, HEAD_DIM_V, TILE_KV)
 Q_RELEASES = 1  # [commits that free a stage]
 KV_RELEASES = 1  # [commits that free a stage]
 S_RELEASES = 256  # [threads: softmax and correction] = 2 * 128
+TAIL_COLUMNS = 32  # [of P, the last: PV begins without them] = TILE_KV // 4
 # --- constants: tensor memory [columns of 32 bits]
 S_COLUMNS = 128  # = TILE_KV
-P_COLUMNS = 64  # [of S, from its first on] = TILE_KV // 2
 O_COLUMNS = 128  # = HEAD_DIM_V
 O_FIRST = 256  # = HALVES * S_COLUMNS
 TMEM_COLUMNS = 512  # = 2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))
-COLUMNS_AT_ONCE = 32  # [of a lane: a load or store]
+COLUMNS_AT_ONCE = 32  # [of a lane: a load, or a store of O; half as many of P]
 # --- constants: of the architecture
 HALF_ROWS = 128  # [rows: M of an MMA, and lanes of the tensor memory]
 WARP_THREADS = 32
@@ -133,6 +134,7 @@ class SharedStorage:
     q_mbar: cute.struct.MemRange[Int64, 2 * Q_STAGES]
     kv_mbar: cute.struct.MemRange[Int64, 2 * KV_STAGES]
     s_mbar: cute.struct.MemRange[Int64, 2 * HALVES]
+    tail_mbar: cute.struct.MemRange[Int64, 2 * HALVES]
     stats_mbar: cute.struct.MemRange[Int64, 2 * HALVES]
     o_mbar: cute.struct.MemRange[Int64, 2 * HALVES]
     out_mbar: cute.struct.MemRange[Int64, 2 * HALVES]
@@ -169,6 +171,7 @@ class Pipelines:
     q: pipeline.PipelineTmaUmma
     kv: pipeline.PipelineTmaUmma
     s: pipeline.PipelineUmmaAsync
+    tail: pipeline.PipelineAsyncUmma
     stats: pipeline.PipelineAsync
     o: pipeline.PipelineUmmaAsync
     out: pipeline.PipelineAsync
@@ -311,6 +314,7 @@ def fmha_kernel(
         q=tma_to_mma(storage.q_mbar, Q_STAGES, Q_TX_BYTES, Q_RELEASES),
         kv=tma_to_mma(storage.kv_mbar, KV_STAGES, KV_TX_BYTES, KV_RELEASES),
         s=mma_to_threads(storage.s_mbar, S_RELEASES),
+        tail=threads_to_mma(storage.tail_mbar),
         stats=threads_to_threads(storage.stats_mbar, WARPGROUP_THREADS),
         o=mma_to_threads(storage.o_mbar, WARPGROUP_THREADS),
         out=threads_to_threads(storage.out_mbar, WARP_THREADS),
@@ -363,6 +367,18 @@ def mma_to_threads(barriers, releases):
         num_stages=HALVES,
         producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, releases),
+        defer_sync=True,
+    )
+
+
+def threads_to_mma(barriers):
+    """A stage per half: a warpgroup fills it, and what frees it the MMA warp signals elsewhere."""
+    warpgroup = pipeline.CooperativeGroup(pipeline.Agent.Thread, WARPGROUP_THREADS)
+    return pipeline.PipelineAsyncUmma.create(
+        barrier_storage=barriers.data_ptr(),
+        num_stages=HALVES,
+        producer_group=warpgroup,
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
         defer_sync=True,
     )
 
@@ -518,9 +534,8 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             pipes.kv.consumer_wait(v_state)
             pipes.kv.consumer_wait(kv_state)
             for half in cutlass.range_constexpr(HALVES):
-                pipes.s.producer_acquire(p_state)
+                issue_pv(mma, pipes, half, p_state, v_state.index, i > 0)
                 p_state.advance()
-                issue_pv(mma, half, v_state.index, i > 0)
                 issue_qk(mma, half, kv_state.index)
                 pipes.s.producer_commit(s_state)
                 s_state.advance()
@@ -533,9 +548,8 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
         # 3. PV of the last block
         pipes.kv.consumer_wait(kv_state)
         for half in cutlass.range_constexpr(HALVES):
-            pipes.s.producer_acquire(p_state)
+            issue_pv(mma, pipes, half, p_state, kv_state.index, blocks > 1)
             p_state.advance()
-            issue_pv(mma, half, kv_state.index, blocks > 1)
             pipes.o.producer_commit(o_state)
             o_state.advance()
         pipes.kv.consumer_release(kv_state)
@@ -555,10 +569,21 @@ def issue_qk(mma: Operands, half: cutlass.Constexpr, stage: Int32):
 
 
 @cute.jit
-def issue_pv(mma: Operands, half: cutlass.Constexpr, stage: Int32, accumulate):
-    """Issues O += P V of a half, or O = P V."""
+def issue_pv(
+    mma: Operands,
+    pipes: Pipelines,
+    half: cutlass.Constexpr,
+    p_state,
+    stage: Int32,
+    accumulate,
+):
+    """Issues O += P V of a half, or O = P V, once P is there."""
     pv = pv_mma()
-    for k in cutlass.range_constexpr(cute.size(mma.tOrP[half], mode=[2])):
+    steps = cute.size(mma.tOrP[half], mode=[2])
+    pipes.s.producer_acquire(p_state)
+    for k in cutlass.range_constexpr(steps):
+        if k == steps * (TILE_KV - TAIL_COLUMNS) // TILE_KV:
+            pipes.tail.consumer_wait(p_state)
         pv.set(tcgen05.Field.ACCUMULATE, accumulate if k == 0 else True)
         a, b = mma.tOrP[half][None, None, k], mma.tOrV[None, None, k, stage]
         cute.gemm(pv, mma.tOtO[half], a, b, mma.tOtO[half])
@@ -587,7 +612,6 @@ def softmax(
     sStat = sStats[lane, None]
     place = tensor_memory(tmem_address) + half * S_COLUMNS
     load_s = tmem_copy(tcgen05.Ld32x32bOp, place, S_COLUMNS)
-    store_p = tmem_copy(tcgen05.St32x32bOp, place, P_COLUMNS)
     s_state, stats_state = state_of_half(half, 0), state_of_half(half, 1)
     wave = Int32(0)
     q_tile, head, batch, more = locate(wave, problem)
@@ -601,17 +625,15 @@ def softmax(
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
             mask_row(rS, first_row + lane, blocks - 1 - i, problem)
-            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
-            store_lane(store_p, pack(rS))
-            pipes.s.consumer_release(s_state)
+            states = (s_state, stats_state)
+            row = retire_block(rS, row, place, sStat, pipes, states, scale_log2)
             s_state, stats_state = next_use(s_state), next_use(stats_state)
         # 2. blocks that every row sees whole
         for _ in cutlass.range(masked, blocks, unroll=1):
             pipes.s.consumer_wait(s_state)
             rS = load_lane(load_s, S_COLUMNS)
-            row = retire_block(rS, row, sStat, pipes, stats_state, scale_log2)
-            store_lane(store_p, pack(rS))
-            pipes.s.consumer_release(s_state)
+            states = (s_state, stats_state)
+            row = retire_block(rS, row, place, sStat, pipes, states, scale_log2)
             s_state, stats_state = next_use(s_state), next_use(stats_state)
         hand_over(row.sum, sStat, pipes, stats_state)
         stats_state = next_use(stats_state)
@@ -644,22 +666,33 @@ def hand_over(value: Float32, sStat: cute.Tensor, pipes: Pipelines, state):
 def retire_block(
     rS: cute.Tensor,
     row: Row,
+    place,
     sStat: cute.Tensor,
     pipes: Pipelines,
-    stats_state,
+    states,
     scale_log2: Float32,
 ):
-    """S of a block becomes P, in place; returns the row's statistics with this block.
+    """Turns S of a block into P, at its place; returns the row's statistics with this block.
 
     The correction group has the factor, 1 as a rule, before the exponentials.
     """
+    s_state, stats_state = states
     reference = new_reference(rS, row.reference, scale_log2)
     factor = cute.math.exp2((row.reference - reference) * scale_log2, fastmath=True)
     # Before the row has seen a key there is nothing to rescale.
     factor = cutlass.select_(row.reference == -Float32.inf, Float32(1.0), factor)
     hand_over(factor, sStat, pipes, stats_state)
-    block_sum = exponentiate(rS, reference, scale_log2)
-    return Row(reference, row.sum * factor + block_sum)
+    shift = shift_of(rS, reference, scale_log2)
+    sums = (Float32(0.0), Float32(0.0))
+    for first in cutlass.range_constexpr(0, S_COLUMNS, COLUMNS_AT_ONCE):
+        if first == S_COLUMNS - TAIL_COLUMNS:  # PV may begin
+            cute.arch.fence_view_async_tmem_store()
+            pipes.s.consumer_release(s_state)
+        rP, sums = exponentiate(rS, first, scale_log2, shift, sums)
+        store_lane(rP, place + first // 2, COLUMNS_AT_ONCE // 2)
+    cute.arch.fence_view_async_tmem_store()
+    pipes.tail.producer_commit(s_state)
+    return Row(reference, row.sum * factor + (sums[0] + sums[1]))
 
 
 @cute.jit
@@ -694,15 +727,11 @@ def new_reference(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
 
 
 @cute.jit
-def exponentiate(
-    rS: cute.Tensor,
-    reference: Float32,
-    scale_log2: Float32,
-):
-    """S becomes P = exp2((S - reference) * scale_log2), in place; returns its sum.
+def shift_of(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
+    """What is added to the scaled S: P = exp2(S * scale_log2 + shift).
 
     One FFMA2 for two elements, exact while the scaled reference is. Beyond FAR_REFERENCE its
-    rounding alone could overflow P: the warp then subtracts the reference before scaling.
+    rounding alone could overflow P: the warp then subtracts the reference from S.
     """
     reference = cutlass.select_(reference == -Float32.inf, Float32(0.0), reference)
     shift = -reference * scale_log2
@@ -712,15 +741,22 @@ def exponentiate(
             pair, less = (rS[column], rS[column + 1]), (-reference, -reference)
             rS[column], rS[column + 1] = cute.arch.add_packed_f32x2(pair, less)
         shift = Float32(0.0)
+    return shift
+
+
+def exponentiate(rS, first, scale_log2, shift, sums):
+    """P of some columns of S, two to a register; adds them to the sums of even and odd ones."""
+    values = cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32)
     scales, shifts = (scale_log2, scale_log2), (shift, shift)
-    sums = (Float32(0.0), Float32(0.0))
-    for column in cutlass.range_constexpr(0, S_COLUMNS, 2):
-        pair = (rS[column], rS[column + 1])
+    for column in range(0, COLUMNS_AT_ONCE, 2):
+        pair = (rS[first + column], rS[first + column + 1])
         pair = cute.arch.fma_packed_f32x2(pair, scales, shifts)
         pair = exp2_pair(pair, column % EX2_GROUP < POLYNOMIAL_COLUMNS)
-        rS[column], rS[column + 1] = pair
+        values[column], values[column + 1] = pair
         sums = cute.arch.add_packed_f32x2(sums, pair)
-    return sums[0] + sums[1]
+    rP = lane_registers(COLUMNS_AT_ONCE // 2)
+    cute.recast_tensor(rP, DTYPE).store(values.load().to(DTYPE))
+    return rP, sums
 
 
 def exp2_pair(pair, by_polynomial):
@@ -747,13 +783,6 @@ def add_to_exponent(power, rounded):
     """power * 2^integer."""
     exponent = rounded.bitcast(Int32) << EXPONENT_BIT
     return (power.bitcast(Int32) + exponent).bitcast(Float32)
-
-
-def pack(rS):
-    """P in 16 bits, two to a register."""
-    rP = lane_registers(P_COLUMNS)
-    cute.recast_tensor(rP, DTYPE).store(rS.load().to(DTYPE))
-    return rP
 
 
 @cute.jit
@@ -816,8 +845,7 @@ def rescale(o_place, factor):
     """Multiplies this thread's row of O, in tensor memory."""
     for part in range(0, O_COLUMNS, COLUMNS_AT_ONCE):
         rO = load_scaled(o_place + part, factor)
-        copy, place = tmem_copy(tcgen05.St32x32bOp, o_place + part, COLUMNS_AT_ONCE)
-        cute.copy(copy, rO, place)
+        store_lane(rO, o_place + part, COLUMNS_AT_ONCE)
     cute.arch.fence_view_async_tmem_store()
 
 
@@ -882,7 +910,8 @@ def tmem_copy(op, place, columns):
     """This thread's lane, from `place` on: (copy, its view of the memory)."""
     layout = cute.make_layout((HALF_ROWS, columns), stride=(TMEM_LANE, 1))
     tensor = cute.make_tensor(place, layout)
-    atom = cute.make_copy_atom(op(tcgen05.Repetition.x32), Float32)
+    repetition = tcgen05.Repetition(min(columns, COLUMNS_AT_ONCE))
+    atom = cute.make_copy_atom(op(repetition), Float32)
     copy = tcgen05.make_tmem_copy(atom, tensor)
     thread = copy.get_slice(cute.arch.thread_idx()[0] % WARPGROUP_THREADS)
     is_load = op is tcgen05.Ld32x32bOp
@@ -891,7 +920,8 @@ def tmem_copy(op, place, columns):
 
 def lane_registers(columns):
     """Registers for `columns` of a lane, shaped as the copies take them."""
-    shape = (((COLUMNS_AT_ONCE, 1), 1), 1, columns // COLUMNS_AT_ONCE)
+    at_once = min(columns, COLUMNS_AT_ONCE)
+    shape = (((at_once, 1), 1), 1, columns // at_once)
     return cute.make_rmem_tensor(shape, Float32)
 
 
@@ -904,11 +934,10 @@ def load_lane(load, columns):
     return registers
 
 
-def store_lane(store, registers):
-    """Columns of this thread's lane, which are in tensor memory when this returns."""
-    copy, place = store
-    cute.copy(copy, registers, place)
-    cute.arch.fence_view_async_tmem_store()
+def store_lane(registers, place, columns):
+    """Starts the store of columns of this thread's lane."""
+    copy, there = tmem_copy(tcgen05.St32x32bOp, place, columns)
+    cute.copy(copy, registers, there)
 
 
 @cute.jit

@@ -30,12 +30,10 @@ PEER = harness.HERE / "peer_fa4.py"
 # How a row is named -> what its opcodes start with; the first that fits counts.
 CLASSES: Mapping[str, tuple[str, ...]] = {
     "exp2 (MUFU.EX2)": ("MUFU.EX2",),
-    "FFMA2": ("FFMA2",),
-    "FADD2": ("FADD2",),
-    "FMUL2": ("FMUL2",),
+    "packed fp32 (FFMA2, FADD2, FMUL2)": ("FFMA2", "FADD2", "FMUL2"),
     "F2FP": ("F2FP",),
     "FMNMX, FMNMX3": ("FMNMX",),
-    "mask (FSEL, ISETP, R2P)": ("FSEL", "ISETP", "R2P"),
+    "mask (FSEL, SEL, ISETP, R2P)": ("FSEL", "SEL", "ISETP", "R2P"),
     "LDTM": ("LDTM",),
     "STTM": ("STTM",),
     "MMAs (UTCHMMA)": ("UTCHMMA",),
@@ -46,7 +44,7 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
     "named barriers": ("BAR.",),
     "uniform": ("U", "R2UR", "S2UR", "LDCU"),
 }
-MASKED_AT_LEAST = 64  # FSELs
+MASKED_AT_LEAST = 64  # selections
 SOFTMAX_AT_LEAST = 64  # exponentials
 _REGISTER = re.compile(r"\bR(\d+)\b")
 
@@ -112,7 +110,9 @@ def loops(kernel: sass.Kernel) -> Iterable[tuple[str, list[sass.Instruction]]]:
     exp2, store = "MUFU.EX2", "STTM"
     for loop in innermost(kernel, exp2, SOFTMAX_AT_LEAST):
         found = sass.iteration(kernel, loop, exp2)
-        masks = sum(i.opcode.startswith("FSEL") for i in found) >= MASKED_AT_LEAST
+        masks = (
+            sum(i.opcode.startswith(("FSEL", "SEL")) for i in found) >= MASKED_AT_LEAST
+        )
         yield f"softmax, {'masked' if masks else 'unmasked'}", found
     for loop in innermost(kernel, store, 1):
         body = sass.body(kernel, loop)

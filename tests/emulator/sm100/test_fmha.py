@@ -21,9 +21,10 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
         "ragged",
-        "cute.copy(copy, registers, place)\n    cute.arch.fence_view_async_tmem_store()",
-        "cute.copy(copy, registers, place)",
+        "cute.arch.fence_view_async_tmem_store()\n            pipes.s.consumer",
+        "pipes.s.consumer",
     ),
+    "wait for the tail of P": ("ragged", "pipes.tail.consumer_wait(p_state)", "pass"),
     "wait for room in sO": (
         "short_kv",
         "pipes.out.producer_acquire(out_state)",
