@@ -74,10 +74,10 @@ KV_STAGES = 3  # [tiles of K or V]
 SMS_PER_HEAD = 4  # [SMs that work on a head at a time]
 POLYNOMIAL_COLUMNS = 2  # [of EX2_GROUP: exp2 by FFMA2]
 SOFTMAX_REGS = 192  # [per thread]
-CORRECTION_REGS = 80  # [per thread]
+CORRECTION_REGS = 88  # [per thread]
 # --- constants: derived
 HALVES = 2  # [of a query tile] = TILE_Q // 128
-OTHER_REGS = 48  # [per thread] = 512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS
+OTHER_REGS = 40  # [per thread] = 512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS
 CORRECTION_WARP = 8  # [the first of four] = 4 * HALVES
 LOAD_WARP = 12  # = CORRECTION_WARP + 4
 MMA_WARP = 13  # = CORRECTION_WARP + 5
@@ -91,6 +91,7 @@ PV_TILER = (128, 128, 128)  # [M, N, K] = (128, HEAD_DIM_V, TILE_KV)
 Q_RELEASES = 1  # [commits that free a stage]
 KV_RELEASES = 1  # [commits that free a stage]
 S_RELEASES = 256  # [threads: softmax and correction] = 2 * 128
+EARLY_COLUMNS = 64  # [of P: summed before it is handed over, as the registers require]
 TAIL_COLUMNS = 32  # [of P, the last: PV begins without them] = TILE_KV // 4
 # --- constants: tensor memory [columns of 32 bits]
 S_COLUMNS = 128  # = TILE_KV
@@ -640,6 +641,7 @@ def softmax(
         if first_row + lane < problem.seqlen_q:
             lse = row.reference * scale_log2 + cute.math.log2(row.sum, fastmath=True)
             mLSE[batch, head, first_row + lane] = lse * LN_2
+        pipes.stats.producer_acquire(stats_state)
         wave += 1
         q_tile, head, batch, more = locate(wave, problem)
 
@@ -656,8 +658,7 @@ def next_use(state):
 
 @cute.jit
 def hand_over(value: Float32, sStat: cute.Tensor, pipes: Pipelines, state):
-    """Passes a row's factor or sum to the correction group."""
-    pipes.stats.producer_acquire(state)
+    """Passes a row's factor or sum to the correction group, which has taken the last one."""
     sStat[state.index] = value
     pipes.stats.producer_commit(state)
 
@@ -688,10 +689,17 @@ def retire_block(
         if first == S_COLUMNS - TAIL_COLUMNS:  # PV may begin
             cute.arch.fence_view_async_tmem_store()
             pipes.s.consumer_release(s_state)
-        rP, sums = exponentiate(rS, first, scale_log2, shift, sums)
-        store_lane(rP, place + first // 2, COLUMNS_AT_ONCE // 2)
+        part = rS[None, None, first // COLUMNS_AT_ONCE]
+        exponentiate(part, scale_log2, shift)
+        store_lane(pack(part), place + first // 2, COLUMNS_AT_ONCE // 2)
+        if first < EARLY_COLUMNS:
+            sums = add_columns(sums, part)
     cute.arch.fence_view_async_tmem_store()
     pipes.tail.producer_commit(s_state)
+    # The compiler moves nothing across this wait: what is left of the sum does not hold up P.
+    pipes.stats.producer_acquire(next_use(stats_state))
+    for first in cutlass.range_constexpr(EARLY_COLUMNS, S_COLUMNS, COLUMNS_AT_ONCE):
+        sums = add_columns(sums, rS[None, None, first // COLUMNS_AT_ONCE])
     return Row(reference, row.sum * factor + (sums[0] + sums[1]))
 
 
@@ -744,19 +752,29 @@ def shift_of(rS: cute.Tensor, reference: Float32, scale_log2: Float32):
     return shift
 
 
-def exponentiate(rS, first, scale_log2, shift, sums):
-    """P of some columns of S, two to a register; adds them to the sums of even and odd ones."""
-    values = cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32)
+def exponentiate(rS, scale_log2, shift):
+    """S becomes P, in place."""
     scales, shifts = (scale_log2, scale_log2), (shift, shift)
     for column in range(0, COLUMNS_AT_ONCE, 2):
-        pair = (rS[first + column], rS[first + column + 1])
+        pair = (rS[column], rS[column + 1])
         pair = cute.arch.fma_packed_f32x2(pair, scales, shifts)
         pair = exp2_pair(pair, column % EX2_GROUP < POLYNOMIAL_COLUMNS)
-        values[column], values[column + 1] = pair
+        rS[column], rS[column + 1] = pair
+
+
+def add_columns(sums, rP):
+    """The sums of even and of odd columns, with these."""
+    for column in range(0, COLUMNS_AT_ONCE, 2):
+        pair = (rP[column], rP[column + 1])
         sums = cute.arch.add_packed_f32x2(sums, pair)
-    rP = lane_registers(COLUMNS_AT_ONCE // 2)
-    cute.recast_tensor(rP, DTYPE).store(values.load().to(DTYPE))
-    return rP, sums
+    return sums
+
+
+def pack(rP):
+    """P in 16 bits, two to a register."""
+    packed = lane_registers(COLUMNS_AT_ONCE // 2)
+    cute.recast_tensor(packed, DTYPE).store(rP.load().to(DTYPE))
+    return packed
 
 
 def exp2_pair(pair, by_polynomial):
@@ -809,11 +827,14 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
                     rescale(o_place + half * O_COLUMNS, factor)
                 pipes.s.consumer_release(state)
             phase ^= 1
-        # 2. O is complete. Not unrolled: the row's addresses in sO, which stay the same from
-        # tile to tile, would be kept in too many registers.
+        # 2. O is complete. Softmax goes on once both sums are taken. The loop is not unrolled: the
+        # row's addresses in sO, which stay the same from tile to tile, would be kept in registers.
+        sums = [
+            take_over(tiles.sStats[lane, None], pipes, state_of_half(half, phase))
+            for half in range(HALVES)
+        ]
         for half in cutlass.range(HALVES, unroll=1):
-            state = state_of_half(half, phase)
-            row_sum = take_over(tiles.sStats[lane, None], pipes, state)
+            row_sum = cutlass.select_(half == 0, *sums)
             # A row that saw no key has the sum 0 and stays 0.
             row_sum = cutlass.select_(row_sum == 0.0, Float32(1.0), row_sum)
             pipes.out.producer_acquire(out_state)

@@ -139,9 +139,16 @@ def innermost(kernel: sass.Kernel, opcode: str, at_least: int) -> list[sass.Loop
 
 
 def counts(instructions: Sequence[sass.Instruction]) -> Iterable[tuple[str, int]]:
-    """All instructions, then by class, then the highest register that is named."""
-    found = Counter(map(class_of, instructions))
+    """All, those until a part and all of P are handed over, by class, and registers."""
+    names = [class_of(instruction) for instruction in instructions]
+    found = Counter(names)
     yield "instructions", len(instructions)
+    if found["exp2 (MUFU.EX2)"]:
+        stored = names.index("STTM")
+        places = [at for at, name in enumerate(names, 1) if name == "mbarrier arrives"]
+        arrives = [at for at in places if at > stored]
+        yield "  until a part of P is released", arrives[0]
+        yield "  until all of P is released", arrives[-1]
     yield from ((name, found[name]) for name in (*CLASSES, "other"))
     named = (int(n) for i in instructions for n in _REGISTER.findall(i.operands))
     yield "registers named", 1 + max(named, default=-1)

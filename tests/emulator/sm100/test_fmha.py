@@ -25,6 +25,16 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
         "pipes.s.consumer",
     ),
     "wait for the tail of P": ("ragged", "pipes.tail.consumer_wait(p_state)", "pass"),
+    "wait for a sum to be taken": (
+        "short_kv",
+        "pipes.stats.producer_acquire(stats_state)",
+        "pass",
+    ),
+    "wait for a factor to be taken": (
+        "ragged",
+        "pipes.stats.producer_acquire(next_use(stats_state))",
+        "pass",
+    ),
     "wait for room in sO": (
         "short_kv",
         "pipes.out.producer_acquire(out_state)",
