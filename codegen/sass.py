@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
 )
 _TARGET = re.compile(r"`\((\.L_\w+)\)")
+_TABLE = re.compile(r"BRANCH_TARGETS ([\w.,]+)")  # of an indirect branch
 _CONVERGENCE = re.compile(r"\bB\d+\b")
 _PENDING = re.compile(r"gsb0, 0x([0-9a-f]+)")
 
@@ -185,6 +187,55 @@ def body(kernel: Kernel, loop: Loop) -> list[Instruction]:
     return [i for index in loop.blocks for i in kernel.blocks[index].instructions]
 
 
+def iteration(kernel: Kernel, loop: Loop, most: str | None = None) -> list[Instruction]:
+    """What a pass through a loop issues where every wait succeeds at once: the shortest way round.
+
+    most: how an opcode starts; then it is the shortest of the ways that issue it most often.
+    """
+    (head,) = (
+        index
+        for index in loop.blocks
+        if kernel.blocks[index].instructions[0].address == loop.address
+    )
+    dominators = _dominators(kernel.blocks)
+    ways: dict[int, _Way | None] = {}
+
+    def way(index: int) -> _Way | None:
+        """The best one from here to the head; None if there is none."""
+        if index not in ways:
+            block = kernel.blocks[index]
+            onward = set(block.successors) & set(loop.blocks) - dominators[index]
+            found = [rest for rest in map(way, onward) if rest is not None]
+            if head in block.successors:
+                found.append(_Way(0, 0, ()))
+            ways[index] = _longer(index, block, max(found), most) if found else None
+        return ways[index]
+
+    found = way(head)
+    assert found is not None  # a loop comes back to its head
+    return [i for index in found.blocks for i in kernel.blocks[index].instructions]
+
+
+class _Way(NamedTuple):
+    """Blocks in a row; the larger one is the better one."""
+
+    wanted: int
+    less_instructions: int  # negative
+    blocks: tuple[int, ...]
+
+
+def _longer(index: int, block: Block, rest: _Way, most: str | None) -> _Way:
+    """The way that begins with this block."""
+    return _Way(
+        rest.wanted
+        + sum(
+            most is not None and i.opcode.startswith(most) for i in block.instructions
+        ),
+        rest.less_instructions - len(block.instructions),
+        (index, *rest.blocks),
+    )
+
+
 def _scan(text: str) -> tuple[list[Instruction], dict[str, int]]:
     """Instructions in order, and for each label the index of the instruction it stands before."""
     instructions: list[Instruction] = []
@@ -204,21 +255,7 @@ def _blocks(
     instructions: Sequence[Instruction], labels: Mapping[str, int]
 ) -> tuple[Block, ...]:
     """Cut at branch targets and behind branches. Labels that nothing jumps to cut nothing."""
-    joins: dict[str, list[int]] = {}
-    jumps: dict[int, list[int]] = {}
-    for index, instruction in enumerate(instructions):
-        target = _TARGET.search(instruction.operands)
-        at = labels.get(target.group(1)) if target else None
-        register = _CONVERGENCE.search(instruction.operands)
-        if instruction.opcode.startswith("BSSY") and at is not None and register:
-            joins.setdefault(register.group(), []).append(at)
-        elif instruction.opcode.startswith(("BRA", "CALL", "WARPSYNC.COLLECTIVE")):
-            jumps[index] = [at] if at is not None else []
-    for index, instruction in enumerate(instructions):
-        if instruction.opcode.startswith("BSYNC"):
-            register = _CONVERGENCE.search(instruction.operands)
-            jumps[index] = joins.get(register.group(), []) if register else []
-
+    jumps = _jumps(instructions, labels)
     starts = {0}
     for index, instruction in enumerate(instructions):
         if index in jumps or instruction.opcode.startswith(("EXIT", "RET", "BRX")):
@@ -244,6 +281,32 @@ def _blocks(
             successors.add(number[end])
         result.append(Block(tuple(instructions[start:end]), tuple(sorted(successors))))
     return tuple(result)
+
+
+def _jumps(
+    instructions: Sequence[Instruction], labels: Mapping[str, int]
+) -> dict[int, list[int]]:
+    """Where the instructions that may branch go, by index."""
+    joins: dict[str, list[int]] = {}
+    jumps: dict[int, list[int]] = {}
+    for index, instruction in enumerate(instructions):
+        target = _TARGET.search(instruction.operands)
+        at = labels.get(target.group(1)) if target else None
+        register = _CONVERGENCE.search(instruction.operands)
+        if instruction.opcode.startswith("BSSY") and at is not None and register:
+            joins.setdefault(register.group(), []).append(at)
+        elif instruction.opcode.startswith(("BRA", "CALL", "WARPSYNC.COLLECTIVE")):
+            jumps[index] = [at] if at is not None else []
+        elif table := _TABLE.search(instruction.operands):
+            names = table.group(1).split(",")
+            jumps[index] = [labels[name] for name in names if name in labels]
+    for index, instruction in enumerate(instructions):
+        if instruction.opcode.startswith("BSYNC"):
+            register = _CONVERGENCE.search(instruction.operands)
+            ends = joins.get(register.group(), []) if register else []
+            # Regions that reuse a register are told apart by where they end.
+            jumps[index] = [index + 1] if index + 1 in ends else ends
+    return jumps
 
 
 def _dominators(blocks: Sequence[Block]) -> list[set[int]]:

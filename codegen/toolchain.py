@@ -126,26 +126,50 @@ class CompileReport:
         )
 
 
+@dataclass(frozen=True)
+class Listing:
+    """What a compile left, as text: PTX, cuobjdump's resource usage and nvdisasm's code."""
+
+    ptx: str
+    usage: str
+    disassembly: str
+
+
 def compile_kernel(
     text: str, stem: str, arch: str = "sm_90a", *, timeout: float = COMPILE_SECONDS
 ) -> CompileReport:
-    """Compile a generated module's text and report on its one kernel.
+    """Compile a generated module's text and report on its one kernel; raises as `listing` does."""
+    found = listing(text, stem, arch, timeout=timeout)
+    return report(
+        found.ptx,
+        found.usage,
+        found.disassembly,
+        stem=stem,
+        arch=arch,
+        dsl=require_dsl(),
+    )
+
+
+def listing(
+    text: str, stem: str, arch: str, *, timeout: float = COMPILE_SECONDS
+) -> Listing:
+    """Compile a module's text and disassemble its one kernel.
 
     Raises EnvironmentProblem when DSL or disassemblers are missing or unsupported, and CheckFailed
     when the module does not import, does not compile in time, or holds not exactly one kernel.
     """
-    version = require_dsl()
+    require_dsl()
     tools = {name: require_tool(name) for name in TOOLS}
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
         _run_worker(work, text, stem, arch, timeout)
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
-        cubin = _only(work / "dump", "cubin", stem)
-        usage = _tool_output(
-            [str(tools["cuobjdump"]), "--dump-resource-usage", str(cubin)]
+        cubin = str(_only(work / "dump", "cubin", stem))
+        return Listing(
+            ptx,
+            _tool_output([str(tools["cuobjdump"]), "--dump-resource-usage", cubin]),
+            _tool_output([str(tools["nvdisasm"]), "--print-code", cubin]),
         )
-        disassembly = _tool_output([str(tools["nvdisasm"]), "--print-code", str(cubin)])
-    return report(ptx, usage, disassembly, stem=stem, arch=arch, dsl=version)
 
 
 def compile_object(

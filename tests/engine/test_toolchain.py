@@ -185,6 +185,54 @@ def test_loops_are_natural_loops_and_not_address_ranges():
     assert sass.count(kernel.instructions, {"HGMMA": "HGMMA"})["HGMMA"] == 2
 
 
+ROLES = """
+.text.kernel:
+        /*0000*/                   BRX R4 -0x960     (*"BRANCH_TARGETS .L_x_0,.L_x_1"*);
+.L_x_0:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR5], R30 ;
+        /*0020*/              @!P0 BRA `(.L_x_7) ;
+.L_x_6:
+        /*0030*/                   BSSY.RECONVERGENT B0, `(.L_x_2) ;
+        /*0040*/               @P1 BRA `(.L_x_3) ;
+        /*0050*/                   STTM.x32 tmem[UR4], R8 ;
+.L_x_3:
+        /*0060*/                   BSYNC.RECONVERGENT B0 ;
+.L_x_2:
+        /*0070*/               @P2 BRA `(.L_x_0) ;
+        /*0080*/                   EXIT ;
+.L_x_1:
+        /*0090*/                   BSSY.RECONVERGENT B0, `(.L_x_4) ;
+        /*00a0*/                   BSYNC.RECONVERGENT B0 ;
+.L_x_4:
+        /*00b0*/               @P2 BRA `(.L_x_1) ;
+        /*00c0*/                   EXIT ;
+.L_x_7:
+        /*00d0*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P0, [UR5], R30 ;
+        /*00e0*/              @!P0 BRA `(.L_x_7) ;
+        /*00f0*/                   BRA `(.L_x_6) ;
+"""
+
+
+def test_roles_behind_an_indirect_branch_have_loops_of_their_own():
+    kernel = sass.parse(ROLES)
+    assert [hex(loop.address) for loop in sass.loops(kernel)] == [
+        "0x10",
+        "0x90",
+        "0xd0",
+    ]
+
+
+def test_an_iteration_is_the_shortest_way_round_that_does_most_of_what_is_asked():
+    kernel = sass.parse(ROLES)
+    loop = sass.loops(kernel)[0]
+    short, stores = (
+        [hex(i.address) for i in sass.iteration(kernel, loop, most)]
+        for most in (None, "STTM")
+    )
+    assert short == ["0x10", "0x20", "0x30", "0x40", "0x60", "0x70"]
+    assert stores == ["0x10", "0x20", "0x30", "0x40", "0x50", "0x60", "0x70"]
+
+
 def hgmma(accumulator: str, source: str, end: str = "") -> str:
     return f"HGMMA.64x64x16.F32.BF16 {accumulator}, R4, gdesc[UR8], {source}{end}"
 
