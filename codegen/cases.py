@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .arch import ARCHITECTURES
+
 Data = Literal["normal", "huge_key", "uniform_1e4", "all_1e4"]
 Layout = Literal["bshd", "bhsd", "fused", "cache"]
 
@@ -25,11 +27,7 @@ STEEP = 30.0  # softmax_scale times this: rows close to one-hot
 REPEATS = 20
 REPEATS_ELSEWHERE = 2
 
-# So many work tiles make some CTA of a persistent grid on 132 SMs take a third one. The tallest
-# query tile is assumed, so that the count holds for any tile.
-WORK_TILES = 2 * 132 + 1
-TALLEST_QUERY_TILE = 192
-# Query lengths that make 5 tiles of 128 or 3 of 192, and 8 tiles of 128 or 6 of 192.
+# Query lengths that make an odd number of tiles of 128, 192 and 256 rows, and an even one.
 ODD_TILES_LENGTH = 545
 EVEN_TILES_LENGTH = 1000
 
@@ -108,16 +106,12 @@ def smallest_ragged(cases: tuple[Case, ...]) -> Case:
     return min(ordinary or cases, key=lambda case: case.work)
 
 
-def query_tiles(
-    case: Case, spec: Mapping[str, Any], tile: int = TALLEST_QUERY_TILE
-) -> int:
+def query_tiles(case: Case, spec: Mapping[str, Any], tile: int) -> int:
     """Work tiles of a case for a query tile of that many rows."""
     return case.batch * case.kv_heads * tiles_of_kv_head(case.q, spec, tile)
 
 
-def tiles_of_kv_head(
-    q: int, spec: Mapping[str, Any], tile: int = TALLEST_QUERY_TILE
-) -> int:
+def tiles_of_kv_head(q: int, spec: Mapping[str, Any], tile: int) -> int:
     """Work tiles of the ``q`` rows of all query heads of a KV head, packed or each for itself."""
     if spec.get("pack_gqa"):
         return math.ceil(q * int(spec["q_per_kv"]) / tile)
@@ -133,9 +127,11 @@ def _candidates(spec: Mapping[str, Any]) -> Iterator[Case]:
         return Case(name, batch, kv_heads, q, kv, **options)
 
     def many(tag: str, q: int, kv: int, **options: Any) -> Case:
-        batch = 3
-        tiles_per_kv_head = batch * tiles_of_kv_head(_fixed_or(spec, "q", q), spec)
-        kv_heads = math.ceil(WORK_TILES / tiles_per_kv_head)
+        # So many that some CTA of a persistent grid takes a third work tile, for any tile.
+        gpu = ARCHITECTURES[spec["arch"]]
+        batch, q = 3, _fixed_or(spec, "q", q)
+        per_kv_head = batch * tiles_of_kv_head(q, spec, gpu.tallest_tile)
+        kv_heads = math.ceil((2 * gpu.sm_count + 1) / per_kv_head)
         return case(tag, q, kv, batch, kv_heads, repeats=REPEATS, **options)
 
     for (q, kv), (batch, kv_heads) in _RAGGED:

@@ -87,7 +87,7 @@ def _number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         yield (
             number.name,
             f"{number.value:>{width}}",
-            f"[{number.unit}]",
+            f"[{number.unit}]" if number.unit else "",
             _origin(number, plan.spec_file.spec),
         )
 

@@ -139,6 +139,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         sms_per_head=constants.get("SMS_PER_HEAD", 0),
         q_releases=constants["Q_STAGES"] * constants["Q_RELEASES"],
         packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
+        single=spec.get("schedule") == "single",
     )
 
 

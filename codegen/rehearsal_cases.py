@@ -30,7 +30,8 @@ class Tiles:
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
     starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
-    packed: query heads whose rows a tile holds.
+    packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
+    number of SMs.
     """
 
     q: int  # [rows]
@@ -39,6 +40,7 @@ class Tiles:
     sms_per_head: int = 0
     q_releases: int = 2
     packed: int = 1
+    single: bool = False
 
     @property
     def ctas(self) -> int:
@@ -176,11 +178,13 @@ def _fitted(
     )
     heads = kv_heads * spec["q_per_kv"] // tiles.heads
     work = batch * heads * math.ceil(q / tiles.cluster_rows)
-    running = None
+    running: tuple[int, ...] | None = None
     if work * math.ceil(kv / tiles.kv) > MANY_BLOCKS:
         clusters = max(clusters, work // TILES_OF_A_CLUSTER)
         # The first one has the longest and the shortest tile of a causal problem.
         running = (0 if tag == "ragged" else clusters - 1,)
+        if tiles.single:
+            running = (0, work - 1)
     name = f"{tag}_b{batch}_hkv{kv_heads}_q{q}_kv{kv}"
     sm_count = clusters * tiles.ctas
     return Case(name, batch, kv_heads, q, kv, sm_count, running, **options)

@@ -464,7 +464,13 @@ def _clashes(files: Iterable[Path]) -> list[Diagnostic]:
 
 
 def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
-    for name, taken in ARCHITECTURES[spec.arch].takes.items():
+    architecture = ARCHITECTURES[spec.arch]
+    whose: str = spec.arch
+    takes = architecture.takes
+    if spec.cta_group == 2 and architecture.takes_of_pairs:
+        whose = f"{spec.arch} with cta_group: 2"
+        takes = {**takes, **architecture.takes_of_pairs}
+    for name, taken in takes.items():
         field = tuple(name.split("."))
         value: Any = spec
         for part in field:
@@ -478,7 +484,7 @@ def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
         hint = (
             f"{hint}{', or ' if words else ''}leave it out" if None in taken else hint
         )
-        message = f"{name}: {_in_yaml(name, value)} is not generated for {spec.arch}"
+        message = f"{name}: {_in_yaml(name, value)} is not generated for {whose}"
         yield Violation("FG205", field, message, hint)
 
 

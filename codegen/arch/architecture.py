@@ -13,6 +13,7 @@ class Architecture:
 
     takes: by field of a spec such as `tile.q`, the values it takes of those that a spec may say.
     None is a field that is left out, (qk, v) a head_dim; a field that is not there takes all.
+    takes_of_pairs: what it takes instead, where two CTAs share an MMA.
     """
 
     name: str  # as a spec says it
@@ -20,6 +21,8 @@ class Architecture:
     compute_capability: tuple[
         int, int
     ]  # (major, minor) of the GPU that proves its kernels
+    sm_count: int  # of that GPU
+    tallest_tile: int  # [rows] of a CTA's query tile
     gpu_family: str  # the GPUs that a kernel lets through, as its message says it
     smem_bytes: int  # dynamic shared memory that one CTA can have
     tmem_columns: int  # of 32 bits, per lane of an SM
@@ -29,3 +32,4 @@ class Architecture:
         str, str
     ]  # counted in a compile's report: what opcodes start with
     takes: dict[str, tuple[Any, ...]]
+    takes_of_pairs: dict[str, tuple[Any, ...]]

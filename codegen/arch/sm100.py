@@ -22,7 +22,7 @@ MMA_N_STEP: Final = (
 )
 MMA_N_MOST: Final = 256
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
-REGISTERS_OF_THREADS: Final = 512  # setmaxnreg values of four warpgroups add up to this
+REGISTERS: Final = 65536  # of an SM
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_S: Final = 64
 
@@ -30,6 +30,8 @@ ARCHITECTURE: Final = Architecture(
     name="sm100",
     compile_arch="sm_100a",
     compute_capability=(10, 0),
+    sm_count=148,  # B200
+    tallest_tile=256,
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
@@ -55,12 +57,22 @@ ARCHITECTURE: Final = Architecture(
         "STL": "STL",
     },
     takes={
-        "head_dim": ((64, 64), (96, 96), (128, 128)),
+        "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
         "pack_gqa": (False,),
-        "cluster": ((1, 1),),
-        "cta_group": (1,),
+        "cluster": ((1, 1), (2, 1)),
+        "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
+        "cta_group": (1, 2),
         "tile.q": (None, 256),  # two halves of MMA_ROWS
         "stages.q": (None, 2),  # a half of the query tile each
         "stages.v": (None,),  # K and V share the stages of one ring
+    },
+    takes_of_pairs={
+        # Half of V is a swizzled row at least.
+        "head_dim": ((128, 128), (192, 128), (256, 256)),
+        "cluster": ((2, 1),),
+        "multicast": (
+            "none",
+        ),  # either has half of K and V, which an MMA reads in both
+        "schedule": ("persistent",),  # ptxas spills in the correction of a single tile
     },
 )

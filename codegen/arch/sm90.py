@@ -21,6 +21,8 @@ ARCHITECTURE: Final = Architecture(
     name="sm90",
     compile_arch="sm_90a",
     compute_capability=(9, 0),
+    sm_count=132,  # H100 and H200
+    tallest_tile=192,
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
@@ -49,6 +51,7 @@ ARCHITECTURE: Final = Architecture(
         "schedule": ("persistent",),
         "cta_group": (1,),
     },
+    takes_of_pairs={},
 )
 
 

@@ -66,22 +66,10 @@ def listed(*parts: Sequence[str]) -> str:
     return ", ".join(item for part in parts for item in part)
 
 
-def positions_of_tile(traits: Traits) -> str:
-    """Query positions of a CTA at a time, in the words of the kernel."""
-    return "TILE_POSITIONS" if traits.pack_gqa else "TILE_Q"
-
-
-def positions_of_cluster(traits: Traits) -> str:
-    """Query positions of a cluster at a time, or of the CTA that stands for one."""
-    if traits.spec.cluster[0] == 1:
-        return positions_of_tile(traits)
-    return "CLUSTER_POSITIONS" if traits.pack_gqa else "TILE_Q * CLUSTER_SIZE"
-
-
 def _counting(traits: Traits) -> dict[str, str]:
     """What decides how many KV blocks a tile has: all CTAs of a cluster walk the same ones."""
     q_tile = "q_tile // CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "q_tile"
-    end = f"({q_tile} + 1) * {positions_of_cluster(traits)}"
+    end = f"({q_tile} + 1) * {traits.positions_of_cluster}"
     what = "position" if traits.pack_gqa else "row"
     problem = traits.needs_problem
     return {
@@ -107,7 +95,7 @@ def _lengths(traits: Traits) -> dict[str, str]:
         "host_seqlen_q": "SEQLEN_Q" if fixed_q else "seqlen_q",
         "host_seqlen_kv": "SEQLEN_KV" if fixed_kv else "seqlen_kv",
         "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
-        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {positions_of_cluster(traits)})",
+        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {traits.positions_of_cluster})",
         "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
     }
 
@@ -145,6 +133,9 @@ def _title(spec: Spec) -> str:
         parts.append(f"GQA {spec.heads.q_per_kv}{packed}")
     if spec.cluster != (1, 1):
         parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
+    if spec.cta_group > 1:
+        parts.append("a pair of CTAs per MMA")
+    elif spec.cluster != (1, 1):
         shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
         parts.append(f"{shared} multicast")
     return f"FMHA forward for {spec.arch}: {', '.join(parts)}"

@@ -32,8 +32,9 @@ class Number:
     @property
     def line(self) -> str:
         """The constant as the file's constants block has it."""
+        unit = f" [{self.unit}]" if self.unit else ""
         formula = f" = {self.formula}" if self.formula else ""
-        return f"{self.name} = {self.value}  # [{self.unit}]{formula}"
+        return f"{self.name} = {self.value}  #{unit}{formula}"
 
 
 @dataclass(frozen=True)

@@ -25,18 +25,22 @@ from .sm100_words import statements
 
 TILE_Q: Final = 2 * sm100.MMA_ROWS
 TILE_KV: Final = 128
-KV_STAGES: Final = (6, 5, 4, 3, 2)  # tried in this order
+# Stages of (K and V, O), tried in this order: with one for O, its halves take turns, which a third
+# tile of K or V is worth.
+STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 2
-SOFTMAX_REGS: Final = 192
-CORRECTION_REGS: Final = 80
+SOFTMAX_REGS: Final = {2: 192, 1: 256}  # by halves of a query tile
+# By these and stages of O.
+CORRECTION_REGS: Final = {(2, 2): 88, (2, 1): 96, (1, 1): 160}
 _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idle warp
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
-    "TILE_Q": "two halves: softmax of one runs beside the MMAs of the other",
+    "TILE_Q": "softmax of a half runs beside the MMAs of the other, if O of two fits",
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit, at most 6",
+    "O_STAGES": "one for each half where they fit, else they take turns",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
@@ -60,7 +64,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         derived=derived,
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
-        barriers=tuple(_barriers(sizes)),
+        barriers=tuple(_barriers(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(sizes.tile_kv),
         statements=tuple(statements(context)),
@@ -71,16 +75,27 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and ring: as given, the rest planned; what does not fit is refused."""
     spec = spec_file.spec
-    sizes = Sizes(TILE_Q, spec.tile.kv or TILE_KV, KV_STAGES[-1])
+    sizes = Sizes(
+        spec.tile.q or _planned_tile_q(spec), spec.tile.kv or TILE_KV, *STAGES[-1]
+    )
     _check_columns(spec_file, sizes)
-    if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS:
-        raise _too_many_registers(spec_file, sizes.tile_kv)
-    depths = (spec.stages.kv,) if spec.stages.kv else KV_STAGES
-    choices = [replace(sizes, kv_stages=depth) for depth in depths]
+    if sum(_register_parts(sizes.tile_kv).values()) > SOFTMAX_REGS[sizes.halves]:
+        raise _too_many_registers(spec_file, sizes)
+    choices = [
+        replace(sizes, kv_stages=spec.stages.kv or kv, o_stages=o)
+        for kv, o in STAGES
+        if o <= sizes.halves
+    ]
     for choice in choices:
         if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
             return choice
     raise _too_much_smem(spec_file, choices[-1])
+
+
+def _planned_tile_q(spec: Spec) -> int:
+    """Both halves of a tile, unless their S and O do not fit."""
+    fits = 2 * (TILE_KV + spec.head_dim.v) <= sm100.TMEM_COLUMNS
+    return TILE_Q if fits else sm100.MMA_ROWS
 
 
 def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
@@ -95,11 +110,12 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
         hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
         place = spec_file.locate("tile", "kv")
         raise SpecError([Diagnostic(place, "FG406", message, hint)])
-    needed = sizes.halves * (kv + v)
+    s, o = sizes.s_stages * kv, sizes.halves * v
+    needed = s + o
     if needed > sm100.TMEM_COLUMNS:
         message = (
             f"tensor memory needs {needed} columns, sm100 has {sm100.TMEM_COLUMNS}:"
-            f" S {sizes.halves * kv} + O {sizes.halves * v}"
+            f" S {s} + O {o}"
         )
         hint = "a smaller tile.kv"
         place = spec_file.locate("tile", "kv")
@@ -112,55 +128,83 @@ def _register_parts(tile_kv: int) -> dict[str, int]:
 
 
 def _registers(sizes: Sizes) -> tuple[Registers, ...]:
-    others = sm100.REGISTERS_OF_THREADS - sizes.halves * SOFTMAX_REGS - CORRECTION_REGS
+    softmax = SOFTMAX_REGS[sizes.halves]
+    correction = CORRECTION_REGS[sizes.halves, sizes.o_stages]
+    others = _registers_at_launch(sizes) - sizes.halves * softmax - correction
     return (
-        Registers("softmax", sizes.halves, SOFTMAX_REGS),
-        Registers("correction", 1, CORRECTION_REGS),
+        Registers("softmax", sizes.halves, softmax),
+        Registers("correction", 1, correction),
         Registers("load, mma and store", 1, others),
     )
 
 
+def _registers_at_launch(sizes: Sizes) -> int:
+    """Of a thread of each warpgroup, added up: what setmaxnreg deals out again."""
+    warpgroups = sizes.halves + _WARPGROUPS_BESIDE_SOFTMAX
+    per_thread = sm100.REGISTERS // (sm100.MMA_ROWS * warpgroups)
+    return per_thread // 8 * 8 * warpgroups
+
+
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    barriers = 2 * sm100.MBARRIER_BYTES * (halves + sizes.kv_stages + 4 * halves)
-    address, stats = 4, 4 * sizes.tile_q
+    stages = 2 * (halves + sizes.s_stages) + sizes.kv_stages + sizes.o_stages
+    barriers = 2 * sm100.MBARRIER_BYTES * stages
+    address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
+    shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
+    s_stages = "HALVES" if halves > 1 else "S_STAGES"
     return (
-        Region("barriers", barriers, "2 * 8 * (Q_STAGES + KV_STAGES + 4 * HALVES)"),
+        Region(
+            "barriers",
+            barriers,
+            f"2 * 8 * (2 * HALVES + 2 * {s_stages} + KV_STAGES + O_STAGES)",
+        ),
         Region("address", address, "4"),
-        Region("stats", stats, "4 * TILE_Q"),
+        Region("stats", stats, f"4 * 128 * {s_stages}"),
         Region(
             "padding",
             -(barriers + address + stats) % sm100.SMEM_ALIGN,
             "to a multiple of SMEM_ALIGN",
         ),
-        Region("sQ", sizes.tile_q * qk * ELEMENT_BYTES, "Q_TX_BYTES * Q_STAGES"),
+        Region(
+            "sQ",
+            sizes.tile_q * qk * ELEMENT_BYTES,
+            f"Q_TX_BYTES{shared} * Q_STAGES",
+        ),
         Region(
             "sKV",
-            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.kv_stages,
-            "KV_TX_BYTES * KV_STAGES",
+            sizes.tile_kv * qk * ELEMENT_BYTES // spec.cta_group * sizes.kv_stages,
+            f"K_TX_BYTES{shared} * KV_STAGES",
         ),
-        Region("sO", sizes.tile_q * v * ELEMENT_BYTES, "2 * TILE_Q * HEAD_DIM_V"),
+        Region(
+            "sO",
+            sm100.MMA_ROWS * v * ELEMENT_BYTES * sizes.o_stages,
+            "2 * 128 * HEAD_DIM_V * O_STAGES",
+        ),
     )
 
 
 def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
     kv, v, halves = sizes.tile_kv, spec.head_dim.v, sizes.halves
-    for half in range(halves):
-        first = f"{half} * S_COLUMNS"
-        yield Columns(f"S of half {half}", half * kv, kv, f"from {first} on")
-        yield Columns(f"P of half {half}", half * kv, kv // 2, "where its S was")
+    of = "half" if halves > 1 else "stage"
+    for stage in range(sizes.s_stages):
+        first = f"{stage} * S_COLUMNS"
+        yield Columns(f"S of {of} {stage}", stage * kv, kv, f"from {first} on")
+        yield Columns(f"P of {of} {stage}", stage * kv, kv // 2, "where its S was")
     for half in range(halves):
         first = f"O_FIRST + {half} * O_COLUMNS"
         yield Columns(
-            f"O of half {half}", halves * kv + half * v, v, f"from {first} on"
+            f"O of half {half}" if halves > 1 else "O",
+            sizes.s_stages * kv + half * v,
+            v,
+            f"from {first} on",
         )
 
 
-def _too_many_registers(spec_file: SpecFile, tile_kv: int) -> SpecError:
-    parts = _register_parts(tile_kv)
+def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
+    parts = _register_parts(sizes.tile_kv)
     message = (
         f"a softmax thread needs about {sum(parts.values())} registers, sm100 leaves"
-        f" {SOFTMAX_REGS}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
+        f" {SOFTMAX_REGS[sizes.halves]}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
     )
     place = spec_file.locate("tile", "kv")
     return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
@@ -185,17 +229,22 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
     group = "given" if "heads" in spec.model_fields_set else "default"
     yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    if traits.cluster_size > 1:
+        what = "CTAs: query tiles of one head"
+        yield Number("CLUSTER_SIZE", traits.cluster_size, what, "given")
     for name, value, unit, given in (
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
+        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", None),
     ):
         origin = "given" if given else "planned"
         yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+    softmax, correction, _ = _registers(sizes)
     planned = [
         ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
-        ("SOFTMAX_REGS", SOFTMAX_REGS, "per thread"),
-        ("CORRECTION_REGS", CORRECTION_REGS, "per thread"),
+        ("SOFTMAX_REGS", softmax.per_thread, "per thread"),
+        ("CORRECTION_REGS", correction.per_thread, "per thread"),
     ]
     if traits.causal:
         unit = "SMs that work on a head at a time"
@@ -207,17 +256,22 @@ def _chosen(traits: Traits) -> Iterator[Number]:
 def _derived(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
-    others = sm100.REGISTERS_OF_THREADS - halves * SOFTMAX_REGS - CORRECTION_REGS
+    *_, others = _registers(sizes)
     first = 4 * halves
-    per_stage, commits = "bytes per stage", "commits that free a stage"
+    ctas = spec.cta_group
+    whose = " of both CTAs" if traits.pair else ""
+    mma_rows = "MMA_ROWS" if traits.pair else "128"
+    parts = "tiles" if traits.by_block else "halves"
+    s_stages = "S_STAGES" if traits.by_block else "HALVES"
+    per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
     columns = "columns of tensor memory"
     rows = [
         ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
         (
             "OTHER_REGS",
-            others,
+            others.per_thread,
             "per thread",
-            "512 - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
+            f"{_registers_at_launch(sizes)} - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
         ),
         ("CORRECTION_WARP", first, "the first of four", "4 * HALVES"),
         ("LOAD_WARP", first + 4, "warp", "CORRECTION_WARP + 4"),
@@ -229,26 +283,50 @@ def _derived(traits: Traits) -> Iterator[Number]:
             "per CTA",
             "128 * (HALVES + 2)",
         ),
-        ("Q_STAGES", halves, "halves", "HALVES"),
-        ("Q_TX_BYTES", 128 * qk * 2, per_stage, "128 * HEAD_DIM_QK * 2"),
-        ("KV_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("Q_STAGES", halves, parts, "HALVES"),
+        ("S_STAGES", sizes.s_stages, "blocks", "2"),
+        ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
+        ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
+        ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
+        ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
         ("Q_RELEASES", 1, commits, "1"),
-        ("KV_RELEASES", 1, commits, "1"),
-        ("S_RELEASES", 256, "threads: softmax and correction", "2 * 128"),
+        (
+            "KV_RELEASES",
+            traits.cluster_size if traits.multicast_k else 1,
+            commits,
+            "CLUSTER_SIZE" if traits.multicast_k else "1",
+        ),
+        (
+            "S_RELEASES",
+            (128 if traits.by_block else 256) * ctas,
+            f"threads{whose}: softmax{'' if traits.by_block else ' and correction'}",
+            mma_rows if traits.by_block else f"2 * {mma_rows}",
+        ),
+        ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
         ("S_COLUMNS", kv, columns, "TILE_KV"),
         ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
         ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
-        ("O_FIRST", halves * kv, columns, "HALVES * S_COLUMNS"),
+        ("O_FIRST", sizes.s_stages * kv, columns, f"{s_stages} * S_COLUMNS"),
         (
             "TMEM_COLUMNS",
-            _power_of_two(halves * (kv + v)),
-            "columns to allocate",
+            _power_of_two(sizes.s_stages * kv + halves * v),
+            "",  # or its line would be too long
             "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
         ),
     ]
+    absent = set() if traits.uneven else {"V_TX_BYTES"}
+    absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
+    absent |= set() if traits.by_block else {"S_STAGES"}
+    rows = [row for row in rows if row[0] not in absent]
+    cluster_rows = sizes.tile_q * traits.cluster_size
+    if traits.cluster_size > 1:
+        unit = "rows per cluster"
+        rows.append(("CLUSTER_ROWS", cluster_rows, unit, "TILE_Q * CLUSTER_SIZE"))
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // sizes.tile_q)
-        rows.append(("Q_TILES", tiles, "per head", "-(-SEQLEN_Q // TILE_Q)"))
+        tiles = -(-traits.seqlen_q // cluster_rows)
+        unit = "clusters along a head" if traits.cluster_size > 1 else "per head"
+        formula = f"-(-SEQLEN_Q // {traits.positions_of_cluster})"
+        rows.append(("Q_TILES", tiles, unit, formula))
     if traits.seqlen_kv is not None and not traits.causal:
         blocks = -(-traits.seqlen_kv // kv)
         rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
@@ -268,24 +346,33 @@ def _power_of_two(columns: int) -> int:
     return size
 
 
-def _barriers(sizes: Sizes) -> Iterator[Barrier]:
-    halves = sizes.halves
-    commit = "1: a commit"
+def _barriers(traits: Traits) -> Iterator[Barrier]:
+    sizes, halves = traits.sizes, traits.sizes.halves
+    who = "softmax" if traits.by_block else "softmax of the half"
+    last = "PV" if traits.by_block else "the last PV"
+    kv_full, kv_empty = "by TMA", "1: a commit"
+    if not traits.by_block:
+        kv_empty += ", after both halves"
+    if traits.multicast_k:
+        kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
+        kv_empty = f"{traits.cluster_size}: a commit of each CTA, after both halves"
+    commit, threads = "1: a commit", "128"
+    users = f"{32 * (4 * halves + 5)} threads: softmax, correction, mma"
+    if traits.pair:
+        kv_full, threads = "by TMA of 2 CTAs, half of it each", "256, of both CTAs"
     yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
     yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
-    yield Barrier("kv_full", sizes.kv_stages, "1 + KV_TX_BYTES by TMA", "mma")
-    yield Barrier("kv_empty", sizes.kv_stages, f"{commit}, after both halves", "load")
-    yield Barrier("s_full", halves, f"{commit}, after QK", "softmax of the half")
-    yield Barrier(
-        "s_empty",
-        halves,
-        "256: P is in place (softmax), O rescaled (correction)",
-        "mma",
-    )
-    yield Barrier("stats_full", halves, "128: softmax", "correction")
-    yield Barrier("stats_empty", halves, "128: correction", "softmax of the half")
-    yield Barrier("o_full", halves, f"{commit}, after the last PV", "correction")
-    yield Barrier("o_empty", halves, "128: correction", "mma")
-    yield Barrier("out_full", halves, "128: correction", "store")
-    yield Barrier("out_empty", halves, "32: the store warp", "correction")
-    yield Barrier("tmem", 1, "416 threads: softmax, correction, mma", "all of them")
+    yield Barrier("kv_full", sizes.kv_stages, f"1 + bytes of K or V {kv_full}", "mma")
+    yield Barrier("kv_empty", sizes.kv_stages, kv_empty, "load")
+    s_empty = f"2 * {threads}: P is in place (softmax), O rescaled (correction)"
+    if traits.by_block:
+        s_empty = f"{threads}: P is in place (softmax)"
+    yield Barrier("s_full", sizes.s_stages, f"{commit}, after QK", who)
+    yield Barrier("s_empty", sizes.s_stages, s_empty, "mma")
+    yield Barrier("stats_full", sizes.s_stages, "128: softmax", "correction")
+    yield Barrier("stats_empty", sizes.s_stages, "128: correction", who)
+    yield Barrier("o_full", halves, f"{commit}, after {last}", "correction")
+    yield Barrier("o_empty", halves, f"{threads}: correction", "mma")
+    yield Barrier("out_full", sizes.o_stages, "128: correction", "store")
+    yield Barrier("out_empty", sizes.o_stages, "32: the store warp", "correction")
+    yield Barrier("tmem", 1, users, "all of them")

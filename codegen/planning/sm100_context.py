@@ -20,11 +20,17 @@ class Sizes(shared.Sizes):
     """Tile and ring sizes, in rows and stages; K and V share the stages of one ring."""
 
     kv_stages: int
+    o_stages: int  # halves of O in shared memory
 
     @property
     def halves(self) -> int:
-        """Of a query tile: each has warps of its own, S, P, O and a stage of Q."""
+        """Of a query tile: each has warps of its own, P, O and a stage of Q."""
         return self.tile_q // sm100.MMA_ROWS
+
+    @property
+    def s_stages(self) -> int:
+        """Of S: one for each half, or two that the blocks of a whole tile take in turn."""
+        return 2
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,26 @@ class Traits(shared.Traits):
     def plain_loop(self) -> bool:
         """Some block may need no mask: K has a whole one."""
         return self.seqlen_kv is None or self.seqlen_kv >= self.sizes.tile_kv
+
+    @property
+    def uneven(self) -> bool:
+        """K and V differ in size, but take turns in the same stages."""
+        return self.spec.head_dim.qk != self.spec.head_dim.v
+
+    @property
+    def pair(self) -> bool:
+        """Two CTAs share each MMA, of twice the rows: half of K and V is in either."""
+        return self.spec.cta_group > 1
+
+    @property
+    def by_block(self) -> bool:
+        """A tile is not in halves: softmax of a block runs beside the MMAs of the next."""
+        return self.sizes.halves == 1
+
+    @property
+    def positions_of_cluster(self) -> str:
+        """A constant, where its product would not fit the lines that use it."""
+        return "CLUSTER_ROWS" if self.cluster_size > 1 else "TILE_Q"
 
     @property
     def one_box(self) -> bool:
@@ -58,24 +84,42 @@ def template_context(
     spec = spec_file.spec
     traits = Traits(spec, sizes)
     qk, v, kv = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv
+    rows = sm100.MMA_ROWS * spec.cta_group
+    mma_warp = 4 * sizes.halves + 5
     items = (("'cta_group'", str(spec.cta_group)), ("'schedule'", repr(spec.schedule)))
+    (columns,) = (number.value for number in derived if number.name == "TMEM_COLUMNS")
     common = common_context(
         spec_file,
         traits,
         chosen,
         derived,
-        roles=tuple(roles(spec, smem_bytes)),
+        roles=tuple(roles(spec, smem_bytes, columns, by_block=traits.by_block)),
         spec_items=items,
     )
     return {
         **common,
-        "qk_tiler": f"({sm100.MMA_ROWS}, {kv}, {qk})",
-        "pv_tiler": f"({sm100.MMA_ROWS}, {v}, {kv})",
+        "pair": traits.pair,
+        "by_block": traits.by_block,
+        "first_row": "q_tile * TILE_Q"
+        + ("" if traits.by_block else " + half * HALF_ROWS"),
+        "cta_group": "TWO" if traits.pair else "ONE",
+        "group": "two" if traits.pair else "one",
+        "s_stages": "S_STAGES" if traits.by_block else "HALVES",
+        "stats": "TILE_Q * S_STAGES" if traits.by_block else "TILE_Q",
+        "mma_warp": str(mma_warp),
+        "tmem_threads": str(32 * mma_warp),  # and as many warps before it
+        "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
+        "qk_tiler": f"({rows}, {kv}, {qk})",
+        "pv_tiler": f"({rows}, {v}, {kv})",
+        "kv_stage": f"TILE_KV * HEAD_DIM_QK{' // CLUSTER_SIZE' if traits.pair else ''}",
         # A row of O in shared memory is a whole number of swizzled spans.
+        "o_stage": "half" if sizes.o_stages > 1 else "0",
         "o_atom": "K_SW128" if v * 2 % 128 == 0 else "K_SW64",
         # Statements of a tile are the body of a loop, or follow each other once.
         "loop_indent": 4 if traits.persistent else 0,
         "one_box": traits.one_box,
+        "uneven": traits.uneven,
+        "multicast": traits.multicast_k,
         "kv_tail": traits.kv_tail,
         "masks": traits.masks,
         "plain_loop": traits.plain_loop,
@@ -92,7 +136,17 @@ def _arguments(traits: Traits) -> dict[str, str]:
     typed_problem = ["problem: Problem"] if traits.needs_problem else []
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
     masked = "masked" if traits.dynamic_blocks else "MASKED_BLOCKS"
+    k_options = v_options = [", peers"] if traits.multicast_k else []
+    if traits.uneven:
+        v_options = [*v_options, ", V_TX_BYTES"]
     return {
+        "k_options": "".join(k_options),
+        "v_options": "".join(v_options),
+        "load_params": listed(
+            ["pipe", "state", "atom", "gmem", "smem"],
+            ["mask=None"] if traits.multicast_k else [],
+            ["tx_bytes=None"] if traits.uneven else [],
+        ),
         "tile_names": "q_tile, _, _" if causal else "_, _, _",
         "lse_names": "_, head, batch" if causal else "q_tile, head, batch",
         "masked_blocks": masked,

@@ -14,20 +14,58 @@ Roles: warps 0 to 3 and 4 to 7 turn S of a half into P; warps 8 to 11 rescale an
 warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 14 stores O.
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
-  kv     load -> mma            K, V, K, ... by TMA     commit, after both halves
-  s      mma -> softmax         S of a half, commit     128 threads of softmax: P is in its place,
-                                                        128 of correction: O is rescaled
+  kv     load -> mma            K, V, K, ... by TMA     {freed}
+  s      mma -> softmax         S of a half, commit     {all} threads of softmax: P is in its place,
+                                                        {all} of correction: O is rescaled
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
-  o      mma -> correction      O of a half, commit     128 threads of correction
+  o      mma -> correction      O of a half, commit     {all} threads of correction
   out    correction -> store    O in shared memory      the store warp"""
 
 
-def roles(spec: Spec, smem_bytes: int) -> Iterator[str]:
+_PAIR: Final = """\
+A pair of CTAs has neighbouring query tiles of a head, and each MMA has rows of both. Each CTA
+loads half of K's rows and half of V's columns; the leader, of rank 0, issues. What its MMA warp
+waits for is in the leader and counts both CTAs; what it commits is told to both."""
+
+
+_ROLES_BY_BLOCK: Final = """\
+A CTA works on a query tile of 128 rows.
+Roles: warps 0 to 3 turn S into P; warps 4 to 7 rescale and normalize O; warp 8 loads by TMA;
+warp 9 owns the tensor memory and issues QK and PV; warp 10 stores O.
+Pipelines (what fills a stage; what frees it):
+  q      load -> mma            Q by TMA                commit, after QK of its last block
+  kv     load -> mma            K, K, V, K, V, ... V    commit
+  s      mma -> softmax         S of a block, commit    256 threads of softmax: P is in its place
+  stats  softmax -> correction  a block's factor of O,  128 threads of correction
+                                in the end the sum
+  o      mma -> correction      O with a block, commit  256 threads of correction
+  out    correction -> store    O in shared memory      the store warp"""
+
+
+def roles(
+    spec: Spec, smem_bytes: int, tmem_columns: int, *, by_block: bool
+) -> Iterator[str]:
     """Yield the lines of a file's header that say who does what, and what it takes."""
-    yield from _ROLES.splitlines()
+    shared = spec.multicast != "none"
+    freed = (
+        "commit of each CTA, after both halves"
+        if shared
+        else "commit, after both halves"
+    )
+    pair = spec.cta_group > 1
+    threads = 256 if pair else 128
+    if by_block:
+        yield from _ROLES_BY_BLOCK.splitlines()
+    else:
+        yield from _ROLES.format(freed=freed, all=threads).splitlines()
+    if pair:
+        yield from _PAIR.splitlines()
+    if shared:
+        yield "A cluster has 2 query tiles of a head; each CTA loads a slice of K and V for both."
     yield (
-        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory: 512 columns."
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM."
+        f" Tensor memory: {tmem_columns} columns."
     )
     yield "Emulated, not run: its record says whether a GPU has run it since."
 
@@ -58,13 +96,25 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
             if has["causal"]
             else "query tiles of one head side by side"
         )
-        yield f"Persistent: each CTA takes a tile per wave, {order}."
+        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+        yield f"Persistent: each {owner} takes a tile per wave, {order}."
     else:
         order = ", those with most keys first" if has["causal"] else ""
-        yield f"A CTA for each tile{order}."
+        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+        yield f"A {owner} for each tile{order}."
     if has["causal"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
-    yield "Halves of a query tile alternate: softmax of one runs beside the MMAs of the other."
+    if has["cluster_size"] > 1:
+        loads = "each loads for itself"
+        if has["pair"]:
+            loads = "each loads half of K and V, for MMAs over both"
+        if has["multicast"]:
+            loads = "each loads its slice of K and V for both"
+        yield f"A cluster has {has['cluster_q']} query tiles of one head; {loads}."
+    if has["by_block"]:
+        yield "QK is a block ahead of PV: softmax of one runs beside the MMAs of the other."
+    else:
+        yield "Halves of a query tile alternate: softmax of one runs beside the MMAs of the other."
 
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
@@ -82,4 +132,5 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"Loop 1, masked for {' and '.join(crossings)}: blocks that not every row sees whole."
     if has["plain_loop"]:
-        yield "Loop 2, without masks: blocks that every row of the half sees whole."
+        rows = "row" if has["by_block"] else "row of the half"
+        yield f"Loop 2, without masks: blocks that every {rows} sees whole."

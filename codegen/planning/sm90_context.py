@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..spec import SpecFile
 from . import traits as shared
-from .context import common_context, listed, positions_of_tile
+from .context import common_context, listed
 from .kernel_plan import Number
 
 _SMEM_ATOMS: Final = {0: "K_SW128", 32: "K_SW64"}  # by head_dim modulo 64
@@ -149,7 +149,7 @@ def _arguments(traits: Traits) -> dict[str, str]:
     typed_problem = ["problem: Problem"] if traits.needs_problem else []
     row = ["q_tile * TILE_Q + row"] if traits.causal else []
     what = "position" if traits.pack_gqa else "row"  # that sees keys
-    first = f"q_tile * {positions_of_tile(traits)}"
+    first = f"q_tile * {traits.positions_of_tile}"
     if traits.strips:
         first += " + strip"
     blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"

@@ -50,6 +50,18 @@ class Traits:
         return "KV head" if self.pack_gqa else "head"
 
     @property
+    def positions_of_tile(self) -> str:
+        """Query positions of a CTA at a time, in the words of the kernel."""
+        return "TILE_POSITIONS" if self.pack_gqa else "TILE_Q"
+
+    @property
+    def positions_of_cluster(self) -> str:
+        """Query positions of a cluster at a time, or of the CTA that stands for one."""
+        if self.spec.cluster[0] == 1:
+            return self.positions_of_tile
+        return "CLUSTER_POSITIONS" if self.pack_gqa else "TILE_Q * CLUSTER_SIZE"
+
+    @property
     def seqlen_q(self) -> int | None:
         """Fixed number of query positions, or None."""
         q = self.spec.seqlen.q

@@ -24,6 +24,7 @@ class Edit(NamedTuple):
     old: str
     new: str
     budget: int
+    arch: str = "sm90"
 
 
 D64 = "dtype: bf16\nhead_dim: 64\n"
@@ -55,6 +56,36 @@ EDITS = {
         FEATURE,
     ),
     "cluster": Edit(D128 + CLUSTER, "[2, 1]", "[1, 2]", FEATURE),
+    "sm100_stages_kv": Edit(
+        D64 + "stages: {kv: 4}\n", "kv: 4", "kv: 5", NUMBER, "sm100"
+    ),
+    "sm100_tile_kv": Edit(
+        D64 + "tile: {kv: 128}\nstages: {kv: 4}\n",
+        "{kv: 128}",
+        "{kv: 64}",
+        NUMBER + 14,  # the columns of S and P, the tilers
+        "sm100",
+    ),
+    "sm100_dtype": Edit(D128 + "mask: causal\n", "bf16", "fp16", FEATURE, "sm100"),
+    "sm100_mask": Edit(
+        D128 + "lse: true\nmask: none\n", ": none", ": causal", FEATURE, "sm100"
+    ),
+    "sm100_seqlen_fixed": Edit(
+        D128 + "seqlen: dynamic\n", "dynamic", "4096", FEATURE, "sm100"
+    ),
+    "sm100_multicast": Edit(
+        D128 + "cluster: [2, 1]\nmulticast: none\n", ": none", ": kv", FEATURE, "sm100"
+    ),
+    "sm100_cta_group": Edit(
+        D128 + "mask: causal\ncluster: [2, 1]\ncta_group: 1\n",
+        "group: 1",
+        "group: 2",
+        FEATURE,
+        "sm100",
+    ),
+    "sm100_head_dim": Edit(
+        D128 + "mask: causal\n", "128", "{qk: 192, v: 128}", FEATURE, "sm100"
+    ),
 }
 
 # What else the spec says when `lse` is turned off.
@@ -64,14 +95,16 @@ LSE = {
     "lse_cluster": D128 + CLUSTER + "mask: causal\nseqlen: {q: 1000}\n",
     "lse_pack": D128 + "heads: {q_per_kv: 8}\npack_gqa: true\n",
     "lse_d256": "dtype: fp16\nhead_dim: 256\n",
+    "sm100_lse": D128 + "mask: causal\n",
+    "sm100_lse_full_q1000": D64 + "seqlen: {q: 1000}\nschedule: single\n",
 }
 
 
-def difference(before: str, after: str) -> tuple[str, int]:
+def difference(before: str, after: str, arch: str) -> tuple[str, int]:
     """Return the diff of two specs' kernels without digest lines, and how many lines change."""
     assert before != after
     texts = [
-        support.kernel_text(f"arch: sm90\nop: fmha_fwd\n{fields}")
+        support.kernel_text(f"arch: {arch}\nop: fmha_fwd\n{fields}")
         for fields in (before, after)
     ]
     whole = support.unified_diff(*texts, "before", "after")
@@ -90,14 +123,16 @@ def without_digests(text: str) -> str:
 def test_edit(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     edit = EDITS[name]
     assert edit.base.count(edit.old) == 1
-    shown, changed = difference(edit.base, edit.base.replace(edit.old, edit.new))
+    edited = edit.base.replace(edit.old, edit.new)
+    shown, changed = difference(edit.base, edited, edit.arch)
     support.check_accepted(DIFFS / f"{name}.diff", shown, capsys)
     assert changed <= edit.budget, shown
 
 
 @pytest.mark.parametrize("name", LSE)
 def test_lse_off_only_deletes(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown, changed = difference(f"{LSE[name]}lse: true\n", f"{LSE[name]}lse: false\n")
+    fields, arch = LSE[name], "sm100" if name.startswith("sm100") else "sm90"
+    shown, changed = difference(f"{fields}lse: true\n", f"{fields}lse: false\n", arch)
     support.check_accepted(DIFFS / f"{name}.diff", shown, capsys)
     removed, added = support.changed_lines(shown)
     assert added == ['    "lse": False,'], shown

@@ -38,6 +38,13 @@ FIELDS = {
     "full, fixed": "seqlen: {q: 640}\n",
     "full, query tiles": "cluster: [2, 1]\n",
     "full, heads": "heads: {q_per_kv: 2}\ncluster: [1, 2]\n",
+    "sm100, causal": "arch: sm100\nmask: causal\nlse: true\n",
+    "sm100, full, query tiles": "arch: sm100\ncluster: [2, 1]\nmulticast: kv\n",
+    "sm100, causal, single": "arch: sm100\nmask: causal\nschedule: single\n",
+    "sm100, full, single, fixed": "arch: sm100\nschedule: single\nseqlen: {q: 640}\n",
+    "sm100, causal, single query tiles": (
+        "arch: sm100\nmask: causal\nschedule: single\ncluster: [2, 1]\n"
+    ),
 }
 NEEDED = {"Problem", "launch", "locate"}
 
@@ -91,6 +98,9 @@ class Kernel:
         cutlass.select_ = lambda condition, a, b: a if condition else b
         plain = {"Int32": int, "Int64": int, "NamedTuple": NamedTuple}
         mocks = ("tma", "cpasync", "fmha_kernel", "Float32")
+        # Of sm100 only.
+        mocks += ("sm100", "tcgen05", "Tma", "reorder", "cluster_layout")
+        mocks += ("qk_mma", "pv_mma", "o_layout", "DTYPE")
         return {
             "__name__": "kernel",
             "cute": cute,
@@ -113,15 +123,32 @@ class Kernel:
         cluster = launched.get("cluster", [1, 1, 1])
         return entry.call_args.args[-1], launched["grid"][0], cluster[0]
 
+    @property
+    def single(self) -> bool:
+        """A CTA has one tile, and asks for no wave."""
+        count: int = self.names["locate"].__code__.co_argcount
+        return count == 1
+
+    def locate(self, cta: Cta, *arguments: Any) -> Any:
+        """What a CTA is told."""
+        self.cta = cta
+        return self.names["locate"](*arguments)
+
     def waves(
         self, problem: Any, grid: int, cluster: int
     ) -> Iterator[list[tuple[int, int, int]]]:
         """(query tile, head, batch) of all CTAs that have one, wave by wave until none has."""
+        if self.single:
+            yield [
+                self.locate(Cta(grid, block, block % cluster), problem)
+                for block in range(grid)
+            ]
+            return
         for wave in range(10**6):
             found = []
             for block in range(grid):
-                self.cta = Cta(grid, block, block % cluster)
-                *place, more = self.names["locate"](wave, problem)
+                cta = Cta(grid, block, block % cluster)
+                *place, more = self.locate(cta, wave, problem)
                 if more:
                     found.append(tuple(place))
             if not found:
@@ -158,7 +185,8 @@ def test_every_tile_is_visited_once(
     heads = groups * numbers["Q_PER_KV"]
     q = 640 if "640" in fields else q
     problem, grid, cluster = made.launch(batch, q, heads, sms)
-    assert 0 < grid <= sms and grid % cluster == 0
+    assert grid > 0 and grid % cluster == 0
+    assert made.single or grid <= sms
     visits: Counter[tuple[int, int, int]] = Counter()
     for wave in made.waves(problem, grid, cluster):
         visits.update(wave)

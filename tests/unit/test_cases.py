@@ -7,8 +7,10 @@ import itertools
 from typing import Any
 
 import pytest
+from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.cases import (
     RAGGED_LENGTHS,
+    Case,
     cases_for,
     query_tiles,
     smallest_ragged,
@@ -17,10 +19,16 @@ from fmha_gen.cases import (
 
 LENGTHS: tuple[Any, ...] = ("dynamic", 1, 127, 512, 4096)
 SPECS = [
-    {"seqlen": {"q": q, "kv": kv}, "q_per_kv": q_per_kv}
+    {"arch": arch, "seqlen": {"q": q, "kv": kv}, "q_per_kv": q_per_kv}
+    for arch in ARCHITECTURES
     for q, kv, q_per_kv in itertools.product(LENGTHS, LENGTHS, (1, 4, 8))
 ] + [
-    {"seqlen": {"q": q, "kv": "dynamic"}, "q_per_kv": q_per_kv, "pack_gqa": True}
+    {
+        "arch": "sm90",
+        "seqlen": {"q": q, "kv": "dynamic"},
+        "q_per_kv": q_per_kv,
+        "pack_gqa": True,
+    }
     for q, q_per_kv in itertools.product(LENGTHS, (2, 8, 12))
 ]
 DYNAMIC = [spec for spec in SPECS if set(spec["seqlen"].values()) == {"dynamic"}]
@@ -29,7 +37,9 @@ DYNAMIC = [spec for spec in SPECS if set(spec["seqlen"].values()) == {"dynamic"}
 def label(spec: dict[str, Any]) -> str:
     pack = "-pack" if "pack_gqa" in spec else ""
     lengths = spec["seqlen"]
-    return f"q{lengths['q']}-kv{lengths['kv']}-gqa{spec['q_per_kv']}{pack}"
+    return (
+        f"{spec['arch']}-q{lengths['q']}-kv{lengths['kv']}-gqa{spec['q_per_kv']}{pack}"
+    )
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=label)
@@ -68,21 +78,31 @@ def test_either_side_is_the_longer_one(spec: dict[str, Any]) -> None:
     assert 0 in differences
 
 
+def filling(spec: dict[str, Any]) -> list[Case]:
+    """The cases that give some CTA of a persistent grid a third work tile."""
+    gpu = ARCHITECTURES[spec["arch"]]
+    return [
+        case
+        for case in cases_for(spec)
+        if query_tiles(case, spec, gpu.tallest_tile) > 2 * gpu.sm_count
+    ]
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=label)
 def test_some_case_fills_a_persistent_grid_more_than_twice_and_repeats(
     spec: dict[str, Any],
 ) -> None:
-    full = [case for case in cases_for(spec) if query_tiles(case, spec) > 2 * 132]
+    full = filling(spec)
     assert full
     assert max(case.repeats for case in full) == 20
 
 
 @pytest.mark.parametrize("spec", DYNAMIC, ids=label)
-@pytest.mark.parametrize("tile", [128, 192])
+@pytest.mark.parametrize("tile", [128, 192, 256])
 def test_odd_and_even_numbers_of_query_tiles_in_many_tiles(
     spec: dict[str, Any], tile: int
 ) -> None:
-    full = [case for case in cases_for(spec) if query_tiles(case, spec) > 2 * 132]
+    full = filling(spec)
     one_head = {
         "q_per_kv": 1
     }  # a packed group has other numbers, of both kinds elsewhere
@@ -117,5 +137,8 @@ def test_the_case_for_slow_tools_is_ragged_on_both_sides() -> None:
     case = smallest_ragged(cases_for(DYNAMIC[0]))
     assert (case.batch, case.kv_heads, case.q, case.kv) == (1, 1, 65, 64)
     assert (
-        smallest_ragged(cases_for({"seqlen": {"q": 1, "kv": 1}, "q_per_kv": 1})).q == 1
+        smallest_ragged(
+            cases_for({"arch": "sm90", "seqlen": {"q": 1, "kv": 1}, "q_per_kv": 1})
+        ).q
+        == 1
     )

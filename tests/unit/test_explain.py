@@ -19,8 +19,9 @@ from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.render import body_digest, render_kernel
 from fmha_gen.spec import load_specs
 
-GOLDEN = Path(__file__).parent / "data" / "explain_small.txt"
-REQUIRED = "arch: sm90\nop: fmha_fwd\ndtype: bf16\n"
+DATA = Path(__file__).parent / "data"
+GOLDENS = {"fixed": DATA / "explain_small.txt", "sm100": DATA / "explain_sm100.txt"}
+REQUIRED = "op: fmha_fwd\ndtype: bf16\n"
 SPECS = {
     "plain": "head_dim: 64\n",
     "fixed": "head_dim: 128\nseqlen: 4096\nmask: causal\n",
@@ -38,16 +39,24 @@ SPECS = {
     "one_warpgroup": "head_dim: 128\ntile: {q: 64}\n",
     "given": "head_dim: 64\ntile: {q: 128, kv: 96}\nstages: {q: 1, kv: 4}\n",
 }
+SM100 = {
+    "sm100": "head_dim: {qk: 192, v: 128}\nmask: causal\nlse: true\n",
+    "sm100_pair": "head_dim: 64\ncluster: [2, 1]\nmulticast: kv\nstages: {kv: 4}\n",
+    "sm100_single": "head_dim: 96\nmask: causal\nseqlen: 4096\nschedule: single\n",
+    "sm100_short": "head_dim: 128\nseqlen: {q: 100, kv: 100}\n",
+}
 
 
 def planned(folder: Path, name: str, text: str = "") -> KernelPlan:
     path = folder / f"{name}.yaml"
-    path.write_text(REQUIRED + (text or SPECS[name]))
+    arch = "sm100" if name in SM100 else "sm90"
+    fields = text or (SPECS | SM100)[name]
+    path.write_text(f"arch: {arch}\n{REQUIRED}{fields}")
     (spec_file,) = load_specs([path])
     return resolve(spec_file)
 
 
-@pytest.fixture(params=SPECS)
+@pytest.fixture(params=SPECS | SM100)
 def plan(request: pytest.FixtureRequest, tmp_path: Path) -> KernelPlan:
     return planned(tmp_path, request.param)
 
@@ -62,14 +71,16 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_golden(tmp_path: Path) -> None:
-    text = explain.render(planned(tmp_path, "fixed"), None) + "\n"
-    expected = GOLDEN.read_text() if GOLDEN.exists() else ""
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden(tmp_path: Path, name: str) -> None:
+    golden = GOLDENS[name]
+    text = explain.render(planned(tmp_path, name), None) + "\n"
+    expected = golden.read_text() if golden.exists() else ""
     if text != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
         lines = expected.splitlines(), text.splitlines()
         print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
-        GOLDEN.parent.mkdir(exist_ok=True)
-        GOLDEN.write_text(text)
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
         return
     assert text == expected
 
@@ -85,7 +96,8 @@ def test_plain_text_of_bounded_width(plan: KernelPlan) -> None:
 def test_every_number_with_its_origin(plan: KernelPlan) -> None:
     numbers = one_line(section(explain.render(plan, None), "Numbers"))
     for number in (*plan.chosen, *plan.derived):
-        start = f"{number.name} {number.value} [{number.unit}] "
+        unit = f"[{number.unit}] " if number.unit else ""
+        start = f"{number.name} {number.value} {unit}"
         if number.origin in ("given", "default"):
             assert re.search(
                 re.escape(start) + r"(given|default) \([a-z_.]+\)", numbers
@@ -110,6 +122,27 @@ def test_shared_memory_adds_up(plan: KernelPlan) -> None:
     assert end == plan.smem_bytes
     left = sm90.SMEM_BYTES - end
     assert f"= {end} of {sm90.SMEM_BYTES}, {left} left" in shown
+
+
+def test_tensor_memory_is_drawn(tmp_path: Path) -> None:
+    plan = planned(tmp_path, "sm100")
+    shown = section(explain.render(plan, None), "Tensor memory of an SM")
+    rows = re.findall(
+        r"^ +(\d+) +(\d+)  (\w of half \d) +\|([#.]+)\|", shown, re.MULTILINE
+    )
+    assert [
+        (int(first), int(count), name, bar.index("#"), bar.count("#"))
+        for first, count, name, bar in rows
+    ] == [
+        (0, 128, "S of half 0", 0, 8),
+        (0, 64, "P of half 0", 0, 4),
+        (128, 128, "S of half 1", 8, 8),
+        (128, 64, "P of half 1", 8, 4),
+        (256, 128, "O of half 0", 16, 8),
+        (384, 128, "O of half 1", 24, 8),
+    ]
+    assert "512 of 512 columns of 32 bits, 0 left" in shown
+    assert "Tensor memory" not in explain.render(planned(tmp_path, "plain"), None)
 
 
 def test_registers_add_up(plan: KernelPlan) -> None:
@@ -194,6 +227,18 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
         ("packed_pair", ["one KV head side by side", "2 query tiles of one KV"], []),
         ("packed_thirds", ["O is stored from registers"], ["skips", "TMA drops"]),
         ("alone", ["each loads for itself"], ["slice"]),
+        (
+            "sm100",
+            ["Persistent: each CTA", "Loop 1, masked for the diagonal", "its LSE -inf"],
+            ["A CTA for each", "No mask", "cluster"],
+        ),
+        (
+            "sm100_pair",
+            ["each cluster takes", "each loads its slice of K and V for both"],
+            ["diagonal", "LSE"],
+        ),
+        ("sm100_single", ["A CTA for each tile, those", "Every row"], ["Persistent"]),
+        ("sm100_short", ["Loop 1, masked for the end of K"], ["Loop 2", "No mask"]),
     ],
 )
 def test_masks_and_loops(

@@ -18,8 +18,12 @@ SCHEDULES = rehearsal.schedules(2)
 # scaled before the maximum is subtracted; rows without a key and work tiles of one block.
 CASES = ("ragged", "strided", "short_kv")
 DAMAGE = {  # the case that shows it, the text, what is there instead
-    "mask": ("ragged", "column < seen,", "column <= seen,"),
-    "rescale": ("strided", "(i > 0) & cute.arch.vote_any_sync(factor != 1.0)", "i < 0"),
+    "mask": ("ragged", "Int64(-1) << in_word", "Int64(-2) << in_word"),
+    "rescale": (
+        "strided",
+        "vote_any_sync(factor != 1.0)",
+        "vote_any_sync(factor < 0.0)",
+    ),
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
         "ragged",

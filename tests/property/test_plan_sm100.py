@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Any valid sm100 spec is planned within the budgets or refused with the sum; plans render.
+
+Rendering takes some 0.3 s, so the test of texts draws few examples and does not shrink.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import support
+import yaml
+from fmha_gen import lint, plan, render
+from fmha_gen.arch import sm100
+from fmha_gen.errors import SpecError
+from fmha_gen.planning.kernel_plan import KernelPlan
+from hypothesis import Phase, assume, example, given, settings
+from hypothesis import strategies as st
+
+many = settings(deadline=None, max_examples=300)
+few = settings(
+    deadline=None,
+    max_examples=8,
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+
+Fields = dict[str, Any]
+
+lengths = st.sampled_from(["dynamic", 1, 77, 128, 300, 1000, 4096])
+clusters = st.sampled_from([([1, 1], "none"), ([2, 1], "none"), ([2, 1], "kv")])
+head_dims = st.sampled_from([64, 96, 128, {"qk": 192, "v": 128}])
+head_dims_of_pairs = st.sampled_from([128, {"qk": 192, "v": 128}, 256])
+tiles = st.fixed_dictionaries(
+    {}, optional={"q": st.just(256), "kv": st.integers(1, 16).map(lambda n: 16 * n)}
+)
+stages = st.fixed_dictionaries({}, optional={"q": st.just(2), "kv": st.integers(2, 8)})
+
+
+def spec_of(cluster: tuple[list[int], str], fields: Fields) -> Fields:
+    return fields | {"cluster": cluster[0], "multicast": cluster[1]}
+
+
+def pair_of(head_dim: Any, fields: Fields) -> Fields:
+    """The same for a pair; a tile of 256 rows is given only where its O fits."""
+    tile = {k: n for k, n in fields["tile"].items() if k != "q" or head_dim != 256}
+    stages = {k: n for k, n in fields["stages"].items() if k != "q" or head_dim != 256}
+    pair = {"cluster": [2, 1], "multicast": "none", "cta_group": 2}
+    rest = {"head_dim": head_dim, "tile": tile, "stages": stages}
+    return fields | pair | rest | {"schedule": "persistent"}
+
+
+singles = st.builds(
+    spec_of,
+    clusters,
+    st.fixed_dictionaries(
+        {
+            "arch": st.just("sm100"),
+            "op": st.just("fmha_fwd"),
+            "dtype": st.sampled_from(["bf16", "fp16"]),
+            "head_dim": head_dims,
+            "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
+            "heads": st.fixed_dictionaries({"q_per_kv": st.sampled_from([1, 4, 128])}),
+            "mask": st.sampled_from(["none", "causal"]),
+            "lse": st.booleans(),
+            "schedule": st.sampled_from(["persistent", "single"]),
+            "tile": tiles,
+            "stages": stages,
+        }
+    ),
+)
+valid = singles | st.builds(pair_of, head_dims_of_pairs, singles)
+
+
+def planned(fields: Fields) -> KernelPlan:
+    return plan.resolve(support.load_text(yaml.safe_dump(fields, sort_keys=False)))
+
+
+def fits(fields: Fields) -> bool:
+    try:
+        planned(fields)
+    except SpecError:
+        return False
+    return True
+
+
+@many
+@given(valid)
+def test_plan_or_report(fields: Fields) -> None:
+    try:
+        kernel = planned(fields)
+    except SpecError as error:
+        (diagnostic,) = error.diagnostics
+        assert_sum_is_written_out(diagnostic.code, diagnostic.message)
+        return
+    assert_within_budgets(kernel)
+    assert_numbers_follow(kernel)
+
+
+def assert_sum_is_written_out(code: str, message: str) -> None:
+    if code == "FG406":
+        rows, step, left = map(int, re.findall(r"(\d+) % (\d+) = (\d+)", message)[0])
+        assert rows % step == left > 0
+        return
+    limits = {"FG401": {sm100.SMEM_BYTES}, "FG402": {192, 256}, "FG405": {512}}
+    need, limit = map(
+        int, re.findall(r" (\d+)(?= B| registers| columns|:)", message)[:2]
+    )
+    parts = message.partition(": ")[2].split(" + ")
+    assert sum(int(part.split()[-1]) for part in parts) == need > limit
+    assert limit in limits[code]
+
+
+def assert_within_budgets(kernel: KernelPlan) -> None:
+    assert kernel.smem_bytes <= sm100.SMEM_BYTES
+    assert kernel.registers_needed <= kernel.hungriest.per_thread
+    warpgroups = sum(role.warpgroups for role in kernel.registers)
+    at_launch = sm100.REGISTERS // (128 * warpgroups) // 8 * 8
+    dealt_out = sum(role.warpgroups * role.per_thread for role in kernel.registers)
+    assert dealt_out == warpgroups * at_launch
+    *_, correction, others = kernel.registers
+    assert max(correction.per_thread, others.per_thread) <= at_launch  # they give back
+    assert all(role.per_thread % 8 == 0 for role in kernel.registers)
+    s_and_o = [part for part in kernel.tmem if not part.name.startswith("P")]
+    columns = [
+        n for part in s_and_o for n in range(part.first, part.first + part.count)
+    ]
+    assert len(set(columns)) == len(columns)  # nothing lies on anything else
+    assert max(columns) < sm100.TMEM_COLUMNS
+    places = {part.name: part for part in kernel.tmem}
+    of = "half" if "S of half 0" in places else "stage"
+    for part in range(2):
+        s, p = places[f"S of {of} {part}"], places[f"P of {of} {part}"]
+        assert (p.first, 2 * p.count) == (s.first, s.count)
+
+
+def assert_numbers_follow(kernel: KernelPlan) -> None:
+    """Every formula gives its number from the ones above it; tiles start aligned."""
+    known: dict[str, int] = {}
+    for number in (*kernel.chosen, *kernel.derived):
+        assert bool(number.reason) == (number.origin == "planned")
+        assert bool(number.formula) == (number.origin == "derived")
+        if number.formula:
+            assert eval(number.formula, {"math": math}, known) == number.value, number
+        assert number.name not in known
+        known[number.name] = number.value
+    offset = 0
+    for region in kernel.smem:
+        if region.name.startswith("s") and region.name != "stats":
+            assert offset % sm100.SMEM_ALIGN == 0
+        if region.name != "padding":
+            assert eval(region.formula, {}, known) == region.nbytes, region
+        offset += region.nbytes
+
+
+def absent_words(fields: Fields) -> dict[str, str]:
+    """What the code of a kernel must not speak of: feature that is off -> pattern."""
+    fixed = {axis: n != "dynamic" for axis, n in fields["seqlen"].items()}
+    causal = fields["mask"] == "causal"
+    words = {
+        "lse": (fields["lse"], r"\blse\b|LSE|\bLN_2\b"),
+        "cluster": (fields["cluster"] != [1, 1], r"(?i)cluster|\brank\b"),
+        "pair": ("cta_group" in fields, r"is_two_cta|TWO|MMA_ROWS|both CTAs share"),
+        "multicast": (fields["multicast"] != "none", r"(?i)multicast|mcast|peers"),
+        "causal": (causal, r"(?i)causal|diagonal|backwards|section|SMS_PER_HEAD"),
+        "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
+        "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),
+        "seqlen_kv at run time": (not fixed["kv"], r"seqlen_kv"),
+    }
+    return {name: pattern for name, (on, pattern) in words.items() if not on}
+
+
+LONGEST = {  # every feature at once: the limit of 1100 lines is meant for this one
+    "arch": "sm100",
+    "op": "fmha_fwd",
+    "dtype": "bf16",
+    "head_dim": {"qk": 192, "v": 128},
+    "seqlen": {"q": "dynamic", "kv": "dynamic"},
+    "heads": {"q_per_kv": 128},
+    "mask": "causal",
+    "lse": True,
+    "cluster": [2, 1],
+    "multicast": "kv",
+    "schedule": "persistent",
+    "tile": {},
+    "stages": {},
+}
+
+
+@few
+@given(valid.filter(fits))
+@example(LONGEST)
+def test_text(fields: Fields) -> None:
+    text = render.render_kernel(planned(fields))
+    assert lint.lint(text) == []
+    assert render.render_kernel(planned(fields)) == text
+    assert render.format_source(text) == text
+    code = text.partition("\nDTYPE = ")[2]
+    for feature, pattern in absent_words(fields).items():
+        lines = [line for line in code.splitlines() if re.search(pattern, line)]
+        assert not lines, f"{feature} is off: {lines}"
+
+
+@few
+@given(valid.filter(fits))
+def test_lse_off_only_deletes(fields: Fields) -> None:
+    texts = [
+        render.render_kernel(planned(fields | {"lse": lse})) for lse in (True, False)
+    ]
+    difference = support.unified_diff(*texts, "before", "after")
+    _, added = support.changed_lines(difference)
+    digests, *others = sorted(added, reverse=True)
+    assert digests.startswith("spec sha256:")
+    assert others == ['    "lse": False,']
+
+
+@many
+@given(valid)
+def test_what_is_given_is_kept(fields: Fields) -> None:
+    assume(fits(fields))
+    kernel = planned(fields)
+    numbers = {number.name: number.value for number in kernel.chosen}
+    assert numbers["TILE_KV"] == fields["tile"].get("kv", numbers["TILE_KV"])
+    assert numbers["KV_STAGES"] == fields["stages"].get("kv", numbers["KV_STAGES"])
