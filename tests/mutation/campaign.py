@@ -34,6 +34,7 @@ KERNELS = (  # one for each structure
     "sm90_d128_bf16_causal_lse",  # two loops, and QK of the next tile beside PV of the last
     "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
     "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
+    "sm100_d128_bf16_causal_gqa4_lse",  # roles of their own, tensor memory
 )
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two

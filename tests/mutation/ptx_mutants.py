@@ -96,6 +96,13 @@ def _mask_bits(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]
             yield from change(guard, opcode, operands)
 
 
+def _commit_bits(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]:
+    if "multicast" in opcode:
+        for bit in (0, 1):
+            change = _changed(f"mask bit {bit} lost", 1, "and.b16", 3 ^ (1 << bit), 16)
+            yield from change(guard, opcode, operands)
+
+
 def _swapped_axes(guard: str, opcode: str, operands: list[str]) -> Iterator[Damage]:
     """A wrong slice: the number of a block of rows counts columns."""
     text = f"{guard}{opcode} {', '.join(operands)};"
@@ -137,6 +144,12 @@ _DAMAGES: dict[str, Damages] = {  # a longer name before its beginning
     "cp.async.bulk.tensor": _all(_mask_bits, _swapped_axes),
     "fence.proxy.async": _removed,
     "fence.mbarrier_init": _removed,
+    "tcgen05.alloc": _removed,
+    "tcgen05.commit": _all(_removed, _commit_bits),
+    "tcgen05.dealloc": _removed,
+    "tcgen05.relinquish_alloc_permit": _removed,
+    "tcgen05.wait::ld": _removed,
+    "tcgen05.wait::st": _removed,
     "wgmma.fence": _removed,
     "wgmma.commit_group": _removed,
     "wgmma.wait_group": _all(_removed, _more_in_flight),
