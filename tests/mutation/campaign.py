@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts what the emulator notices of kernels that were damaged on purpose.
 
-``python -m tests.mutation.campaign LOG [--kernel NAME] [--kind ptx|source] [--every N]`` runs the
-mutants and appends one JSON object for each to LOG; those that LOG holds are not run again.
+``python -m tests.mutation.campaign LOG [--kernel NAME] [--kind ptx|source] [--every N]
+[--first N]`` runs the mutants and appends one JSON object for each to LOG; those that LOG holds are
+not run again. Several processes share a campaign by the same `--every`, other `--first` and logs.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ KERNELS = (  # one for each structure
     "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
     "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
     "sm100_d128_bf16_causal_gqa4_lse",  # roles of their own, tensor memory
+    "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair of CTAs per MMA
+    "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse",  # multicast over two query tiles
+    "sm100_d192x128_bf16_causal_lse",  # V smaller than K, halves take turns to store O
+    "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair, S of two blocks in turn
 )
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
@@ -167,14 +172,16 @@ class Subject:
             rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
 
 
-def run(log: Path, kernels: Sequence[str], kinds: Sequence[str], every: int) -> None:
-    """Every n-th mutant, unless the log holds it."""
+def run(
+    log: Path, kernels: Sequence[str], kinds: Sequence[str], every: int, first: int
+) -> None:
+    """Every n-th mutant from the first on, unless the log holds it."""
     done = {(row["kernel"], row["kind"], row["name"]) for row in read(log)}
     with log.open("a", encoding="utf-8") as file:
         for stem in kernels:
             subject = Subject(stem)
             for kind in kinds:
-                for mutant in list(subject.mutants(kind))[::every]:
+                for mutant in list(subject.mutants(kind))[first::every]:
                     if (stem, kind, mutant.name) in done:
                         continue
                     begin = time.perf_counter()
@@ -212,9 +219,11 @@ def main() -> None:
     parser.add_argument("--kernel", choices=KERNELS, action="append")
     parser.add_argument("--kind", choices=("ptx", "source"), action="append")
     parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
     kinds = options.kind or ("ptx", "source")
-    run(options.log, options.kernel or KERNELS, kinds, options.every)
+    kernels = options.kernel or KERNELS
+    run(options.log, kernels, kinds, options.every, options.first)
 
 
 if __name__ == "__main__":
