@@ -48,6 +48,7 @@ KERNELS = (  # one for each structure
 # is enough for the others; a block before the last that some rows see in part, others whole; last,
 # so many blocks that a miscounted barrier drifts into another phase.
 CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused", "half", "long_kv")
+SECTIONS = "sections"  # of a causal kernel; a head then has two query tiles, however large they are
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -97,6 +98,7 @@ class Subject:
             next(case for case in every if case.name.startswith(f"{tag}_"))
             for tag in CASES
         ]
+        self.cases += [case for case in every if case.name.startswith(f"{SECTIONS}_")]
         self.problems: list[Problem] = [
             make_problem(self.spec, case) for case in self.cases
         ]
