@@ -31,6 +31,11 @@ PAIRS = "sm90_d128_bf16_full_c2x1_kvmc"
 CAUSAL = "sm90_d128_bf16_causal_lse"
 WIDE = "sm90_d256_bf16_full"
 GROUPS = "sm90_d128_bf16_causal_gqa8_c1x2_kvmc"
+SINGLE = "sm100_d128_bf16_causal_gqa4_lse"
+BOTH = "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse"
+SHARED = "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse"
+UNEVEN = "sm100_d192x128_bf16_causal_lse"
+BLOCKS = "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse"
 
 _TAIL = """The producer stays until the last V stage is free. Each warp frees that one last
 of all stages, so waiting for the others says nothing more."""
@@ -45,7 +50,43 @@ _NUMBER = """All who meet at this barrier meet at another one that nobody uses: 
 name."""
 _WAITED = """The reference of a thread's second row moves. PV was waited for before the first
 row's exponentials, because head_dim 256 waits early."""
+_LOADED = """Another tcgen05.wait::ld stands between these loads of O and the release of the
+columns. What is loaded is used by instructions that the registers order (decision 0010)."""
+_LAST = """The load warp stays until the last V stage is free. The commit that frees it is the MMA
+warp's last of q and kv, and commits complete in order."""
+_IN_ORDER = """Both stages of Q are freed by commits one after the other, with no MMA between."""
+_RESCALED = """s is empty only after the correction group's arrival for the tile's first block,
+which follows its reads of O of the tile before. The wait is there so that the pipeline is right
+by itself."""
+_TAKEN = """A half without rows begins a tile in the loop without masks, where this wait orders its
+first factor behind the sum of the tile before. No case of this kernel has such a tile after
+another; the same wait of the kernel with 4 query heads per KV head is noticed."""
+_PERMIT = (
+    """It matters to other CTAs of the SM, and shared memory leaves room for none."""
+)
+_LEADER = """The leader is CTA 0."""
 ACCEPTED = (
+    Accepted(
+        f"{SINGLE}|{SHARED}",
+        "source",
+        r"pipes\.q\.producer_tail\(q_state\): dropped",
+        "equivalent",
+        " ".join(_LAST.split()),
+    ),
+    Accepted(
+        f"{SINGLE}|{SHARED}",
+        "source",
+        r"pipes\.o\.producer_acquire\(o_free\): dropped|o_free\.advance\(\): dropped",
+        "equivalent",
+        " ".join(_RESCALED.split()),
+    ),
+    Accepted(
+        f"{SINGLE}|{SHARED}|{UNEVEN}|{BLOCKS}",
+        "source",
+        r"cute\.arch\.relinquish_tmem_alloc_permit\(.*\): dropped",
+        "equivalent",
+        " ".join(_PERMIT.split()),
+    ),
     Accepted(
         f"{PAIRS}|{GROUPS}",
         "source",
@@ -53,9 +94,49 @@ ACCEPTED = (
         "equivalent",
         " ".join(_TAIL.split()),
     ),
+    Accepted(
+        UNEVEN,
+        "ptx",
+        r"mbarrier\.try_wait#4: succeeds at once",
+        "missed",
+        " ".join(_TAKEN.split()),
+    ),
     *(
         Accepted(kernel, "ptx", name, "equivalent", " ".join(text.split()))
         for kernel, name, text in (
+            (
+                f"{SINGLE}|{BOTH}|{SHARED}",
+                r"tcgen05\.wait::ld#1[123]: removed",
+                _LOADED,
+            ),
+            (UNEVEN, r"tcgen05\.wait::ld#1[13]: removed", _LOADED),
+            (BLOCKS, r"tcgen05\.wait::ld#1[57]: removed", _LOADED),
+            (SINGLE, r"mbarrier\.try_wait#15: .*", _LAST),
+            (SINGLE, r"mbarrier\.try_wait#1[678]: succeeds at once", _LAST),
+            (SHARED, r"mbarrier\.try_wait#1[5678]: succeeds at once", _LAST),
+            (BOTH, r"mbarrier\.try_wait#1[89]: succeeds at once", _LAST),
+            (UNEVEN, r"mbarrier\.try_wait#16: succeeds at once", _LAST),
+            (BLOCKS, r"mbarrier\.try_wait#17: succeeds at once", _LAST),
+            (
+                f"{SINGLE}|{SHARED}",
+                r"mbarrier\.try_wait#12: succeeds at once",
+                _IN_ORDER,
+            ),
+            (
+                f"{SINGLE}|{SHARED}",
+                r"mbarrier\.try_wait#2[34]: succeeds at once",
+                _RESCALED,
+            ),
+            (UNEVEN, r"mbarrier\.try_wait#22: succeeds at once", _RESCALED),
+            (
+                f"{SINGLE}|{SHARED}|{BLOCKS}",
+                r"tcgen05\.relinquish_alloc_permit#1: removed",
+                _PERMIT,
+            ),
+            (BOTH, r"mapa#1: always CTA 0", _LEADER),
+            (BLOCKS, r"mapa#[23]: always CTA 0", _LEADER),
+            (SINGLE, r"bar\.sync#[15]: another barrier", _NUMBER),
+            (SHARED, r"bar\.sync#4: another barrier", _NUMBER),
             (PAIRS, r"mbarrier\.try_wait#[4567]: succeeds at once", _TAIL),
             (PAIRS, r"wgmma\.fence#[35]: removed", _FENCE),
             (PAIRS, r"wgmma\.commit_group#4: removed", _COMMIT),
