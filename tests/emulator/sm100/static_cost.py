@@ -60,9 +60,7 @@ class Cost:
 
 def measure(path: Path, spec: Mapping[str, Any]) -> Cost:
     """Compile a module and count; raises as `toolchain.listing` and `captures.capture` do."""
-    found = toolchain.listing(
-        path.read_text(encoding="utf-8"), path.stem, "sm_100a"
-    )
+    found = toolchain.listing(path.read_text(encoding="utf-8"), path.stem, "sm_100a")
     kernel = sass.parse(found.disassembly)
     rows = {("kernel", name): value for name, value in resources(found, path, spec)}
     for name, instructions in loops(kernel):
