@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from . import cache, toolchain
 from .arch import ARCHITECTURES
 from .emulator.launch import Argument, Launch, open_host_program
+from .toolchain import Compiler
 
 # What decides a capture, apart from the kernel's text and the DSL.
 SOURCES = tuple(
@@ -21,22 +23,29 @@ Call = Mapping[str, Argument]
 
 
 def capture(
-    kernel: Path, calls: Sequence[Call], *, arch: str
+    kernel: Path,
+    calls: Sequence[Call],
+    *,
+    arch: str,
+    compiler: Compiler | None = None,
 ) -> tuple[str, list[Launch]]:
     """Return the kernel's PTX and the launch that each call makes.
 
-    arch: the SPEC's. Raises CaptureError when it does not compile or launch, EnvironmentProblem
-    when the DSL is missing.
+    arch: the SPEC's. compiler: whose DSL compiles; ours when None. Raises CaptureError when it does
+    not compile or launch, EnvironmentProblem when the DSL is missing.
     """
     text = kernel.read_text(encoding="utf-8")
-    parts = [text, arch, toolchain.require_dsl(), cache.source_digest(*SOURCES)]
+    compiler = compiler or toolchain.own_compiler()
+    parts = [text, arch, compiler.dsl, cache.source_digest(*SOURCES)]
+    if compiler.python != sys.executable:
+        parts.append(compiler.python)  # its version does not tell what was patched
     ptx_key = cache.key("ptx", parts)
     keys = [cache.key("launch", [*parts, json.dumps(call)]) for call in calls]
     ptx: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
     if ptx is None or None in found:
         with open_host_program(
-            kernel, arch=ARCHITECTURES[arch].compile_arch
+            kernel, arch=ARCHITECTURES[arch].compile_arch, python=compiler.python
         ) as program:
             ptx = program.ptx
             found = [program.launch(call).to_json() for call in calls]

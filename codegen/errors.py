@@ -57,9 +57,10 @@ CODES: dict[str, str] = {
     "FG401": "shared memory does not fit",
     "FG402": "registers do not fit",
     "FG403": "a query tile that does not hold whole groups of packed heads",
-    "FG404": "a warpgroup whose rows are not whole groups, and O leaves by TMA",
+    "FG404": "O cannot leave with so many Q stages",
     "FG405": "tensor memory does not fit",
     "FG406": "columns of S that are not whole loads of tensor memory",
+    "FG407": "stages of K and V that do not begin where a swizzled tile can",
 }
 """Every diagnostic's code with its meaning in one line."""
 
@@ -112,6 +113,10 @@ class CheckFailed(FmhaGenError):
     """Drift, or a check that did not pass."""
 
     exit_code: ClassVar[int] = 1
+
+
+class OutOfTime(CheckFailed):
+    """A process that had to be ended."""
 
 
 class SpecError(FmhaGenError):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from . import records
 from .arch import compiled_as
 from .planning.kernel_plan import WARPGROUP_THREADS, KernelPlan, Number
+from .planning.protocol import Phase
 from .render import body_digest, render_kernel
 from .spec import Spec
 
@@ -49,14 +50,16 @@ def render(plan: KernelPlan, record: records.Record | None) -> str:
     )
     sections = [
         _section(plan.stem, _wrapped(f"{plan.context['title']}.")),
-        _section("Spec", _table(_spec_rows(plan))),
-        _section("Numbers", _table(_number_rows(plan))),
+        _section("Spec", _table(spec_rows(plan))),
+        _section("Numbers", _table(number_rows(plan))),
         _section("Shared memory of a CTA", _shared_memory(plan)),
         *tensor_memory,
-        _section("Registers", _registers(plan)),
-        _section("Pipelines and barriers", _table(_barrier_rows(plan))),
+        _section("Registers", register_lines(plan)),
+        _section("Pipelines and barriers", _table(barrier_rows(plan))),
+        *(_section(phase.title, _table(step_rows(phase))) for phase in plan.phases),
+        _section("Loads", _table(load_rows(plan))),
         _section("Masks and loops", _bullets(plan.statements)),
-        _section("Evidence", _table(_evidence_rows(plan, record))),
+        _section("Evidence", _table(evidence_rows(plan, record, _body(plan, record)))),
     ]
     return "\n\n".join(sections)
 
@@ -72,7 +75,8 @@ def fields(spec: BaseModel) -> Iterator[tuple[str, Any, bool]]:
             yield name, value, given
 
 
-def _spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+def spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield (field, value, where it comes from)."""
     for name, value, given in fields(plan.spec_file.spec):
         if value is None:
             yield name, "-", "default: planned, see the numbers"
@@ -80,7 +84,8 @@ def _spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
             yield name, _plain(value), "given" if given else "default"
 
 
-def _number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+def number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield (constant, value, [unit], where it comes from)."""
     numbers = (*plan.chosen, *plan.derived)
     width = max(len(str(number.value)) for number in numbers)
     for number in numbers:
@@ -149,7 +154,8 @@ def _bar(start: int, size: int, limit: int) -> str:
     return f"|{'.' * first}{marks}".ljust(BAR + 1, ".") + "|"
 
 
-def _registers(plan: KernelPlan) -> list[str]:
+def register_lines(plan: KernelPlan) -> list[str]:
+    """What a thread needs, and what all of a CTA have."""
     parts = " + ".join(f"{name} {n}" for name, n in plan.register_parts.items())
     role = plan.hungriest
     terms = " + ".join(
@@ -174,19 +180,43 @@ def _registers(plan: KernelPlan) -> list[str]:
     ]
 
 
-def _barrier_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+def barrier_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield the titles, then (barrier, stages, arrivals, who waits)."""
     yield "barrier", "stages", "arrivals", "who waits"
     for barrier in plan.barriers:
         yield barrier.name, f"{barrier.stages:>6}", barrier.arrivals, barrier.waiter
 
 
-def _evidence_rows(
-    plan: KernelPlan, record: records.Record | None
+def step_rows(phase: Phase) -> Iterator[tuple[str, ...]]:
+    """Yield (role, step, what it waits for, then what it signals); the role once."""
+    for lane in phase.lanes:
+        for number, step in enumerate(lane.steps):
+            waits = ", ".join(wait.label for wait in step.waits)
+            signals = ", ".join(each.label for each in step.signals)
+            said = [f"waits {waits}"] if waits else []
+            said += [f"signals {signals}"] if signals else []
+            role = "" if number else f"{lane.role}, {lane.warps}"
+            yield role, step.text, "; ".join(said)
+
+
+def load_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield (tensor, bytes, who loads what for whom)."""
+    for load in plan.loads:
+        yield load.tensor, f"{load.nbytes:>6} B", load.words
+
+
+def _body(plan: KernelPlan, record: records.Record | None) -> str:
+    """The body digest of the plan's kernel, for which nobody asks where there is no record."""
+    return body_digest(render_kernel(plan)) if record is not None else ""
+
+
+def evidence_rows(
+    plan: KernelPlan, record: records.Record | None, body: str
 ) -> Iterator[tuple[str, ...]]:
+    """Yield (rung, what was found); `body` is the digest of the text that it must be about."""
     if record is None:
         yield "rung", "rendered (no record)"
         return
-    body = body_digest(render_kernel(plan))
     stale = records.staleness(record, kernel=plan.stem, body_sha256=body)
     current = records.current(record, kernel=plan.stem, body_sha256=body)
     yield "rung", f"{current['rung']} (stale: {stale})" if stale else current["rung"]
@@ -234,10 +264,6 @@ _SAYS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
     "compiled": _compiled,
     "validated": _validated,
 }
-
-
-def _by_name(plan: KernelPlan) -> dict[str, int]:
-    return {number.name: number.value for number in (*plan.chosen, *plan.derived)}
 
 
 def _plain(value: object) -> str:

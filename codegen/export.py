@@ -13,12 +13,12 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import toolchain, tree
-from .errors import EnvironmentProblem
+from .errors import CheckFailed, EnvironmentProblem
+from .executor import HERE, Executor, Task
 
 _LAUNCH = re.compile(r"^def launch\(\n(.*?)^\):$", re.MULTILINE | re.DOTALL)
 _TENSOR = re.compile(r"^    (\w+): cute.Tensor,$", re.MULTILINE)
@@ -73,7 +73,7 @@ def symbol_of(source: Source) -> str:
 
 
 def export(
-    sources: Iterable[Source], folder: Path, *, jobs: int = 1
+    sources: Iterable[Source], folder: Path, executor: Executor = HERE
 ) -> dict[str, bool]:
     """Write ``<stem>.o`` and ``<stem>.h`` of every kernel; whether it was written, by stem.
 
@@ -85,9 +85,21 @@ def export(
     toolchain.require_ffi()
     with _using(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(jobs) as pool:
-        written = list(pool.map(lambda source: _export(source, folder), found))
-    return {source.stem: new for source, new in zip(found, written, strict=True)}
+    todo = [source for source in found if not _is_right(source, folder)]
+    tasks = [
+        Task(
+            source.stem,
+            toolchain.compile_object,
+            (source.text, source.stem, source.arch, symbol_of(source)),
+        )
+        for source in todo
+    ]
+    with contextlib.closing(executor.run(tasks)) as results:
+        for number, compiled in results:
+            if isinstance(compiled, CheckFailed):
+                raise compiled
+            _write(todo[number], folder, compiled)
+    return {source.stem: source in todo for source in found}
 
 
 def header(source: Source, compiled: bytes) -> str:
@@ -109,21 +121,26 @@ def _tensors(text: str) -> list[str]:
     return _TENSOR.findall(found[1]) if found else []
 
 
-def _export(source: Source, folder: Path) -> bool:
-    object_file, header_file = (folder / f"{source.stem}{end}" for end in (".o", ".h"))
+def _files(source: Source, folder: Path) -> tuple[Path, Path]:
+    """Of the object and of its header."""
+    return folder / f"{source.stem}.o", folder / f"{source.stem}.h"
+
+
+def _is_right(source: Source, folder: Path) -> bool:
+    object_file, header_file = _files(source, folder)
     with _using(folder):
-        if object_file.exists() and header_file.exists():
-            stated = header_file.read_text(encoding="utf-8", errors="replace")
-            if stated == header(source, object_file.read_bytes()):
-                return False
-    compiled = toolchain.compile_object(
-        source.text, source.stem, source.arch, symbol_of(source)
-    )
+        if not (object_file.exists() and header_file.exists()):
+            return False
+        stated = header_file.read_text(encoding="utf-8", errors="replace")
+        return stated == header(source, object_file.read_bytes())
+
+
+def _write(source: Source, folder: Path, compiled: bytes) -> None:
+    object_file, header_file = _files(source, folder)
     with _using(folder):
         # The header is last: one that a crash leaves behind does not fit the object.
         tree.replace(object_file, compiled)
         tree.replace(header_file, header(source, compiled).encode())
-    return True
 
 
 @contextlib.contextmanager

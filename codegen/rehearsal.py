@@ -2,9 +2,11 @@
 """One kernel in the emulator: every case under every schedule, in a process of its own.
 
 ``python -m fmha_gen.rehearsal KERNEL.py EVENTS [--schedules N] [--case NAME] [--completion NAME]
-[--seed N] [--timeline FILE]`` appends one JSON object per line to EVENTS: ``environment`` when this
-machine cannot, ``unknown_case`` for a wrong NAME, ``refused`` when the kernel cannot run; else
-``kernel``, ``start`` before a run, ``run`` after one, ``end``.
+[--seed N] [--timeline] [--python PATH --dsl VERSION]`` appends one JSON object per line to
+EVENTS: ``environment`` when this machine cannot, ``unknown_case`` for a wrong NAME, ``refused``
+when the kernel cannot run; else ``kernel``, ``start`` before a run, ``run`` after one,
+``timeline`` if asked for, ``end``.
+PATH: an interpreter whose DSL, of that VERSION, compiles the kernel in place of ours.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from .tensors import (
     make_problem,
     scale_of,
 )
+from .toolchain import Compiler
 
 # In the order in which the random schedules take them.
 COMPLETIONS = (
@@ -137,7 +140,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         constants["TILE_KV"],
         tuple(spec.get("cluster", [1, 1])),
         sms_per_head=constants.get("SMS_PER_HEAD", 0),
-        q_releases=constants["Q_STAGES"] * constants["Q_RELEASES"],
+        q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
         packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
         single=spec.get("schedule") == "single",
     )
@@ -293,7 +296,9 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     parser.add_argument("--case")
     parser.add_argument("--completion", choices=[how.value for how in Completion])
     parser.add_argument("--seed", type=int)
-    parser.add_argument("--timeline", type=Path)
+    parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--python")
+    parser.add_argument("--dsl")
     options = parser.parse_args(arguments_given)
 
     with options.events.open("a", encoding="utf-8") as file:
@@ -316,7 +321,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         plans = schedules(
             options.schedules, completion=options.completion, seed=options.seed
         )
-        if options.timeline is not None:
+        if options.timeline:
             cases, plans = cases[:1], plans[:1]
         problems = [make_problem(spec, case) for case in cases]
         calls = [
@@ -324,7 +329,14 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             for case, problem in zip(cases, problems, strict=True)
         ]
         try:
-            text, launches = captures.capture(options.kernel, calls, arch=spec["arch"])
+            compiler = (
+                Compiler(options.python, options.dsl)
+                if options.python
+                else toolchain.own_compiler()
+            )
+            text, launches = captures.capture(
+                options.kernel, calls, arch=spec["arch"], compiler=compiler
+            )
         except EnvironmentProblem as error:
             tell("environment", {"message": str(error)})
             return
@@ -332,13 +344,13 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             tell("refused", {"message": str(failure)})
             return
         ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
-        tell("kernel", {"dsl": toolchain.require_dsl(), "ptx_sha256": ptx_sha256})
+        tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256})
         try:
             program = lower.lower(ptx.parse(text))
         except (ptx.PtxError, UnsupportedInstruction) as failure:
             tell("refused", {"message": str(failure)})
             return
-        events: list[Event] | None = [] if options.timeline is not None else None
+        events: list[Event] | None = [] if options.timeline else None
         for case, problem, launch in zip(cases, problems, launches, strict=True):
             rehearse(
                 Rehearsal(spec, tiles, program, case, problem, launch),
@@ -350,7 +362,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             trace = timeline.chrome_trace(
                 events, title=f"{spec['name']}: {cases[0].name}"
             )
-            options.timeline.write_text(json.dumps(trace) + "\n", encoding="utf-8")
+            tell("timeline", {"trace": trace})
         tell("end", {"schedules": [name_of(plan) for plan in plans]})
 
 

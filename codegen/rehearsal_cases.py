@@ -121,6 +121,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "waves", max(rows - 1, 1), blocks * block + 1, 1, odd, clusters=2, **second
     )
+    if group and not tiles.sms_per_head:
+        # Two query tiles of a head, which nothing above has; causal: see `sections`.
+        yield case("two_tiles", rows + rows // 2 + 1, block + 1, 1, 1)
     if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
         yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
     if spec["seqlen"]["kv"] == DYNAMIC:
@@ -130,6 +133,10 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # their level from one pair of blocks to the next: `negative` has sevenths.
         few = 5 if group else rows + 5
         yield case("long_kv", few, 14 * block, 1, 1, data="negative")
+        # Causal: a warpgroup without a row has no masked block, in a tile after another, either.
+        # With a group of heads `long_kv` has such tiles.
+        if tiles.sms_per_head and not group:
+            yield case("few_rows", max(tiles.positions // 16, 1), 2 * block, 1, 2)
         # Causal: rows of the last block, and one before it that not all rows see whole.
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
         # Sections of heads, the last one smaller than the others.

@@ -10,9 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +18,16 @@ import jinja2
 import jinja2.meta
 
 from .errors import CheckFailed
+from .verify import SPEC_DIGITS, sha256
+from .verify import Digests as Digests
+from .verify import body_digest as body_digest
+from .verify import stated_digests as stated_digests
 
 if TYPE_CHECKING:
     from .planning.kernel_plan import KernelPlan
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
-SPEC_DIGITS = 12  # of the spec's digest: enough to tell, short enough for one line
-
-_DIGEST_LINE = re.compile(
-    rf"^spec sha256:([0-9a-f]{{{SPEC_DIGITS}}})  body sha256:([0-9a-f]{{64}})\n",
-    re.MULTILINE,
-)
-
-
-@dataclass(frozen=True)
-class Digests:
-    """What a file's header says about itself."""
-
-    spec: str  # first SPEC_DIGITS hex digits
-    body: str
 
 
 @functools.cache
@@ -153,19 +141,8 @@ def finish(text: str, spec_digest: str) -> str:
         raise CheckFailed(
             f"rendered text needs exactly one line {DIGEST_PLACEHOLDER!r}"
         )
-    body = _sha256(f"{before}\n{after}")
+    body = sha256(f"{before}\n{after}")
     return f"{before}\nspec sha256:{spec_digest[:SPEC_DIGITS]}  body sha256:{body}\n{after}"
-
-
-def body_digest(text: str) -> str:
-    """The sha256 of a file's text without its (first) digest line."""
-    return _sha256(_DIGEST_LINE.sub("", text, count=1))
-
-
-def stated_digests(text: str) -> Digests | None:
-    """What the file's header says, or None when it has no digest line."""
-    match = _DIGEST_LINE.search(text)
-    return Digests(*match.groups()) if match else None
 
 
 @functools.cache
@@ -192,7 +169,3 @@ def _place(error: BaseException, name: str) -> str:
             place = f"{Path(filename).name}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return place
-
-
-def _sha256(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from .arch.architecture import RoleLoop
+
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
@@ -165,21 +167,26 @@ def loops(kernel: Kernel) -> list[Loop]:
     ]
 
 
-def wgmma_loops(kernel: Kernel) -> list[Loop]:
-    """The innermost loops that issue wgmmas: none of them holds another one."""
-    with_wgmma = [
-        loop
-        for loop in loops(kernel)
-        if any(i.opcode.startswith("HGMMA") for i in body(kernel, loop))
-    ]
-    return [
-        loop
-        for loop in with_wgmma
-        if not any(
-            other is not loop and set(other.blocks) < set(loop.blocks)
-            for other in with_wgmma
-        )
-    ]
+def role_loops(
+    kernel: Kernel, roles: Sequence[RoleLoop]
+) -> list[tuple[RoleLoop, Loop]]:
+    """The innermost loops that issue what a role is known by; a loop is of the first that fits."""
+    found: list[tuple[RoleLoop, Loop]] = []
+    for role in roles:
+        holding = [
+            loop
+            for loop in loops(kernel)
+            if sum(i.opcode.startswith(role.opcode) for i in body(kernel, loop))
+            >= role.at_least
+        ]
+        taken = [loop for _, loop in found]
+        found += [
+            (role, loop)
+            for loop in holding
+            if loop not in taken
+            and not any(set(other.blocks) < set(loop.blocks) for other in holding)
+        ]
+    return found
 
 
 def body(kernel: Kernel, loop: Loop) -> list[Instruction]:

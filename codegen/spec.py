@@ -37,8 +37,7 @@ from .arch import ARCHITECTURES
 from .errors import Diagnostic, Location, SpecError, Violation, quoted, shown
 from .specfile import Document, FieldPath
 
-_HEAD_DIMS: Final = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))  # (qk, v)
-_HEAD_DIM_WORDS: Final = "64, 96, 128, 256 or {qk: 192, v: 128}"
+_HEAD_DIM_WORDS: Final = "a multiple of 16 from 32 to 256"
 _CLUSTERS: Final = ((1, 1), (2, 1), (1, 2))
 _MAX_SEQLEN: Final = 2**24  # [rows]
 _MAX_Q_PER_KV: Final = 128
@@ -131,28 +130,19 @@ class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
 
 
+# A step of an MMA along the head is 16 elements.
+_HeadDim = Annotated[int, Field(ge=32, le=256, multiple_of=16)]
+
+
 class HeadDim(_Model):
     """Elements of one head: `qk` of a row of Q and of K, `v` of a row of V and of O."""
 
-    model_config = ConfigDict(
-        json_schema_extra={"enum": [{"qk": qk, "v": v} for qk, v in _HEAD_DIMS]}
-    )
-
-    qk: Annotated[int, Accepts("a whole number", (int,))] = Field(
+    qk: Annotated[_HeadDim, Accepts(_HEAD_DIM_WORDS, (int,))] = Field(
         description="Of Q and K."
     )
-    v: Annotated[int, Accepts("a whole number", (int,))] = Field(
-        description="Of V and O."
+    v: Annotated[_HeadDim, Accepts(_HEAD_DIM_WORDS, (int,))] = Field(
+        description="Of V and O; at most that of Q and K."
     )
-
-    @model_validator(mode="after")
-    def _is_generated(self) -> HeadDim:
-        if (self.qk, self.v) not in _HEAD_DIMS:
-            given = (
-                str(self.qk) if self.qk == self.v else f"{{qk: {self.qk}, v: {self.v}}}"
-            )
-            raise _custom("FG104", f"expected {_HEAD_DIM_WORDS}, got {given}")
-        return self
 
 
 _Dynamic = Literal["dynamic"]
@@ -240,10 +230,10 @@ class Spec(_Model):
     head_dim: Annotated[
         HeadDim,
         Block(
-            _HEAD_DIM_WORDS,
+            f"{_HEAD_DIM_WORDS}, or a mapping with qk and v",
             (int,),
             expand=lambda n: {"qk": n, "v": n},
-            short=Literal[64, 96, 128, 256],
+            short=_HeadDim,
         ),
     ] = Field(description="Elements per head; a number is that of Q, K, V and O.")
     seqlen: Annotated[
@@ -480,12 +470,10 @@ def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
         if value in taken:
             continue
         words = [_in_yaml(name, each) for each in taken if each is not None]
-        hint = f"set {name}: {_either(words)}" if words else ""
-        hint = (
-            f"{hint}{', or ' if words else ''}leave it out" if None in taken else hint
-        )
+        ways = [f"set {name}: {_either(words)}"] if words else []
+        ways += ["leave it out"] if None in taken else []
         message = f"{name}: {_in_yaml(name, value)} is not generated for {whose}"
-        yield Violation("FG205", field, message, hint)
+        yield Violation("FG205", field, message, ", or ".join(ways))
 
 
 def _in_yaml(name: str, value: Any) -> str:

@@ -4,7 +4,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+SASS_CLASSES: Final = {
+    "MUFU.EX2": "MUFU.EX2",
+    "FFMA": "FFMA",
+    "FMUL": "FMUL",
+    "FADD": "FADD",
+    "FMNMX": "FMNMX",
+    "F2FP": "F2FP",
+    "SHFL": "SHFL",
+    "BAR": "BAR.",
+    "SYNCS": "SYNCS",
+    "UTMALDG": "UTMALDG",
+    "UTMASTG": "UTMASTG",
+    "LDL": "LDL",
+    "STL": "STL",
+}
+"""Counted for every architecture."""
+
+
+@dataclass(frozen=True)
+class RoleLoop:
+    """How the loop of a role over KV blocks is known: an opcode, and how often it is there."""
+
+    role: str
+    opcode: str  # what it starts with
+    at_least: int = 1
 
 
 @dataclass(frozen=True)
@@ -18,9 +44,8 @@ class Architecture:
 
     name: str  # as a spec says it
     compile_arch: str  # as the DSL and ptxas say it
-    compute_capability: tuple[
-        int, int
-    ]  # (major, minor) of the GPU that proves its kernels
+    # (major, minor) of the GPU that proves its kernels.
+    compute_capability: tuple[int, int]
     sm_count: int  # of that GPU
     tallest_tile: int  # [rows] of a CTA's query tile
     gpu_family: str  # the GPUs that a kernel lets through, as its message says it
@@ -28,8 +53,8 @@ class Architecture:
     tmem_columns: int  # of 32 bits, per lane of an SM
     max_lines: int  # of a generated file
     mma_class: str  # of sass_classes: what its tensor cores execute
-    sass_classes: dict[
-        str, str
-    ]  # counted in a compile's report: what opcodes start with
+    # Counted in a compile's report: what the opcodes of a class start with.
+    sass_classes: dict[str, str]
+    role_loops: tuple[RoleLoop, ...]  # whose instructions a compile's report counts
     takes: dict[str, tuple[Any, ...]]
     takes_of_pairs: dict[str, tuple[Any, ...]]

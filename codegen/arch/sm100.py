@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .architecture import Architecture
+from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
@@ -17,10 +17,6 @@ MBARRIER_BYTES: Final = 8
 MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor memory
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
 TMEM_LEAST: Final = 32  # columns: what is allocated is this times a power of two
-MMA_N_STEP: Final = (
-    16  # N of a tcgen05.mma with M = 128 is a multiple, up to MMA_N_MOST
-)
-MMA_N_MOST: Final = 256
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
 REGISTERS: Final = 65536  # of an SM
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
@@ -42,20 +38,14 @@ ARCHITECTURE: Final = Architecture(
         "UTCBAR": "UTCBAR",
         "LDTM": "LDTM",
         "STTM": "STTM",
-        "MUFU.EX2": "MUFU.EX2",
-        "FFMA": "FFMA",
-        "FMUL": "FMUL",
-        "FADD": "FADD",
-        "FMNMX": "FMNMX",
-        "F2FP": "F2FP",
-        "SHFL": "SHFL",
-        "BAR": "BAR.",
-        "SYNCS": "SYNCS",
-        "UTMALDG": "UTMALDG",
-        "UTMASTG": "UTMASTG",
-        "LDL": "LDL",
-        "STL": "STL",
+        **SASS_CLASSES,
     },
+    role_loops=(
+        RoleLoop("softmax", "MUFU.EX2", at_least=32),
+        RoleLoop("correction", "STTM"),
+        RoleLoop("mma", "UTCHMMA", at_least=8),  # pairs loop around single ones
+        RoleLoop("load", "UTMALDG"),
+    ),
     takes={
         "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
         "pack_gqa": (False,),
@@ -70,9 +60,9 @@ ARCHITECTURE: Final = Architecture(
         # Half of V is a swizzled row at least.
         "head_dim": ((128, 128), (192, 128), (256, 256)),
         "cluster": ((2, 1),),
-        "multicast": (
-            "none",
-        ),  # either has half of K and V, which an MMA reads in both
-        "schedule": ("persistent",),  # ptxas spills in the correction of a single tile
+        # Either has half of K and V, which an MMA reads in both.
+        "multicast": ("none",),
+        # ptxas spills in the correction of a single tile.
+        "schedule": ("persistent",),
     },
 )

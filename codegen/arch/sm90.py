@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .architecture import Architecture
+from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
@@ -32,20 +32,9 @@ ARCHITECTURE: Final = Architecture(
         "HGMMA": "HGMMA",
         "WARPGROUP.ARRIVE": "WARPGROUP.ARRIVE",
         "WARPGROUP.DEPBAR": "WARPGROUP.DEPBAR",
-        "MUFU.EX2": "MUFU.EX2",
-        "FFMA": "FFMA",
-        "FMUL": "FMUL",
-        "FADD": "FADD",
-        "FMNMX": "FMNMX",
-        "F2FP": "F2FP",
-        "SHFL": "SHFL",
-        "BAR": "BAR.",
-        "SYNCS": "SYNCS",
-        "UTMALDG": "UTMALDG",
-        "UTMASTG": "UTMASTG",
-        "LDL": "LDL",
-        "STL": "STL",
+        **SASS_CLASSES,
     },
+    role_loops=(RoleLoop("consumer", "HGMMA"),),
     takes={
         "tile.q": (None, 64, 128, 192),  # a warpgroup's 64 rows, at most three times
         "schedule": ("persistent",),

@@ -130,12 +130,17 @@ class HostProgram:
 
 @contextlib.contextmanager
 def open_host_program(
-    module: Path, *, arch: str = "sm_90a", timeout: float = TIMEOUT
+    module: Path,
+    *,
+    arch: str = "sm_90a",
+    timeout: float = TIMEOUT,
+    python: str = sys.executable,
 ) -> Iterator[HostProgram]:
     """Compile a module in a process of its own, which ends with this context.
 
     module: a Python file whose ``compile()`` returns what ``cute.compile`` made of a host function
-    that launches one kernel. timeout: seconds for the compile, and then for each launch.
+    that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
+    the interpreter whose DSL compiles; of this package it needs nothing installed.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
@@ -145,13 +150,13 @@ def open_host_program(
         library = write_runtime(work)
         child = subprocess.Popen(
             [
-                sys.executable,
+                python,
                 "-m",
                 f"{__package__}.host_process",
                 str(module.resolve()),
             ],
             cwd=work,
-            env=_environment(arch, library, work),
+            env=_environment(arch, library, work) | _found_by(python, work),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed,
@@ -221,6 +226,15 @@ class _Process:
         lines = self._printed.read().decode(errors="replace").strip().splitlines()
         ending = f"the host process ended with status {self._child.returncode}"
         return "\n  ".join([ending, *lines[-LAST_LINES:]])
+
+
+def _found_by(python: str, work: Path) -> dict[str, str]:
+    """What lets an interpreter find this package; another one finds nothing else of ours."""
+    if python == sys.executable:
+        return {}
+    name = __name__.partition(".")[0]
+    (work / name).symlink_to(Path(__file__).resolve().parents[1])
+    return {"PYTHONPATH": str(work), "PYTHONHOME": "", "VIRTUAL_ENV": ""}
 
 
 def _environment(arch: str, library: Path, dump: Path) -> dict[str, str]:

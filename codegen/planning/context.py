@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..arch import ARCHITECTURES
+from ..arch import ARCHITECTURES, TESTED_DSL
 from ..spec import Spec, SpecFile
 from .kernel_plan import Number
 from .traits import Traits
@@ -41,6 +41,7 @@ def common_context(
         "q_per_kv": spec.heads.q_per_kv,
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
+        "tested_dsl": TESTED_DSL,
         "spec_items": [*_spec_items(spec_file), *spec_items],
         "chosen": chosen,
         "derived": derived,
@@ -53,6 +54,9 @@ def common_context(
         "pack_gqa": traits.pack_gqa,
         "fixed_q": traits.seqlen_q is not None,
         "fixed_kv": traits.seqlen_kv is not None,
+        "q_tail": traits.q_tail,
+        "kv_tail": traits.kv_tail,
+        "empty_rows": traits.empty_rows,
         "dynamic_blocks": traits.dynamic_blocks,
         "seeing": "position" if traits.pack_gqa else "row",  # that sees keys
         **_counting(traits),

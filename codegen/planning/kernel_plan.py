@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.architecture import Architecture
+from ..errors import Diagnostic, SpecError
 from ..spec import SpecFile
+from .protocol import Load, Phase
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16
 WARPGROUP_THREADS: Final = 128
@@ -39,11 +41,13 @@ class Number:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of the CTA's shared memory."""
+    """A part of the CTA's shared memory: what for, in so many stages of the same size."""
 
     name: str
     nbytes: int
     formula: str
+    stages: int = 1
+    holds: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,14 @@ class Columns:
 
 @dataclass(frozen=True)
 class Barrier:
-    """A row of the synchronisation table: who arrives how often, and who waits."""
+    """A row of the synchronisation table: who arrives how often, and who waits.
+
+    count: arrivals that complete a phase, which `arrivals` says in words.
+    """
 
     name: str
     stages: int
+    count: int
     arrivals: str
     waiter: str
 
@@ -86,6 +94,8 @@ class KernelPlan:
     smem: tuple[Region, ...]
     tmem: tuple[Columns, ...]  # parts may overlap; none before sm100
     barriers: tuple[Barrier, ...]
+    phases: tuple[Phase, ...]  # what all roles do: for a KV block, between tiles
+    loads: tuple[Load, ...]  # of a tile of Q, K and V, by each CTA of a cluster
     registers: tuple[Registers, ...]  # of all warpgroups
     register_parts: Mapping[str, int]  # of a thread of the hungriest role, an estimate
     statements: tuple[str, ...]  # what the kernel does for its shapes
@@ -125,3 +135,19 @@ class KernelPlan:
 def total(regions: tuple[Region, ...]) -> int:
     """Bytes of all parts."""
     return sum(region.nbytes for region in regions)
+
+
+def too_much_smem(
+    spec_file: SpecFile,
+    architecture: Architecture,
+    regions: tuple[Region, ...],
+    field: tuple[str, ...],
+) -> SpecError:
+    """FG401 at that field, with the sum."""
+    parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
+    message = (
+        f"shared memory needs {total(regions)} B, {architecture.name} allows"
+        f" {architecture.smem_bytes}: {parts}"
+    )
+    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
+    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])

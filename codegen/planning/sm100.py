@@ -18,9 +18,11 @@ from .kernel_plan import (
     Number,
     Region,
     Registers,
+    too_much_smem,
     total,
 )
 from .sm100_context import Sizes, Traits, template_context
+from .sm100_protocol import loads, phases
 from .sm100_words import statements
 
 TILE_Q: Final = 2 * sm100.MMA_ROWS
@@ -65,6 +67,8 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
         barriers=tuple(_barriers(traits)),
+        phases=phases(traits, _registers(sizes)),
+        loads=tuple(loads(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(sizes.tile_kv),
         statements=tuple(statements(context)),
@@ -89,7 +93,8 @@ def _choose(spec_file: SpecFile) -> Sizes:
     for choice in choices:
         if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
             return choice
-    raise _too_much_smem(spec_file, choices[-1])
+    regions = _smem(spec, choices[-1])
+    raise too_much_smem(spec_file, sm100.ARCHITECTURE, regions, ("stages", "kv"))
 
 
 def _planned_tile_q(spec: Spec) -> int:
@@ -147,7 +152,7 @@ def _registers_at_launch(sizes: Sizes) -> int:
 
 def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
     qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    stages = 2 * (halves + sizes.s_stages) + sizes.kv_stages + sizes.o_stages
+    stages = 2 * halves + 3 * sizes.s_stages + sizes.kv_stages + sizes.o_stages
     barriers = 2 * sm100.MBARRIER_BYTES * stages
     address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
     shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
@@ -156,7 +161,7 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
         Region(
             "barriers",
             barriers,
-            f"2 * 8 * (2 * HALVES + 2 * {s_stages} + KV_STAGES + O_STAGES)",
+            f"2 * 8 * (2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES)",
         ),
         Region("address", address, "4"),
         Region("stats", stats, f"4 * 128 * {s_stages}"),
@@ -169,16 +174,22 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
             "sQ",
             sizes.tile_q * qk * ELEMENT_BYTES,
             f"Q_TX_BYTES{shared} * Q_STAGES",
+            halves,
+            "Q",
         ),
         Region(
             "sKV",
             sizes.tile_kv * qk * ELEMENT_BYTES // spec.cta_group * sizes.kv_stages,
             f"K_TX_BYTES{shared} * KV_STAGES",
+            sizes.kv_stages,
+            "K or V",
         ),
         Region(
             "sO",
             sm100.MMA_ROWS * v * ELEMENT_BYTES * sizes.o_stages,
             "2 * 128 * HEAD_DIM_V * O_STAGES",
+            sizes.o_stages,
+            "O",
         ),
     )
 
@@ -208,15 +219,6 @@ def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
     )
     place = spec_file.locate("tile", "kv")
     return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
-
-
-def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
-    regions = _smem(spec_file.spec, sizes)
-    parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
-    message = f"shared memory needs {total(regions)} B, sm100 allows {sm100.SMEM_BYTES}: {parts}"
-    place = spec_file.locate("stages", "kv")
-    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
-    return SpecError([Diagnostic(place, "FG401", message, hint)])
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:
@@ -289,13 +291,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
         ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
         ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
-        ("Q_RELEASES", 1, commits, "1"),
-        (
-            "KV_RELEASES",
-            traits.cluster_size if traits.multicast_k else 1,
-            commits,
-            "CLUSTER_SIZE" if traits.multicast_k else "1",
-        ),
+        ("KV_RELEASES", traits.cluster_size, commits, "CLUSTER_SIZE"),
         (
             "S_RELEASES",
             (128 if traits.by_block else 256) * ctas,
@@ -303,8 +299,13 @@ def _derived(traits: Traits) -> Iterator[Number]:
             mma_rows if traits.by_block else f"2 * {mma_rows}",
         ),
         ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
+        (
+            "TAIL_COLUMNS",
+            max(kv // 4, sm100.LOAD_COLUMNS),
+            "of P, the last: PV begins without them",
+            "max(TILE_KV // 4, 32)",
+        ),
         ("S_COLUMNS", kv, columns, "TILE_KV"),
-        ("P_COLUMNS", kv // 2, "of S, from its first on", "TILE_KV // 2"),
         ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
         ("O_FIRST", sizes.s_stages * kv, columns, f"{s_stages} * S_COLUMNS"),
         (
@@ -315,6 +316,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         ),
     ]
     absent = set() if traits.uneven else {"V_TX_BYTES"}
+    absent |= set() if traits.multicast_k else {"KV_RELEASES"}
     absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
     absent |= set() if traits.by_block else {"S_STAGES"}
     rows = [row for row in rows if row[0] not in absent]
@@ -350,29 +352,39 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, halves = traits.sizes, traits.sizes.halves
     who = "softmax" if traits.by_block else "softmax of the half"
     last = "PV" if traits.by_block else "the last PV"
-    kv_full, kv_empty = "by TMA", "1: a commit"
+    kv_full, kv_empty, commits = "by TMA", "1: a commit", 1
     if not traits.by_block:
         kv_empty += ", after both halves"
     if traits.multicast_k:
         kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
-        kv_empty = f"{traits.cluster_size}: a commit of each CTA, after both halves"
+        commits = traits.cluster_size
+        kv_empty = f"{commits}: a commit of each CTA, after both halves"
     commit, threads = "1: a commit", "128"
-    users = f"{32 * (4 * halves + 5)} threads: softmax, correction, mma"
+    users = 32 * (4 * halves + 5)
     if traits.pair:
         kv_full, threads = "by TMA of 2 CTAs, half of it each", "256, of both CTAs"
-    yield Barrier("q_full", halves, "1 + Q_TX_BYTES by TMA", "mma")
-    yield Barrier("q_empty", halves, f"{commit}, after QK of the last block", "load")
-    yield Barrier("kv_full", sizes.kv_stages, f"1 + bytes of K or V {kv_full}", "mma")
-    yield Barrier("kv_empty", sizes.kv_stages, kv_empty, "load")
-    s_empty = f"2 * {threads}: P is in place (softmax), O rescaled (correction)"
+    yield Barrier("q_full", halves, 1, "1 + Q_TX_BYTES by TMA", "mma")
+    q_empty = f"{commit}, after QK of the last block"
+    yield Barrier("q_empty", halves, 1, q_empty, "load")
+    full, stages = f"1 + bytes of K or V {kv_full}", sizes.kv_stages
+    yield Barrier("kv_full", stages, 1, full, "mma")
+    yield Barrier("kv_empty", stages, commits, kv_empty, "load")
+    s_empty = f"2 * {threads}: P but its tail (softmax), O rescaled (correction)"
     if traits.by_block:
-        s_empty = f"{threads}: P is in place (softmax)"
-    yield Barrier("s_full", sizes.s_stages, f"{commit}, after QK", who)
-    yield Barrier("s_empty", sizes.s_stages, s_empty, "mma")
-    yield Barrier("stats_full", sizes.s_stages, "128: softmax", "correction")
-    yield Barrier("stats_empty", sizes.s_stages, "128: correction", who)
-    yield Barrier("o_full", halves, f"{commit}, after {last}", "correction")
-    yield Barrier("o_empty", halves, f"{threads}: correction", "mma")
-    yield Barrier("out_full", sizes.o_stages, "128: correction", "store")
-    yield Barrier("out_empty", sizes.o_stages, "32: the store warp", "correction")
-    yield Barrier("tmem", 1, users, "all of them")
+        s_empty = f"{threads}: P but its tail (softmax)"
+    arrivals = 128 * traits.spec.cta_group
+    of_s = arrivals if traits.by_block else 2 * arrivals
+    yield Barrier("s_full", sizes.s_stages, 1, f"{commit}, after QK", who)
+    yield Barrier("s_empty", sizes.s_stages, of_s, s_empty, "mma")
+    tail = f"{threads}: P (softmax)"
+    yield Barrier("tail_full", sizes.s_stages, arrivals, tail, "mma")
+    yield Barrier("stats_full", sizes.s_stages, 128, "128: softmax", "correction")
+    yield Barrier("stats_empty", sizes.s_stages, 128, "128: correction", who)
+    yield Barrier("o_full", halves, 1, f"{commit}, after {last}", "correction")
+    yield Barrier("o_empty", halves, arrivals, f"{threads}: correction", "mma")
+    yield Barrier("out_full", sizes.o_stages, 128, "128: correction", "store")
+    out_empty = "32: the store warp"
+    yield Barrier("out_empty", sizes.o_stages, 32, out_empty, "correction")
+    yield Barrier(
+        "tmem", 1, users, f"{users} threads: softmax, correction, mma", "all of them"
+    )

@@ -123,11 +123,8 @@ def template_context(
         "one_box": traits.one_box,
         "uneven": traits.uneven,
         "multicast": traits.multicast_k,
-        "kv_tail": traits.kv_tail,
         "masks": traits.masks,
         "plain_loop": traits.plain_loop,
-        "empty_rows": traits.empty_rows,
-        "lse_predicate": traits.q_tail,
         **_arguments(traits),
     }
 

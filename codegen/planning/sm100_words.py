@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..spec import Spec
+from . import words
 
 _ROLES: Final = """\
 A CTA works on a query tile of 256 rows, in halves of 128.
@@ -15,8 +16,9 @@ warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
   kv     load -> mma            K, V, K, ... by TMA     {freed}
-  s      mma -> softmax         S of a half, commit     {all} threads of softmax: P is in its place,
+  s      mma -> softmax         S of a half, commit     {all} threads of softmax: P but its tail,
                                                         {all} of correction: O is rescaled
+  tail   softmax -> mma         the rest of P, {all}      QK of the next block: s says so
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
   o      mma -> correction      O of a half, commit     {all} threads of correction
@@ -36,7 +38,8 @@ warp 9 owns the tensor memory and issues QK and PV; warp 10 stores O.
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q by TMA                commit, after QK of its last block
   kv     load -> mma            K, K, V, K, V, ... V    commit
-  s      mma -> softmax         S of a block, commit    256 threads of softmax: P is in its place
+  s      mma -> softmax         S of a block, commit    256 threads of softmax: P but its tail
+  tail   softmax -> mma         the rest of P, 256      QK of the block after the next: s says so
   stats  softmax -> correction  a block's factor of O,  128 threads of correction
                                 in the end the sum
   o      mma -> correction      O with a block, commit  256 threads of correction
@@ -76,31 +79,20 @@ def statements(has: Mapping[str, Any]) -> Iterator[str]:
     if has["causal"]:
         yield "Query row i sees key j when j <= i + seqlen_kv - seqlen_q."
     yield from _block_statements(has)
-    if has["empty_rows"]:
-        lse = " and its LSE -inf" if has["lse"] else ""
-        yield f"A row may see no key at all: its O is 0{lse}."
-    elif has["causal"]:
-        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
+    yield from words.empty_rows(has)
     yield "O leaves through shared memory of its own; TMA drops rows past the end."
     if has["lse"]:
-        tail = (
-            "for rows before the end only" if has["lse_predicate"] else "unpredicated"
-        )
+        tail = words.tail_of_rows(has)
         yield f"LSE is stored by the thread that owns the row, {tail}."
 
 
 def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    owner = "cluster" if has["cluster_size"] > 1 else "CTA"
     if has["persistent"]:
-        order = (
-            "those with most keys first, odd waves backwards"
-            if has["causal"]
-            else "query tiles of one head side by side"
-        )
-        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
+        order = words.order_of_tiles(has, "head")
         yield f"Persistent: each {owner} takes a tile per wave, {order}."
     else:
         order = ", those with most keys first" if has["causal"] else ""
-        owner = "cluster" if has["cluster_size"] > 1 else "CTA"
         yield f"A {owner} for each tile{order}."
     if has["causal"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
@@ -123,14 +115,11 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield f"KV blocks, last first; how many is counted at run time, per {per}."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
-    crossings = [
-        *(["the diagonal"] if has["causal"] else []),
-        *(["the end of K"] if has["kv_tail"] else []),
-    ]
-    if not crossings:
-        yield "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
+    crossed = words.crossed(has)
+    if not crossed:
+        yield words.NO_MASK
         return
-    yield f"Loop 1, masked for {' and '.join(crossings)}: blocks that not every row sees whole."
+    yield f"Loop 1, masked for {crossed}: blocks that not every row sees whole."
     if has["plain_loop"]:
         rows = "row" if has["by_block"] else "row of the half"
         yield f"Loop 2, without masks: blocks that every {rows} sees whole."

@@ -17,9 +17,11 @@ from .kernel_plan import (
     Number,
     Region,
     Registers,
+    too_much_smem,
     total,
 )
 from .sm90_context import Sizes, Traits, template_context
+from .sm90_protocol import loads, phases
 from .sm90_words import statements
 
 KV_TILES: Final = (128, 64, 32, 16)  # tried in this order; they divide usual lengths
@@ -38,9 +40,7 @@ REASONS: Final[Mapping[str, str]] = {
     "V_STAGES": "3 where they fit, else 2",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
-NO_BOX_OF_O: Final = (
-    "1: the rows of a warpgroup are not whole groups, so TMA cannot store O"
-)
+STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -60,6 +60,8 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         smem=smem,
         tmem=(),
         barriers=tuple(_barriers(traits)),
+        phases=phases(traits),
+        loads=tuple(loads(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(spec, sizes.tile_kv),
         statements=tuple(statements(context)),
@@ -74,12 +76,11 @@ def _choose(spec_file: SpecFile) -> Sizes:
     """
     spec = spec_file.spec
     tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
+    kv_tiles = _kv_tiles(spec_file)
     if spec.pack_gqa and tile_q % spec.heads.q_per_kv:
-        raise _groups_in_pieces(spec_file, tile_q)
-    if spec.stages.q == 2 and not _stores_by_tma(spec):
-        raise _no_groups_to_store(spec_file)
+        raise _groups_in_pieces(spec_file, tile_q, kv_tiles[-1])
+    ways_out = _ways_out(spec_file)
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
-    kv_tiles = (spec.tile.kv,) if spec.tile.kv else KV_TILES
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
@@ -87,12 +88,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
     def fits(sizes: Sizes) -> bool:
         return total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
 
-    planned = (2, 1) if _stores_by_tma(spec) else (1,)
-    q_stages = (spec.stages.q,) if spec.stages.q else planned
     choices = [
-        Sizes(tile_q, tile_kv, q, *KV_STAGES[-1])
+        Sizes(tile_q, tile_kv, q_stages, *KV_STAGES[-1])
         for tile_kv in fitting
-        for q in q_stages
+        for q_stages in ways_out
     ]
     sizes = next(filter(fits, choices), choices[-1])
     k, v = spec.stages.kv, spec.stages.v or spec.stages.kv
@@ -100,13 +99,77 @@ def _choose(spec_file: SpecFile) -> Sizes:
     depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
     sizes = next(filter(fits, depths_of), depths_of[-1])
     if not fits(sizes):
-        raise _too_much_smem(spec_file, sizes)
+        regions, field = _smem(spec, sizes), _largest_given(spec)
+        raise too_much_smem(spec_file, sm90.ARCHITECTURE, regions, field)
     return sizes
 
 
-def _stores_by_tma(spec: Spec) -> bool:
-    """Whether the rows of a warpgroup can be a box of O: whole groups, where heads are rows."""
-    return not spec.pack_gqa or sm90.WARPGROUP_ROWS % spec.heads.q_per_kv == 0
+def _kv_tiles(spec_file: SpecFile) -> list[int]:
+    """Rows of a KV tile to try, the better first; their stages begin where a swizzled tile can."""
+    spec = spec_file.spec
+    widths = (spec.head_dim.qk, spec.head_dim.v)
+    tiles = [
+        rows
+        for rows in ((spec.tile.kv,) if spec.tile.kv else KV_TILES)
+        if all(rows * n * ELEMENT_BYTES % sm90.SMEM_ALIGN == 0 for n in widths)
+    ]
+    if spec.tile.kv and not tiles:
+        raise _unaligned(spec_file, spec.tile.kv)
+    return tiles
+
+
+def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
+    spec = spec_file.spec
+    sizes = {"K": spec.head_dim.qk, "V": spec.head_dim.v}
+    stages = [
+        f"{rows} * {n} * {ELEMENT_BYTES} % {sm90.SMEM_ALIGN} ="
+        f" {rows * n * ELEMENT_BYTES % sm90.SMEM_ALIGN} ({name})"
+        for name, n in sizes.items()
+    ]
+    message = (
+        f"tile.kv: {rows} makes stages that are no multiple of {sm90.SMEM_ALIGN} bytes:"
+        f" {', '.join(stages)}"
+    )
+    hint = "set tile.kv to a multiple of 32, or leave it out"
+    place = spec_file.locate("tile", "kv")
+    return SpecError([Diagnostic(place, "FG407", message, hint)])
+
+
+def _ways_out(spec_file: SpecFile) -> list[int]:
+    """Numbers of Q stages with which O can leave, the better first; raises SpecError if none."""
+    spec = spec_file.spec
+    asked = (spec.stages.q,) if spec.stages.q else (2, 1)
+    against = {q_stages: _against(spec, q_stages) for q_stages in asked}
+    ways = [q_stages for q_stages in asked if not against[q_stages]]
+    if ways:
+        return ways
+    message = "; ".join(f"stages.q: {n} {why}" for n, why in against.items())
+    place, hint = spec_file.locate("head_dim"), "set head_dim.v to a multiple of 32"
+    if spec.stages.q and not _against(spec, 3 - spec.stages.q):
+        place = spec_file.locate("stages", "q")
+        hint = f"set stages: {{q: {3 - spec.stages.q}}}, or leave it out"
+    raise SpecError([Diagnostic(place, "FG404", message, hint)])
+
+
+def _against(spec: Spec, q_stages: int) -> str:
+    """Why O cannot leave: by TMA from a stage of Q if there are two, else from registers."""
+    qk, v, heads = spec.head_dim.qk, spec.head_dim.v, spec.heads.q_per_kv
+    rows = sm90.WARPGROUP_ROWS
+    if q_stages == 1 and v % STORE_COLUMNS:
+        return (
+            f"stores O from registers, {STORE_COLUMNS} columns at a time, but head_dim.v is {v}:"
+            f" {v} % {STORE_COLUMNS} = {v % STORE_COLUMNS}"
+        )
+    if q_stages == 2 and v > qk:
+        return (
+            f"stores O from the stage of its Q, but head_dim.v {v} > head_dim.qk {qk}"
+        )
+    if q_stages == 2 and spec.pack_gqa and rows % heads:
+        return (
+            f"stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true needs"
+            f" whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} = {rows % heads}"
+        )
+    return ""
 
 
 def _registers(sizes: Sizes) -> tuple[Registers, ...]:
@@ -145,16 +208,22 @@ def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
             "sQ",
             sizes.tile_q * qk * ELEMENT_BYTES * sizes.q_stages,
             "Q_TX_BYTES * Q_STAGES",
+            sizes.q_stages,
+            "Q, then O" if sizes.q_stages == 2 else "Q",
         ),
         Region(
             "sK",
             sizes.tile_kv * qk * ELEMENT_BYTES * sizes.k_stages,
             "K_TX_BYTES * K_STAGES",
+            sizes.k_stages,
+            "K",
         ),
         Region(
             "sV",
             sizes.tile_kv * v * ELEMENT_BYTES * sizes.v_stages,
             "V_TX_BYTES * V_STAGES",
+            sizes.v_stages,
+            "V",
         ),
     )
 
@@ -174,24 +243,17 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecE
     return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
 
 
-def _too_much_smem(spec_file: SpecFile, sizes: Sizes) -> SpecError:
-    spec = spec_file.spec
-    regions = _smem(spec, sizes)
-    parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
-    message = f"shared memory needs {total(regions)} B, sm90 allows {sm90.SMEM_BYTES}: {parts}"
-    field: tuple[str, ...] = ("head_dim",)
+def _largest_given(spec: Spec) -> tuple[str, ...]:
+    """The field that shared memory is too small for, as far as the spec gives one."""
     for name in ("v", "kv", "q"):
         if getattr(spec.stages, name):
-            field = ("stages", name)
-            break
-    else:
-        if spec.tile.kv or spec.tile.q:
-            field = ("tile", "kv" if spec.tile.kv else "q")
-    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
+            return ("stages", name)
+    if spec.tile.kv or spec.tile.q:
+        return ("tile", "kv" if spec.tile.kv else "q")
+    return ("head_dim",)
 
 
-def _groups_in_pieces(spec_file: SpecFile, tile_q: int) -> SpecError:
+def _groups_in_pieces(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
     heads = spec.heads.q_per_kv
     message = (
@@ -199,7 +261,7 @@ def _groups_in_pieces(spec_file: SpecFile, tile_q: int) -> SpecError:
         f" (heads.q_per_kv), but its rows (tile.q) are {tile_q}: {tile_q} % {heads} ="
         f" {tile_q % heads}"
     )
-    needed = sum(_register_parts(spec, spec.tile.kv or KV_TILES[-1]).values())
+    needed = sum(_register_parts(spec, tile_kv).values())
     tiles = [
         warpgroups * sm90.WARPGROUP_ROWS
         for warpgroups, split in sm90.REGISTERS.items()
@@ -210,18 +272,6 @@ def _groups_in_pieces(spec_file: SpecFile, tile_q: int) -> SpecError:
     field = ("tile", "q") if spec.tile.q else ("pack_gqa",)
     place = spec_file.locate(*field)
     return SpecError([Diagnostic(place, "FG403", message, f"set {hint}")])
-
-
-def _no_groups_to_store(spec_file: SpecFile) -> SpecError:
-    heads, rows = spec_file.spec.heads.q_per_kv, sm90.WARPGROUP_ROWS
-    message = (
-        f"stages.q: 2 stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true"
-        f" needs whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} ="
-        f" {rows % heads}"
-    )
-    hint = "set stages: {q: 1}, or leave it out"
-    place = spec_file.locate("stages", "q")
-    return SpecError([Diagnostic(place, "FG404", message, hint)])
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:
@@ -262,8 +312,10 @@ def _chosen(traits: Traits) -> Iterator[Number]:
 
 def _reason(spec: Spec, name: str) -> str:
     """Why a number is what it is, though the spec leaves it out."""
-    forced = name == "Q_STAGES" and not _stores_by_tma(spec)
-    return NO_BOX_OF_O if forced else REASONS[name]
+    for q_stages in (2, 1) if name == "Q_STAGES" else ():
+        if why := _against(spec, q_stages):
+            return f"{q_stages} {why}"
+    return REASONS[name]
 
 
 def _derived(traits: Traits) -> Iterator[Number]:
@@ -326,21 +378,24 @@ def _by_warpgroups(role: str) -> str:
 def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes = traits.sizes
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    q_empty = f"{warpgroups}: a warp of each warpgroup, once O has left the stage"
+    warps = warpgroups
+    freed = "a warp of each warpgroup, once O has left the stage"
     if not traits.cross_tile:
-        q_empty = f"{4 * warpgroups}: every consumer warp, after its last QK"
-    yield Barrier("q_full", sizes.q_stages, "1 + Q_TX_BYTES by TMA", "consumers")
-    yield Barrier("q_empty", sizes.q_stages, q_empty, "producer")
+        warps, freed = 4 * warpgroups, "every consumer warp, after its last QK"
+    yield Barrier("q_full", sizes.q_stages, 1, "1 + Q_TX_BYTES by TMA", "consumers")
+    yield Barrier("q_empty", sizes.q_stages, warps, f"{warps}: {freed}", "producer")
     for name, shared in (("k", traits.multicast_k), ("v", traits.multicast_v)):
         ctas = traits.cluster_size if shared else 1
-        loads = f"by TMA of {ctas} CTAs, a slice each" if shared else "by TMA"
-        warps = f"{4 * warpgroups * ctas}: every consumer warp"
-        warps += f" of {ctas} CTAs" if shared else ""
-        full = f"1 + {name.upper()}_TX_BYTES {loads}"
+        by_tma = f"by TMA of {ctas} CTAs, a slice each" if shared else "by TMA"
+        warps = 4 * warpgroups * ctas
+        freed = f"{warps}: every consumer warp" + (f" of {ctas} CTAs" if shared else "")
+        full = f"1 + {name.upper()}_TX_BYTES {by_tma}"
         stages = sizes.k_stages if name == "k" else sizes.v_stages
-        yield Barrier(f"{name}_full", stages, full, "consumers")
-        yield Barrier(f"{name}_empty", stages, warps, "producer")
+        yield Barrier(f"{name}_full", stages, 1, full, "consumers")
+        yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
     if traits.order_barrier:
         turn = "256 threads: a warpgroup and the one before it"
-        yield Barrier("order", warpgroups, turn, "the warpgroup")
-    yield Barrier("store", warpgroups, "128 threads: a warpgroup", "its first warp")
+        yield Barrier("order", warpgroups, 256, turn, "the warpgroup")
+    if traits.cross_tile:
+        threads = "128 threads: a warpgroup"
+        yield Barrier("store", warpgroups, 128, threads, "its first warp")

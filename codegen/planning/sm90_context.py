@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -12,7 +13,8 @@ from . import traits as shared
 from .context import common_context, listed
 from .kernel_plan import Number
 
-_SMEM_ATOMS: Final = {0: "K_SW128", 32: "K_SW64"}  # by head_dim modulo 64
+# By the elements of a swizzled row, whose rows make a row of a tile.
+_SMEM_ATOMS: Final = {64: "K_SW128", 32: "K_SW64", 16: "K_SW32"}
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
@@ -117,7 +119,7 @@ def template_context(
     return {
         **common,
         "packed_type": _PACKED_TYPES[spec.dtype],
-        "smem_atom": _SMEM_ATOMS[max(spec.head_dim.qk % 64, spec.head_dim.v % 64)],
+        "smem_atom": _SMEM_ATOMS[math.gcd(64, spec.head_dim.qk, spec.head_dim.v)],
         "end_of_rows": common["seqlen_q"] + (" * Q_PER_KV" if spec.pack_gqa else ""),
         **_flags(traits),
         **_arguments(traits),
@@ -127,12 +129,9 @@ def template_context(
 def _flags(traits: Traits) -> dict[str, bool | int]:
     return {
         "one_box": traits.one_box,
-        "kv_tail": traits.kv_tail,
         "masks": traits.masks,
         "masked_loop": traits.masked_loop,
         "hidden_rows": traits.hidden_rows,
-        "empty_rows": traits.empty_rows,
-        "lse_predicate": traits.q_tail,
         "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "order_barrier": traits.order_barrier,

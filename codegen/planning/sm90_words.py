@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from . import words
+
 
 def statements(has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
@@ -16,34 +18,23 @@ def statements(has: Mapping[str, Any]) -> Iterator[str]:
     yield from _block_statements(has)
     if has["hidden_rows"]:
         yield "A row may have seen no key so far: a maximum of -inf is replaced before it is used."
-    if has["empty_rows"]:
-        lse = " and its LSE -inf" if has["lse"] else ""
-        yield f"A row may see no key at all: its O is 0{lse}."
-    elif has["causal"]:
-        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
+    yield from words.empty_rows(has)
     yield _output_statement(has)
     if has["lse"]:
-        tail = (
-            "for rows before the end only" if has["lse_predicate"] else "unpredicated"
-        )
-        yield f"LSE is stored by one thread in four, {tail}."
+        yield f"LSE is stored by one thread in four, {words.tail_of_rows(has)}."
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:
     if has["cross_tile"]:
         return "O goes through the stage that its Q had; TMA drops rows past the end."
-    tail = "rows before the end only" if has["lse_predicate"] else "unpredicated"
+    tail = words.tail_of_rows(has)
     return f"O is stored from registers, 16 bytes a thread, {tail}."
 
 
 def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
     owner = "cluster" if has["cluster_size"] > 1 else "CTA"
     head = "KV head" if has["pack_gqa"] else "head"
-    order = (
-        "those with most keys first, odd waves backwards"
-        if has["causal"]
-        else f"query tiles of one {head} side by side"
-    )
+    order = words.order_of_tiles(has, head)
     yield f"Persistent: each {owner} takes a tile per wave, {order}."
     if has["causal"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
@@ -80,20 +71,16 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
             yield "A warpgroup skips the blocks that only rows of later warpgroups see."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
-    crossings = [
-        *(["the diagonal"] if has["causal"] else []),
-        *(["the end of K"] if has["kv_tail"] else []),
-    ]
-    if not crossings:
-        yield "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
+    crossed = words.crossed(has)
+    if not crossed:
+        yield words.NO_MASK
         return
     if not has["kv_tail"]:
         yield "No mask for the end of K: seqlen_kv is a multiple of TILE_KV."
-    what = " and ".join(crossings)
     if has["masked_loop"]:
-        yield f"The first block is masked for {what}."
+        yield f"The first block is masked for {crossed}."
         rows = "row of the warpgroup" if has["strips"] else "row"
         yield f"Loop 1, masked the same way: further blocks that not every {rows} sees whole."
         yield f"Loop 2, without masks: blocks that every {rows} sees whole."
     else:
-        yield f"The first block is masked for {what}; one loop without masks takes the others."
+        yield f"The first block is masked for {crossed}; one loop without masks takes the others."

@@ -5,7 +5,6 @@ calls, and takes the registers and the shared memory that its plan says.
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import re
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import support
 from fmha_gen import build, toolchain
-from packaging.requirements import Requirement
+from fmha_gen.executor import Local
 from support import GENERATED, SHIPPED, SPECS
 
 ALONE = Path(__file__).with_name("alone.py")
@@ -30,7 +29,7 @@ each_kernel = pytest.mark.parametrize("stem", SHIPPED)
 
 @each_kernel
 def test_compiled_as_planned(stem: str, tmp_path: Path) -> None:
-    result = build.build([SPECS / f"{stem}.yaml"], tmp_path, jobs=1)
+    result = build.build([SPECS / f"{stem}.yaml"], tmp_path, executor=Local(1))
     assert result.failures == ()
     (kernel,), plan = result.kernels, support.shipped_plan(stem)
     assert kernel.text == (GENERATED / f"{stem}.py").read_text("utf-8")
@@ -67,32 +66,11 @@ class Launch(NamedTuple):
     smem_bytes: int
 
 
-def closure(distribution: str) -> set[str]:
-    """Return the distribution and all that pip installs with it."""
-    found: set[str] = set()
-    todo = [distribution]
-    while todo:
-        name = todo.pop()
-        if name in found:
-            continue
-        found.add(name)
-        for line in importlib.metadata.requires(name) or []:
-            requirement = Requirement(line)
-            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
-                todo.append(requirement.name)
-    return found
-
-
 @pytest.fixture(scope="session")
 def only_dsl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site-packages folder as `pip install nvidia-cutlass-dsl` alone leaves it."""
     folder = tmp_path_factory.mktemp("site-packages")
-    for name in closure(toolchain.DSL):
-        distribution = importlib.metadata.distribution(name)
-        tops = {file.parts[0] for file in distribution.files or []}
-        for top in tops - {"..", "__pycache__"}:
-            if not (folder / top).exists():
-                (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
+    support.link_distributions(folder, toolchain.DSL)
     return folder
 
 

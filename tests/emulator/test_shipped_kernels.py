@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from fmha_gen import captures, emulate, records, rehearsal
+from fmha_gen.executor import Local
 from fmha_gen.processes import of_kind, read_events
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
@@ -24,7 +24,7 @@ def test_there_are_kernels():
 def test_shipped_kernel_holds(kernel, tmp_path):
     copy = tmp_path / kernel.name  # its record goes beside the copy
     copy.write_bytes(kernel.read_bytes())
-    (outcome,) = emulate.emulate([copy], jobs=1)
+    (outcome,) = emulate.emulate([copy], executor=Local(1))
     assert emulate.failures([outcome]) == ""
     assert outcome.schedules == 5
     record = records.load(tmp_path / records.path_of(kernel.stem))
@@ -106,12 +106,9 @@ def test_a_seed_replays_a_run_step_by_step(monkeypatch, tmp_path):
 
 
 def test_a_timeline_shows_the_warps_of_a_cta(monkeypatch, tmp_path):
-    path = tmp_path / "timeline.json"
-    events = rehearse(
-        monkeypatch, tmp_path, lambda lines: lines, "--timeline", str(path)
-    )
+    events = rehearse(monkeypatch, tmp_path, lambda lines: lines, "--timeline")
     assert findings(events) == []
-    trace = json.loads(path.read_text(encoding="utf-8"))
+    (trace,) = (event["trace"] for event in events if event["event"] == "timeline")
     names = [
         event["args"]["name"]
         for event in trace["traceEvents"]

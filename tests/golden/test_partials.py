@@ -20,6 +20,8 @@ from fmha_gen.spec import load_specs
 
 UNSHIPPED = Path(__file__).parent / "specs"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
+SITE = ("site/index.html.j2", "site/kernel.html.j2", "site/style.css.j2")
+VENDOR = ("vendor/init.py.j2", "vendor/readme.md.j2")
 PARTIALS_OF = {
     arch: set(render.template_closure(module)) - {module}
     for arch, module in MODULES.items()
@@ -156,7 +158,18 @@ def test_every_template_is_used() -> None:
         path.relative_to(render.template_folder()).as_posix()
         for path in render.template_folder().rglob("*.j2")
     }
-    assert on_disk == {*PARTIALS, *MODULES.values()}
+    others = {each for top in (*SITE, *VENDOR) for each in render.template_closure(top)}
+    assert on_disk == {*PARTIALS, *MODULES.values(), *others}
+
+
+@pytest.mark.parametrize("page", (*SITE, *VENDOR))
+def test_a_page_reads_the_inputs_that_it_states(page: str) -> None:
+    syntax = render.environment().parse(source_of(page))
+    macros = {
+        name for node in syntax.find_all(jinja2.nodes.FromImport) for name in node.names
+    }
+    read = jinja2.meta.find_undeclared_variables(syntax) - macros
+    assert read == stated(page).inputs
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

@@ -44,7 +44,8 @@ def test_there_are_specs_for_every_axis() -> None:
     assert 16 <= len(specs) <= 64
     assert {spec.dtype for spec in specs} == {"bf16", "fp16"}
     heads = {(spec.head_dim.qk, spec.head_dim.v) for spec in specs}
-    assert heads == {(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)}
+    assert heads >= {(n, n) for n in (32, 64, 80, 96, 128, 160, 192, 256)}
+    assert (192, 128) in heads
     assert {spec.mask for spec in specs} == {"none", "causal"}
     assert {spec.lse for spec in specs} == {True, False}
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import support
 from fmha_gen import build
+from fmha_gen.executor import Local
 
 HERE = Path(__file__).parent
 SPECS = sorted((HERE / "specs").glob("*.yaml"))
@@ -26,7 +27,7 @@ def test_text(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @each_spec
 def test_compiles_and_passes_the_gate(spec: Path, tmp_path: Path) -> None:
-    result = build.build([spec], tmp_path, jobs=1)
+    result = build.build([spec], tmp_path, executor=Local(1))
     assert result.failures == ()
     (kernel,) = result.kernels
     assert kernel.rung == "compiled"

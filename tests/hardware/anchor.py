@@ -4,7 +4,8 @@
     python -m tests.hardware.anchor OUT.npz [KERNEL.py ...]
 
 Needs PyTorch and an H100 or H200. OUT.npz holds, per kernel and case, `KERNEL/CASE.out` (bits) and
-`KERNEL/CASE.lse` of a sample of the query rows, and `KERNEL.body`, the digest of the text.
+`KERNEL/CASE.lse` of a sample of the query rows, `KERNEL.body`, the digest of the text, and
+`KERNEL.ptx`, the sha256 of what it compiles to. Without KERNELs it takes all of sm90.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from fmha_gen import captures
 from fmha_gen.rehearsal import read_constants, tiles_of
 from fmha_gen.rehearsal_cases import Case, cases_for
 from fmha_gen.render import body_digest
-from fmha_gen.tensors import make_problem
+from fmha_gen.tensors import arguments, make_problem
+from fmha_gen.verify import sha256
 
 CASES = 2  # the first ones: ragged, and strided with one huge key
 ROWS = 48  # of the query rows, kept of each head
@@ -39,7 +42,9 @@ def main() -> None:
     from fmha_gen.trial import DTYPES, load_kernel
 
     generated = Path(__file__).resolve().parents[2] / "generated"
-    kernels = [Path(name) for name in sys.argv[2:]] or sorted(generated.glob("*.py"))
+    kernels = [Path(name) for name in sys.argv[2:]] or sorted(
+        generated.glob("sm90_*.py")
+    )
     found: dict[str, Any] = {"device": np.array(torch.cuda.get_device_name())}
     for path in kernels:
         text = path.read_text(encoding="utf-8")
@@ -47,7 +52,11 @@ def main() -> None:
         spec = constants["SPEC"]
         kernel = load_kernel(path)
         found[f"{path.stem}.body"] = np.array(body_digest(text))
-        for case in anchor_cases(spec, constants):
+        cases = anchor_cases(spec, constants)
+        call = arguments(spec, cases[0], make_problem(spec, cases[0]))
+        code, _ = captures.capture(path, [call], arch=spec["arch"])
+        found[f"{path.stem}.ptx"] = np.array(sha256(code))
+        for case in cases:
             problem = make_problem(spec, case)
             dtype = DTYPES[spec["dtype"]]
             q, k, v = (

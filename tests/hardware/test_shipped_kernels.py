@@ -16,9 +16,9 @@ pytestmark = pytest.mark.hardware
 
 
 @pytest.fixture(scope="module")
-def driver() -> str:
+def gpu() -> None:
     try:
-        return validate.require_gpu()
+        validate.require_gpu()
     except EnvironmentProblem as problem:
         pytest.skip(str(problem))
 
@@ -28,15 +28,14 @@ def test_there_are_kernels() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.stem)
-def test_shipped_kernel_holds(kernel: Path, driver: str, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("gpu")
+def test_shipped_kernel_holds(kernel: Path, tmp_path: Path) -> None:
     copy = (
         tmp_path / kernel.name
     )  # its record goes beside the copy, not into the repository
     copy.write_bytes(kernel.read_bytes())
     try:
-        outcomes = validate.validate(
-            [copy], driver=driver, jobs=1, timeout=validate.DEFAULT_TIMEOUT
-        )
+        outcomes = validate.validate([copy], timeout=validate.DEFAULT_TIMEOUT)
     except EnvironmentProblem as problem:
         pytest.skip(str(problem))
     assert validate.failures(outcomes) == ""

@@ -43,9 +43,8 @@ def load_bytes(raw: bytes, stem: str = "candidate") -> SpecFile | SpecError:
 # --- valid specs, as the data a file holds ----------------------------------
 
 length = st.integers(1, 2**24) | st.just("dynamic")
-head_dim = st.sampled_from(
-    [64, 96, 128, 256, {"qk": 192, "v": 128}, {"qk": 64, "v": 64}]
-)
+width = st.integers(2, 16).map(lambda n: 16 * n)
+head_dim = width | st.fixed_dictionaries({"qk": width, "v": width})
 group = st.integers(1, 64).map(lambda n: {"q_per_kv": 2 * n})
 optional = {
     "seqlen": length | st.fixed_dictionaries({}, optional={"q": length, "kv": length}),

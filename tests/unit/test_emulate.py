@@ -16,6 +16,7 @@ from fmha_gen.emulate import Choice
 from fmha_gen.emulator.scheduler import Completion
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.evaluation import Finding
+from fmha_gen.executor import Local
 from fmha_gen.processes import Ending
 from fmha_gen.render import body_digest
 from rich.console import Console
@@ -289,7 +290,7 @@ def test_the_command_passes_its_options_on(monkeypatch: Any, tmp_path: Path) -> 
     done = CliRunner().invoke(cli.app, ["emulate", str(tmp_path), *options, "--json"])
     assert done.exit_code == 0, done.output
     assert found["choice"] == Choice(schedules=4, completion="late", seed=2)
-    assert found["jobs"] == 3 and found["as_json"] is True
+    assert found["executor"] == Local(3) and found["as_json"] is True
 
 
 def test_every_completion_is_a_choice_and_nothing_else(monkeypatch: Any) -> None:

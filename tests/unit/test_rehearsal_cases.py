@@ -70,7 +70,7 @@ def test_no_case_costs_more_than_a_model_can_pay(constants):
 def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(constants):
     """Each leaves one to the next phase of a barrier that counts one too few."""
     spec, tiles = constants["SPEC"], tiles_of(constants)
-    arrivals = constants["Q_STAGES"] * constants["Q_RELEASES"]
+    arrivals = tiles.q_releases
     assert arrivals >= 1  # with one, no barrier can count one too few
     assert spec["seqlen"]["kv"] != "dynamic" or any(
         blocks(tiles, case) == 1
@@ -149,6 +149,31 @@ def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
             case.q > tiles.cluster_rows
         )  # or a head is one tile, whose order is no matter
         assert case.clusters is None
+
+
+@every_kernel
+def test_a_head_has_two_query_tiles_in_some_case(constants):
+    """Or a wrong slice of Q, or of O, along a wrong dimension cannot be seen."""
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    fixed = spec["seqlen"]["q"]
+    assert (fixed != "dynamic" and fixed <= tiles.cluster_rows) or any(
+        case.q > tiles.cluster_rows for case in cases_for(spec, tiles)
+    )
+
+
+@every_kernel
+def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
+    constants,
+):
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    if spec["mask"] != "causal" or set(spec["seqlen"].values()) != {"dynamic"}:
+        return
+    assert any(
+        case.kv % tiles.kv == 0  # so that they have no masked block
+        and case.q <= tiles.positions // 2
+        and work_tiles(spec, tiles, case) >= 2 * case.sm_count // tiles.ctas
+        for case in cases_for(spec, tiles)
+    )
 
 
 def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import records, validate
+from fmha_gen import records, tree, validate
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.executor import Local
 from fmha_gen.render import body_digest
 from fmha_gen.validate import Ending, Finding, Memcheck, judge
 from rich.console import Console
@@ -203,6 +204,11 @@ def test_memcheck_is_clean_only_when_it_says_so(
 # --- processes and records ----------------------------------------------------------------
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(validate, "require_gpu", lambda **_: "580.1")
+
+
 def worker(kernel: Path, events: Path, options: Any) -> list[str]:
     return [sys.executable, str(FAKE_TRIAL), str(kernel), str(events), *options]
 
@@ -221,10 +227,11 @@ def run(
     *kernels: Path, timeout: float = 60, case: str | None = None
 ) -> list[validate.Outcome]:
     return validate.validate(
-        kernels, driver="580.1", jobs=2, timeout=timeout, case=case, worker=worker
+        kernels, executor=Local(2), timeout=timeout, case=case, worker=worker
     )
 
 
+@pytest.mark.usefixtures("gpu")
 def test_records_are_written_for_those_that_passed(tmp_path: Path) -> None:
     good = write_kernel(tmp_path, "good", GOOD)
     also = write_kernel(tmp_path, "also", GOOD)
@@ -239,6 +246,7 @@ def test_records_are_written_for_those_that_passed(tmp_path: Path) -> None:
     assert not (tmp_path / "records/bad.json").exists()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_failure_takes_back_the_rung_and_those_above_it(tmp_path: Path) -> None:
     kernel = write_kernel(tmp_path, "x", [MACHINE, case("a", findings=["wrong"]), END])
     digest = body_digest(kernel.read_text(encoding="utf-8"))
@@ -257,6 +265,7 @@ def test_a_failure_takes_back_the_rung_and_those_above_it(tmp_path: Path) -> Non
     assert "validated" not in left and "benchmarked" not in left and "compiled" in left
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_replayed_case_leaves_the_record_alone(tmp_path: Path) -> None:
     run(
         write_kernel(tmp_path, "x", [MACHINE, case("a", findings=["wrong"]), END]),
@@ -265,6 +274,7 @@ def test_a_replayed_case_leaves_the_record_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "records").exists()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_hanging_kernel_costs_its_time_limit_and_nothing_else(tmp_path: Path) -> None:
     hangs = write_kernel(tmp_path, "hangs", [MACHINE, started("b")], sleep=60)
     good = write_kernel(tmp_path, "good", GOOD)
@@ -275,6 +285,7 @@ def test_a_hanging_kernel_costs_its_time_limit_and_nothing_else(tmp_path: Path) 
     assert outcomes[1].findings == ()
 
 
+@pytest.mark.usefixtures("gpu")
 def test_a_crash_is_told_with_the_case_and_the_last_words(tmp_path: Path) -> None:
     kernel = write_kernel(
         tmp_path, "x", [MACHINE, started("b")], signal=11, half_a_line='{"event": "ca'
@@ -285,6 +296,7 @@ def test_a_crash_is_told_with_the_case_and_the_last_words(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.usefixtures("gpu")
 def test_no_gpu_for_one_kernel_ends_the_rest_at_once(tmp_path: Path) -> None:
     none = write_kernel(
         tmp_path, "none", [{"event": "environment", "message": "no GPU"}]
@@ -388,3 +400,17 @@ def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(EnvironmentProblem) as caught:
         validate.run([kernel])
     assert str(caught.value) == "no NVIDIA GPU: its driver is not installed"
+
+
+def test_an_interrupted_build_is_finished_first(tmp_path: Path) -> None:
+    """Else the old kernel would run, and its record would replace the new one's."""
+    kernel = write_kernel(tmp_path, "x", GOOD)
+
+    def die(name: str) -> None:
+        if name == "replace x.py":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), tree.exclusive(tmp_path):
+        tree.apply(tmp_path, [tree.Change("x.py", "changed", "new\n", "")], step=die)
+    assert validate.kernel_files([kernel]) == [kernel]
+    assert kernel.read_text(encoding="utf-8") == "new\n"

@@ -14,8 +14,8 @@ from fmha_gen.emulator.lower import lower
 KERNELS = [stem for stem in support.SHIPPED if stem.startswith("sm100_")]
 DAMAGED = "sm100_d128_bf16_causal_gqa4_lse"
 SCHEDULES = rehearsal.schedules(2)
-# Several KV blocks and work tiles per CTA, with tails; a key so large that its score cannot be
-# scaled before the maximum is subtracted; rows without a key and work tiles of one block.
+# Several KV blocks and work tiles per CTA, with tails; a key so large that the reference moves;
+# rows without a key and work tiles of one block.
 CASES = ("ragged", "strided", "short_kv")
 DAMAGE = {  # the case that shows it, the text, what is there instead
     "mask": ("ragged", "Int64(-1) << in_word", "Int64(-2) << in_word"),
@@ -27,9 +27,15 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
         "ragged",
-        "cute.copy(copy, registers, place)\n    cute.arch.fence_view_async_tmem_store()",
-        "cute.copy(copy, registers, place)",
+        "cute.arch.fence_view_async_tmem_store()\n            pipes.s.consumer_release",
+        "pipes.s.consumer_release",
     ),
+    "wait::st of the tail of P": (
+        "ragged",
+        "cute.arch.fence_view_async_tmem_store()\n    pipes.tail.producer_commit",
+        "pipes.tail.producer_commit",
+    ),
+    "wait for the tail of P": ("ragged", "pipes.tail.consumer_wait(p_state)", "pass"),
     "wait for room in sO": (
         "short_kv",
         "pipes.out.producer_acquire(out_state)",

@@ -44,7 +44,12 @@ DAMAGE = {  # the kernel, the case that shows it, the text, what is there instea
         "            pipes.o.consumer_wait(o_state)\n            # The",
         "            # The",
     ),
-    "stage of P": (D256, "ragged", "None, s_stage].iterator", "None, 0].iterator"),
+    "stage of P": (
+        D256,
+        "ragged",
+        "None, p_state.index].iterator",
+        "None, 0].iterator",
+    ),
 }
 
 

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Roles, steps and barriers of an sm90 kernel, and what the CTAs of a cluster load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..arch import sm90
+from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS
+from .protocol import Lane, Load, Phase, Signal, Step, Wait
+from .sm90_context import Traits
+
+_WARPS = 4  # of a warpgroup
+
+
+def phases(traits: Traits) -> tuple[Phase, ...]:
+    """Return what happens for each KV block, and between two query tiles."""
+    warpgroups = range(traits.sizes.tile_q // sm90.WARPGROUP_ROWS)
+    split = sm90.REGISTERS[len(warpgroups)]
+
+    def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
+        yield Lane("producer", "warp 0", split.producer, produce)
+        for index in warpgroups:
+            first = _WARPS * (index + 1)
+            steps = _Consumer(traits, index)
+            yield Lane(
+                f"consumer {index}",
+                f"warps {first} to {first + _WARPS - 1}",
+                split.consumer,
+                tuple(steps.tile() if end else steps.block()),
+            )
+
+    return (
+        Phase(
+            "One KV block: QK of block n, then PV of block n-1, which runs beside softmax of n",
+            tuple(lanes(tuple(_load_block(traits)), end=False)),
+        ),
+        Phase(
+            "From one query tile to the next",
+            tuple(lanes(tuple(_load_tile(traits)), end=True)),
+        ),
+    )
+
+
+def loads(traits: Traits) -> Iterator[Load]:
+    """Yield what each CTA of a cluster loads of one tile of Q, K and V."""
+    spec, ctas = traits.spec, traits.cluster_size
+    for tensor, rows, columns, shared in (
+        ("Q", traits.sizes.tile_q, spec.head_dim.qk, False),
+        ("K", traits.sizes.tile_kv, spec.head_dim.qk, traits.multicast_k),
+        ("V", traits.sizes.tile_kv, spec.head_dim.v, traits.multicast_v),
+    ):
+        count = rows // ctas if shared else rows
+        for cta in range(ctas):
+            yield Load(
+                tensor,
+                cta,
+                tile=(rows, columns),
+                rows=(cta * count if shared else 0, count),
+                columns=(0, columns),
+                receivers=tuple(range(ctas)) if shared else (cta,),
+                nbytes=count * columns * ELEMENT_BYTES,
+            )
+
+
+def _load_block(traits: Traits) -> Iterator[Step]:
+    yield _load(traits, "k", "K(n)")
+    yield _load(traits, "v", "V(n-1)")
+
+
+def _load_tile(traits: Traits) -> Iterator[Step]:
+    yield _load(traits, "v", "V(last)")
+    yield _load(traits, "k", "next K(0)")
+    # With one stage, this tile's last QK frees it.
+    earlier = traits.cross_tile
+    yield _load(traits, "q", "next Q", earlier=earlier)
+
+
+def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step:
+    """A stage of a ring; all of its bytes, whoever loads them."""
+    spec, sizes = traits.spec, traits.sizes
+    rows = sizes.tile_q if ring == "q" else sizes.tile_kv
+    columns = spec.head_dim.v if ring == "v" else spec.head_dim.qk
+    full = Signal(
+        f"{ring}_full",
+        1,
+        tx_bytes=rows * columns * ELEMENT_BYTES,
+        ctas=_ctas(traits, ring),
+    )
+    return Step(
+        f"load {what}",
+        "tma",
+        waits=(Wait(f"{ring}_empty", earlier=earlier),),
+        signals=(full,),
+    )
+
+
+def _ctas(traits: Traits, ring: str) -> int:
+    """How many CTAs fill and free a stage of a ring together."""
+    shared = {"q": False, "k": traits.multicast_k, "v": traits.multicast_v}
+    return traits.cluster_size if shared[ring] else 1
+
+
+class _Consumer:
+    """The steps of one warpgroup."""
+
+    def __init__(self, traits: Traits, index: int) -> None:
+        self._traits = traits
+        self._index = index
+        self._warpgroups = traits.sizes.tile_q // sm90.WARPGROUP_ROWS
+
+    def block(self) -> Iterator[Step]:
+        """Steps for a KV block, as the loops have them."""
+        yield self._mma("QK(n)", waits=(Wait("k_full"), *self._turn()))
+        yield self._mma("PV(n-1)", waits=(Wait("v_full"),), signals=self._pass_on())
+        yield Step("S(n) is there", "wait", (), self._free("k"), retires=("QK(n)",))
+        over = Step(
+            "PV(n-1) is over", "wait", (), self._free("v"), retires=("PV(n-1)",)
+        )
+        if self._traits.early_wait:
+            yield _math("row 0: max")
+            yield over
+            yield _math("row 0: exp2, row 1: max, exp2; P(n) = S(n)")
+        else:
+            yield _math("row 0: max, exp2; row 1: max")
+            yield over
+            yield _math("row 1: exp2; P(n) = S(n) in 16 bits")
+
+    def tile(self) -> Iterator[Step]:
+        """Steps from the last block of a tile to the first of the next."""
+        if self._traits.cross_tile:
+            yield from self._across()
+        else:
+            yield from self._one_q_stage()
+
+    def _across(self) -> Iterator[Step]:
+        ready = (Wait("q_full"), Wait("k_full"), *self._turn())
+        yield self._mma("next QK(0)", waits=ready)
+        yield self._mma("PV(last)", waits=(Wait("v_full"),), signals=self._pass_on())
+        yield _math(f"sums of rows{self._lse()}")
+        yield Step(
+            "S(0), O are there",
+            "wait",
+            (),
+            (*self._free("v"), *self._free("k")),
+            retires=("next QK(0)", "PV(last)"),
+        )
+        yield _math("O / sum, in Q's place")
+        store = Wait("store", str(self._index), arrivals=WARPGROUP_THREADS)
+        yield Step("store O", "tma", (store,), issues="store O")
+        yield _math("first softmax; P(0) = S(0) in 16 bits")
+        freed = Signal("q_empty", 1)  # by the first warp
+        yield Step("O has left", "wait", (), (freed,), retires=("store O",))
+
+    def _one_q_stage(self) -> Iterator[Step]:
+        freed = Signal("q_empty", _WARPS)
+        yield Step("last QK is over", "wait", (), (freed,))
+        ready = (*self._turn(), Wait("v_full"))
+        yield self._mma("PV(last)", waits=ready, signals=self._pass_on())
+        yield _math(f"sums of rows{self._lse()}")
+        yield Step("O is there", "wait", (), self._free("v"), retires=("PV(last)",))
+        yield _math("O / sum; store O from registers")
+        first = "next QK(0)"
+        ready = (Wait("q_full"), Wait("k_full"), *self._turn(earlier=False))
+        yield self._mma(first, waits=ready, signals=self._pass_on())
+        yield Step("S(0) is there", "wait", (), self._free("k"), retires=(first,))
+        yield _math("first softmax; P(0) = S(0) in 16 bits")
+
+    def _mma(
+        self, text: str, waits: tuple[Wait, ...], signals: tuple[Signal, ...] = ()
+    ) -> Step:
+        return Step(text, "mma", waits, signals, issues=text)
+
+    def _free(self, ring: str) -> tuple[Signal, ...]:
+        return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)
+
+    def _lse(self) -> str:
+        return ", LSE" if self._traits.spec.lse else ""
+
+    def _turn(self, *, earlier: bool = True) -> tuple[Wait, ...]:
+        """Until the warpgroup before has issued its MMAs; the first one's was passed earlier."""
+        if not self._traits.order_barrier:
+            return ()
+        earlier = earlier and self._index == 0
+        return (Wait("order", str(self._index), earlier, WARPGROUP_THREADS),)
+
+    def _pass_on(self) -> tuple[Signal, ...]:
+        if not self._traits.order_barrier:
+            return ()
+        following = (self._index + 1) % self._warpgroups
+        return (Signal("order", WARPGROUP_THREADS, str(following)),)
+
+
+def _math(text: str) -> Step:
+    return Step(text, "math")

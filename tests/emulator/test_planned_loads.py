@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the plan says each CTA of a cluster loads, and for whom, is what the emulator sees."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import support
+from fmha_gen import rehearsal
+from fmha_gen.emulator.copies import Copies
+
+ELEMENT_BYTES = 2
+KERNELS = (
+    "sm90_d128_bf16_causal_c2x1_kvmc_lse",
+    "sm90_d128_bf16_causal_gqa8_c1x2_vmc",
+    "sm100_d128_fp16_full_c2x1_cta2",
+    "sm100_d128_bf16_full_c2x1_kvmc",
+)
+
+
+class Enough(Exception):
+    """Every CTA has loaded a tile of each tensor."""
+
+
+class Recorder:
+    """Boxes of the first tiles, by tensor and CTA, and who received them."""
+
+    def __init__(self, monkeypatch, stem):
+        self.plan = support.shipped_plan(stem)
+        self.boxes = defaultdict(set)  # (first row, rows, first column, columns)
+        self.receivers = defaultdict(set)
+        self._names = {}
+        self._now = None
+        check, receive, rehearse = (
+            Copies._check_box,
+            Copies._receivers,
+            rehearsal.rehearse,
+        )
+
+        def start(ready, *arguments, **named):
+            problem = ready.problem
+            for name in "qkv":
+                self._names[getattr(problem, name).address] = name.upper()
+            return rehearse(ready, *arguments, **named)
+
+        def checked(copies, tensor_map, where):
+            name = self._names.get(tensor_map.address)  # none: O, which is stored
+            self._now = (name, tensor_map.box, where)
+            return check(copies, tensor_map, where)
+
+        def received(copies, cta, owner, bits, pair):
+            found = receive(copies, cta, owner, bits, pair)
+            self.add(cta.rank, [each.rank for each, _ in found])
+            return found
+
+        monkeypatch.setattr(rehearsal, "rehearse", start)
+        monkeypatch.setattr(Copies, "_check_box", checked)
+        monkeypatch.setattr(Copies, "_receivers", received)
+
+    def add(self, rank, receivers):
+        tensor, (columns, rows, *_), (first_column, first_row, *_) = self._now
+        tile, *_ = (load.tile for load in self.plan.loads if load.tensor == tensor)
+        key = (tensor, rank)
+        self.boxes[key].add((first_row % tile[0], rows, first_column, columns))
+        self.receivers[key].add(tuple(receivers))
+        if all(self.loaded(load) >= load.nbytes for load in self.plan.loads):
+            raise Enough
+
+    def loaded(self, load):
+        boxes = self.boxes[load.tensor, load.cta]
+        return sum(rows * columns for _, rows, _, columns in boxes) * ELEMENT_BYTES
+
+
+@pytest.mark.parametrize("stem", KERNELS)
+def test_loads(monkeypatch, tmp_path, stem):
+    kernel = support.GENERATED / f"{stem}.py"
+    constants = rehearsal.read_constants(kernel.read_text("utf-8"))
+    case = rehearsal.cases_for(constants["SPEC"], rehearsal.tiles_of(constants))[0]
+    recorder = Recorder(monkeypatch, stem)
+    options = ["--case", case.name, "--schedules", "0", "--completion", "eager"]
+    with pytest.raises(Enough):
+        rehearsal.main([str(kernel), str(tmp_path / "events"), *options])
+    for load in recorder.plan.loads:
+        boxes = recorder.boxes[load.tensor, load.cta]
+        assert recorder.receivers[load.tensor, load.cta] == {load.receivers}
+        assert span((row, rows) for row, rows, _, _ in boxes) == load.rows
+        assert (
+            span((column, columns) for _, _, column, columns in boxes) == load.columns
+        )
+        assert recorder.loaded(load) == load.nbytes  # each part once
+
+
+def span(ranges):
+    """The first of all and how many there are to the last."""
+    found = list(ranges)
+    first = min(start for start, _ in found)
+    return first, max(start + count for start, count in found) - first
