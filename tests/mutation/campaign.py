@@ -48,7 +48,9 @@ KERNELS = (  # one for each structure
 # is enough for the others; a block before the last that some rows see in part, others whole; last,
 # so many blocks that a miscounted barrier drifts into another phase.
 CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused", "half", "long_kv")
-SECTIONS = "sections"  # of a causal kernel; a head then has two query tiles, however large they are
+# Where a kernel has them: two query tiles of a head, however large they are, with a causal mask or
+# without one; tiles where warpgroups have no row and no masked block.
+CASES_OF_SOME = ("sections", "two_tiles", "few_rows")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -98,7 +100,9 @@ class Subject:
             next(case for case in every if case.name.startswith(f"{tag}_"))
             for tag in CASES
         ]
-        self.cases += [case for case in every if case.name.startswith(f"{SECTIONS}_")]
+        self.cases += [
+            case for case in every if case.name.rpartition("_b")[0] in CASES_OF_SOME
+        ]
         self.problems: list[Problem] = [
             make_problem(self.spec, case) for case in self.cases
         ]

@@ -27,7 +27,6 @@ CALLS = frozenset(
         "fence_proxy",
         "fence_view_async_tmem_load",
         "fence_view_async_tmem_store",
-        "hand_over",
         "mask_row",
         "order_arrive",
         "order_wait",
@@ -78,8 +77,8 @@ REPLACEMENTS = (
     ("only CTA 1", r"(?<=, t[KV]s[KV], )peers", "cutlass.Int16(2)"),
     (
         "frees stages of its own CTA only",
-        r"mcast_mode_mn=\(0, 1\)",
-        "mcast_mode_mn=(1, 0)",
+        r"mcast_mode_mn(=|\": )\(0, 1\)",
+        r"mcast_mode_mn\g<1>(1, 0)",
     ),
     ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
 )
