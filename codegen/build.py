@@ -16,20 +16,25 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed, wait
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from . import cache, lint, manifest, records, render, toolchain, tree
 from .errors import CheckFailed, Diagnostic, SpecError
+from .executor import HERE, Executor, Task
 
 DISTRIBUTION = "fmha-gen"
 JINJA2_RANGE = ">=3.1,<4"
-COMPILE_SOURCES = ("toolchain.py", "sass.py", "arch/sm90.py", "arch/sm100.py")
+COMPILE_SOURCES = (
+    "toolchain.py",
+    "sass.py",
+    "arch/architecture.py",
+    "arch/sm90.py",
+    "arch/sm100.py",
+)
 
 # (kernels done, kernels to compile, the one just done)
 Progress = Callable[[int, int, str], None]
@@ -128,7 +133,7 @@ def build(
     *,
     check: bool = False,
     compile: bool = True,
-    jobs: int | None = None,
+    executor: Executor = HERE,
     force: bool = False,
     progress: Progress | None = None,
     engine: Engine | None = None,
@@ -139,12 +144,12 @@ def build(
     what a compile needs, CheckFailed when lock or records cannot be read.
     """
     engine = engine or default_engine()
-    plans = _resolve(paths, engine)
+    plans = plan_all(paths, engine)
     kernels, compiles = make(
         plans,
         engine,
         compile=compile,
-        jobs=jobs,
+        executor=executor,
         progress=progress,
         cached=not check,
     )
@@ -177,7 +182,7 @@ def make(
     engine: Engine,
     *,
     compile: bool = True,
-    jobs: int | None = None,
+    executor: Executor = HERE,
     progress: Progress | None = None,
     cached: bool = True,
 ) -> tuple[list[Kernel], int]:
@@ -189,20 +194,20 @@ def make(
     kernels = [_render(plan, engine, cached=cached) for plan in plans]
     if not compile:
         return kernels, 0
-    return _compile(kernels, plans, engine, jobs, progress, cached=cached)
+    arches = [plan.compile_arch for plan in plans]
+    return compile_all(kernels, arches, engine, executor, progress, cached=cached)
 
 
 def default_engine() -> Engine:
     """The real parts, imported here so that tests of a build need none of them."""
     from . import plan, spec
 
+    digest = functools.cache(render.closure_digest)  # many kernels, few templates
     return Engine(
         load_all=spec.load_all,
         resolve=plan.resolve,
         render_kernel=render.render_kernel,
-        closure_digest=lambda resolved: render.closure_digest(
-            render.kernel_template(resolved)
-        ),
+        closure_digest=lambda resolved: digest(render.kernel_template(resolved)),
         toolchain_key=toolchain_key,
         compile_kernel=toolchain.compile_kernel,
     )
@@ -229,7 +234,7 @@ def tools_line() -> str:
     )
 
 
-def _resolve(paths: Sequence[str | Path], engine: Engine) -> list[Plan]:
+def plan_all(paths: Sequence[str | Path], engine: Engine) -> list[Plan]:
     """Load and plan every spec; raises one SpecError with the diagnostics of all."""
     specs, found = engine.load_all(paths)
     plans: list[Plan] = []
@@ -273,65 +278,62 @@ def _render(plan: Plan, engine: Engine, *, cached: bool) -> Kernel:
     )
 
 
-def _compile(
+def compile_all(
     kernels: Sequence[Kernel],
-    plans: Sequence[Plan],
+    arches: Sequence[str],
     engine: Engine,
-    jobs: int | None,
+    executor: Executor,
     progress: Progress | None,
     *,
     cached: bool,
 ) -> tuple[list[Kernel], int]:
     """Compile and gate every kernel that passed so far; the kernels, and how many compiles ran.
 
-    The threads only wait: each compile is a process of its own.
+    arches: for each kernel what the DSL compiles for, for example `sm_90a`.
     """
     key = engine.toolchain_key()
     done: dict[int, toolchain.CompileReport | CheckFailed] = {}
     names = {}
     todo = {}
-    for i, (kernel, plan) in enumerate(zip(kernels, plans, strict=True)):
+    for i, (kernel, arch) in enumerate(zip(kernels, arches, strict=True)):
         if kernel.failures:
             continue
         digest = hashlib.sha256(kernel.text.encode()).hexdigest()
-        names[i] = cache.key("sass", [digest, kernel.stem, plan.compile_arch, key])
+        names[i] = cache.key("sass", [digest, kernel.stem, arch, key])
         report = _cached_report(names[i]) if cached else None
         if report is None:
-            todo[i] = (kernel.text, kernel.stem, plan.compile_arch)
+            source = (kernel.text, kernel.stem, arch)
+            arguments = (engine.compile_kernel, names[i], cached, *source)
+            todo[i] = Task(kernel.stem, compile_task, arguments)
         else:
             done[i] = report
-    for i, result in _in_parallel(engine, todo, jobs or os.cpu_count() or 1):
-        done[i] = result
-        if isinstance(result, toolchain.CompileReport):
-            cache.put(names[i], result.to_json())
-        if progress:
-            compiled = len(done) - (len(names) - len(todo))
-            progress(compiled, len(todo), kernels[i].stem)
+    numbers = list(todo)
+    with contextlib.closing(executor.run(list(todo.values()))) as results:
+        for compiled, (number, result) in enumerate(results, start=1):
+            i = numbers[number]
+            done[i] = result
+            if isinstance(result, toolchain.CompileReport):
+                cache.put(names[i], result.to_json())
+            if progress:
+                progress(compiled, len(todo), kernels[i].stem)
     gated = [_gated(kernel, done.get(i)) for i, kernel in enumerate(kernels)]
     return gated, len(todo)
 
 
-def _in_parallel(
-    engine: Engine, todo: Mapping[int, tuple[str, str, str]], jobs: int
-) -> Iterator[tuple[int, toolchain.CompileReport | CheckFailed]]:
-    """Compile all; yields results as they come. Whatever ends this early kills what still runs."""
-    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
-        futures: dict[Future[toolchain.CompileReport], int] = {
-            pool.submit(engine.compile_kernel, *arguments): i
-            for i, arguments in todo.items()
-        }
-        try:
-            for future in as_completed(futures):
-                try:
-                    yield futures[future], future.result()
-                except CheckFailed as error:
-                    yield futures[future], error
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            # Not `wait(futures)` alone: it never counts a cancelled future as done.
-            while running := [future for future in futures if not future.done()]:
-                toolchain.stop_all()
-                wait(running, timeout=0.1)
+def compile_task(
+    compile_kernel: Callable[[str, str, str], toolchain.CompileReport],
+    name: str,
+    cached: bool,
+    text: str,
+    stem: str,
+    arch: str,
+) -> toolchain.CompileReport:
+    """Compile, on a machine that may have a cache of its own. name: of the result in the cache."""
+    report = _cached_report(name) if cached else None
+    if report is None:
+        report = compile_kernel(text, stem, arch)
+        cache.put(name, report.to_json())
+    return report
 
 
 def _cached_report(name: str) -> toolchain.CompileReport | None:

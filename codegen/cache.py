@@ -12,10 +12,11 @@ import functools
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+
+from . import files
 
 ENVIRONMENT = "FMHA_GEN_CACHE"
 
@@ -48,18 +49,12 @@ def get(name: str, *, root: Path | None = None) -> Any | None:
 
 
 def put(name: str, value: Any, *, root: Path | None = None) -> None:
-    """Store a value: written beside its place, then renamed, so that no reader sees half of it."""
+    """Store a value."""
     path = _path(name, root)
+    text = json.dumps({"key": name, "value": value}, sort_keys=True)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump({"key": name, "value": value}, file, sort_keys=True)
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
+        files.replace(path, text.encode(), durable=False)
 
 
 def source_digest(*modules: str) -> str:

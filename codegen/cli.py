@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from .errors import FmhaGenError
 
 if TYPE_CHECKING:
     from .build import BuildResult
+    from .executor import Executor
 
 INTERRUPTED = 130
 PIPE_WIDTH = 200  # columns of a table that no terminal limits
@@ -41,6 +41,14 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Jobs = Annotated[
     int | None,
     typer.Option("--jobs", "-j", min=1, help="Parallel compiles; default: all cores."),
+]
+Where = Annotated[
+    str | None,
+    typer.Option(
+        "--executor",
+        metavar="dask://HOST:PORT",
+        help="Run on a Dask cluster, whose workers say how much at once.",
+    ),
 ]
 
 
@@ -92,6 +100,7 @@ def build(
             "--export", help="Folder for an object and a C header of each kernel."
         ),
     ] = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Make kernels, lock and records from specs."""
@@ -101,18 +110,18 @@ def build(
         raise typer.BadParameter(
             "needs a build that compiles and writes", param_hint="--export"
         )
-    with _reported(), _progress() as progress:
+    with _reported(), _executor(where, jobs) as executor, _progress() as progress:
         result = engine.build(
             paths,
             out,
             check=check,
             compile=not no_compile,
-            jobs=jobs,
+            executor=executor,
             force=force,
             progress=progress,
         )
         if export_to is not None and result.ok:
-            _export(result, export_to, jobs)
+            _export(result, export_to, executor)
     if as_json:
         _print_json(_build_json(result))
     else:
@@ -126,6 +135,9 @@ def build(
 def explain(
     spec: Annotated[Path, typer.Argument(metavar="SPEC", show_default=False)],
     out: Out = Path("generated"),
+    svg: Annotated[
+        Path | None, typer.Option(help="File for a picture of one kernel.")
+    ] = None,
 ) -> None:
     """Show the plan: every number as given or derived, the budgets and the rung."""
     with _reported():
@@ -133,8 +145,13 @@ def explain(
         from . import plan, records
         from .spec import load_specs
 
+        spec_files = load_specs([spec])
+        if svg is not None:
+            from .picture import page
+
+            page.write(spec_files, svg)
         texts = []
-        for spec_file in load_specs([spec]):
+        for spec_file in spec_files:
             record = records.load(out / records.path_of(spec_file.stem))
             texts.append(report.render(plan.resolve(spec_file), record))
         print("\n\n".join(texts))
@@ -166,17 +183,18 @@ def emulate(
         Path | None,
         typer.Option(help="Write a Chrome trace of one CTA's warps, in steps."),
     ] = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Run kernels on a model of PTX: function and synchronisation; no timing, no silicon."""
-    with _reported():
+    with _reported(), _executor(where, jobs) as executor:
         from . import emulate as model
 
         model.run(
             paths,
             out=out,
             choice=model.Choice(schedules, case, completion, seed, timeline),
-            jobs=jobs,
+            executor=executor,
             timeout=timeout,
             as_json=as_json,
         )
@@ -197,16 +215,17 @@ def validate(
     case: Annotated[
         str | None, typer.Option(help="Replay this case and record nothing.")
     ] = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Run kernels on this machine's GPU against a float64 reference, and write the records."""
-    with _reported():
+    with _reported(), _executor(where, jobs) as executor:
         from . import validate as hardware
 
         hardware.run(
             paths,
             out=out,
-            jobs=jobs,
+            executor=executor,
             timeout=timeout,
             sanitizer=sanitizer,
             case=case,
@@ -289,11 +308,12 @@ def tune(
     journal: Annotated[
         Path | None, typer.Option(help="Folder of journals; default: OUT/records.")
     ] = None,
+    where: Where = None,
     as_json: Json = False,
 ) -> None:
     """Find the fastest numbers of specs on this machine's GPU, and write them into the specs."""
     lengths = _counts("--seqlen", seqlen)
-    with _reported():
+    with _reported(), _executor(where, jobs) as executor:
         from .bench.command import Choice
         from .tune import command as tuner
         from .tune import space
@@ -306,12 +326,163 @@ def tune(
         options = tuner.Options(
             choice=Choice(lengths, (), batch, heads),
             fixed=fixed,
-            jobs=jobs,
             limit=timeout,
             out=out,
             journals=journal,
+            executor=executor,
         )
         tuner.run(paths, options, dry_run=dry_run, as_json=as_json)
+
+
+@app.command()
+def vendor(
+    kernels: Annotated[
+        list[str] | None, typer.Argument(metavar="KERNEL...", show_default=False)
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="Folder to copy kernels into.")
+    ] = None,
+    update: Annotated[
+        Path | None, typer.Option(help="Folder whose kernels to renew.")
+    ] = None,
+    source: Annotated[
+        Path, typer.Option("--from", help="Folder of the generated kernels.")
+    ] = Path("generated"),
+    init: Annotated[
+        bool,
+        typer.Option("--init", help="Also a package that chooses among the kernels."),
+    ] = False,
+) -> None:
+    """Copy kernels into another repository, with licence, evidence and a lock."""
+    folder = update or into
+    if folder is None or (kernels is None) == (into is not None) or (into and update):
+        raise typer.BadParameter("either KERNEL... --into DIR, or --update DIR")
+    with _reported():
+        from .vendor import command as copies
+
+        options = copies.Options(folder, source, tuple(kernels or ()), init)
+        result = copies.vendor(options)
+        print(copies.to_text(result, folder))
+    raise typer.Exit(1 if result.refused else 0)
+
+
+@app.command()
+def verify(
+    paths: Paths,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A checkout, or a folder of kernels: what is out of date?"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say of copies of kernels whether they are intact, reformatted, edited or out of date."""
+    from . import verify as copies
+
+    raise typer.Exit(copies.run(paths, against=against, as_json=as_json))
+
+
+@app.command()
+def diff(
+    sides: Annotated[
+        list[str] | None, typer.Argument(metavar="[A] [B] [PATH]...")
+    ] = None,
+    out: Out = Path("generated"),
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="For a pull request's comment.")
+    ] = False,
+    compile: Annotated[
+        bool | None,
+        typer.Option(
+            help="Compile B here whatever its records say, or nothing at all;"
+            " default: what no record knows.",
+            show_default=False,
+        ),
+    ] = None,
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a change does: source, plan, resources, main loop, rung; status 1 if any.
+
+    A and B are two specs, kernels or folders of either; or two git revisions, the second one the
+    working tree if left out, the first one HEAD; then only the kernels of the PATHs.
+    """
+    with _reported(), _progress() as progress:
+        from .diff import command, report
+
+        changes = command.changes(
+            sides or [], command.Options(out, compile, jobs), progress=progress
+        )
+    if as_json:
+        _print_json(report.to_json(changes))
+    else:
+        print(report.render(changes, "markdown" if markdown else "text"), end="")
+    raise typer.Exit(int(any(change.kind != "same" for change in changes)))
+
+
+@app.command()
+def site(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    specs: Annotated[Path, typer.Option(help="A spec or a folder of specs.")] = Path(
+        "specs"
+    ),
+    out: Out = Path("generated"),
+) -> None:
+    """Make a static site: pictures, plans, sources and evidence of kernels that are built."""
+    with _reported():
+        from . import website
+
+        changed = website.write([specs], out, folder)
+        print(f"{folder / 'index.html'}: {changed} files changed")
+
+
+@app.command()
+def matrix(
+    paths: Paths,
+    dsl: Annotated[
+        str | None,
+        typer.Option(help="Versions to install, such as 4.6.x,4.7.1,4.8.x."),
+    ] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="VERSION=PYTHON", help="An interpreter that has this version."
+        ),
+    ] = None,
+    python: Annotated[
+        str, typer.Option(help="Interpreter that makes the environments.")
+    ] = sys.executable,
+    emulate: Annotated[
+        bool, typer.Option("--emulate", help="Run them in the emulator as well.")
+    ] = False,
+    out: Out = Path("generated"),
+    jobs: Jobs = None,
+    timeout: Annotated[
+        float, typer.Option(min=0, help="Seconds for one compile.")
+    ] = 300,
+    write: Annotated[
+        Path | None,
+        typer.Option(help="Markdown file for the table; the data goes beside it."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Compile kernels under several versions of the DSL, and compare with their records."""
+    versions, given = _listed(dsl or ""), env or []
+    if not versions and not given:
+        raise typer.BadParameter("no version is given", param_hint="--dsl, --env")
+    with _reported():
+        from .matrix import command
+
+        command.run(
+            paths,
+            out=out,
+            versions=versions,
+            given=given,
+            python=python,
+            options=command.Options(timeout, emulate),
+            jobs=jobs,
+            write=write,
+            as_json=as_json,
+        )
 
 
 @app.command()
@@ -365,6 +536,17 @@ def _reported() -> Iterator[None]:
         raise typer.Exit(INTERRUPTED) from error
 
 
+def _executor(
+    where: str | None, jobs: int | None
+) -> contextlib.AbstractContextManager[Executor]:
+    from .executor import opened
+
+    try:
+        return opened(where, jobs)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--executor") from error
+
+
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
     """A bar on a terminal while kernels compile; elsewhere nothing at all."""
@@ -388,7 +570,7 @@ def _progress() -> Iterator[Any]:
         yield show
 
 
-def _export(result: BuildResult, folder: Path, jobs: int | None) -> None:
+def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
     from .export import Source, export
 
     sources = [
@@ -396,7 +578,7 @@ def _export(result: BuildResult, folder: Path, jobs: int | None) -> None:
         for kernel in result.kernels
         if kernel.report is not None
     ]
-    export(sources, folder, jobs=jobs or os.cpu_count() or 1)
+    export(sources, folder, executor)
 
 
 def _print_build(result: BuildResult) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from . import evaluation, toolchain
+from . import evaluation, toolchain, tree
 from .errors import CheckFailed, EnvironmentProblem
 from .evaluation import (
     DEFAULT_OUT,
@@ -29,7 +29,8 @@ from .evaluation import (
     progress_bar,
     rounded,
 )
-from .processes import Children, Ending, Event, Worker, of_kind, run_worker
+from .executor import HERE, Executor, Task
+from .processes import Ending, Event, Ran, Worker, of_kind, ran, run_worker
 
 RUNG = "emulated"
 RUNGS_ABOVE = ()  # hardware's word stands without the model's
@@ -83,14 +84,14 @@ class Choice:
             if (value := getattr(self, name)) is not None:
                 found.append(f"--{name}={value}")
         if self.timeline is not None:
-            found.append(f"--timeline={self.timeline.resolve()}")
+            found.append("--timeline")
         return found
 
 
 def worker_command(kernel: Path, events: Path, options: Sequence[str]) -> list[str]:
     """The process that runs one kernel in the emulator."""
     module = f"{__package__}.rehearsal"
-    return [sys.executable, "-m", module, str(kernel.resolve()), str(events), *options]
+    return [sys.executable, "-m", module, str(kernel), str(events), *options]
 
 
 def run(
@@ -98,7 +99,7 @@ def run(
     *,
     out: Path = DEFAULT_OUT,
     choice: Choice = Choice(),
-    jobs: int = 2,
+    executor: Executor = HERE,
     timeout: float = DEFAULT_TIMEOUT,
     as_json: bool = False,
 ) -> list[Outcome]:
@@ -114,7 +115,7 @@ def run(
     toolchain.require_dsl()
     with progress_bar("emulate", len(kernels)) as advance:
         outcomes = emulate(
-            kernels, choice=choice, jobs=jobs, timeout=timeout, progress=advance
+            kernels, choice=choice, executor=executor, timeout=timeout, progress=advance
         )
     if as_json:
         print(as_json_text(outcomes))
@@ -129,29 +130,47 @@ def emulate(
     kernels: Sequence[Path],
     *,
     choice: Choice = Choice(),
-    jobs: int = 2,
+    executor: Executor = HERE,
     timeout: float = DEFAULT_TIMEOUT,
     worker: Worker = worker_command,
     progress: Callable[[Outcome], object] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run every kernel's process, ``jobs`` at a time, and write the records of those that passed.
+    """Run every kernel's process, and write the records of those that passed.
 
-    Raises EnvironmentProblem as soon as a process says that this machine cannot compile its kernel.
+    Raises EnvironmentProblem as soon as a process says that its machine cannot compile its kernel.
     """
 
-    def one(children: Children, kernel: Path) -> Outcome:
-        found, ending = run_worker(children, worker, kernel, timeout, choice.options)
+    def ask(stem: str, text: str) -> Task[Ran]:
+        files = {f"{stem}.py": text}
+        return Task(stem, run_worker, (worker, files, timeout, choice.options))
+
+    def judged(kernel: Path, result: Ran | CheckFailed) -> Outcome:
+        found, ending = ran(result)
+        for event in of_kind(found, "timeline"):
+            write_timeline(event["trace"], choice.timeline)
         return judge(kernel, found, ending, choice=choice)
 
     return evaluate(
         kernels,
-        one,
+        ask,
+        judged,
+        executor,
+        gpu=False,
         rung=RUNG,
         above=RUNGS_ABOVE,
-        jobs=jobs,
         recorded=choice.recorded,
         progress=progress,
     )
+
+
+def write_timeline(trace: Mapping[str, Any], file: Path | None) -> None:
+    """Write the trace that was asked for."""
+    assert file is not None
+    try:
+        tree.replace(file, (json.dumps(trace) + "\n").encode())
+    except OSError as error:
+        message = f"{file}: cannot be written: {error.strerror}"
+        raise EnvironmentProblem(message) from error
 
 
 def judge(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -18,7 +17,8 @@ from rich.table import Table
 
 from . import records, tree
 from .errors import CheckFailed
-from .processes import Children, Event
+from .executor import Executor, Task, in_order
+from .processes import Event
 from .render import body_digest, stated_digests
 
 DEFAULT_OUT = Path("generated")
@@ -34,8 +34,17 @@ class Finding:
 
 
 def kernel_files(paths: Sequence[str | Path], out: Path = DEFAULT_OUT) -> list[Path]:
-    """The kernels that paths stand for, by stem, once each. CheckFailed when there is none."""
+    """The kernels that paths stand for, by stem, once each. CheckFailed when there is none.
+
+    Where a build was interrupted, it is finished first: else an old kernel would be asked, and its
+    record would replace that of the new one.
+    """
     found: dict[Path, Path] = {}
+    folders = (p if p.is_dir() else p.parent for p in map(Path, paths))
+    for folder in {out, *folders}:
+        if tree.interrupted(folder):
+            with tree.exclusive(folder):
+                tree.recover(folder)
     for path in map(Path, paths):
         for kernel in _kernels_of(path, out):
             if not kernel.is_file():
@@ -77,43 +86,41 @@ class Outcome(Protocol):
 
 
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)
+T = TypeVar("T")
 
 
 def evaluate(
     kernels: Sequence[Path],
-    one: Callable[[Children, Path], OutcomeT],
+    ask: Callable[[str, str], Task[T]],
+    judge: Callable[[Path, T | CheckFailed], OutcomeT],
+    executor: Executor,
     *,
+    gpu: bool,
     rung: str,
     above: Sequence[str],
-    jobs: int,
     recorded: bool,
     progress: Callable[[OutcomeT], object],
 ) -> list[OutcomeT]:
-    """Ask ``one`` about every kernel, ``jobs`` at a time, and write the records.
+    """Run a task for every kernel, and write the records.
 
-    above: rungs that fall with this one. recorded: whether records are written at all. When
-    ``one`` raises, no further kernel is started and all processes end.
+    ask: the task of a stem and a text; judge: from what it found to a verdict, CheckFailed when it
+    could not be run. above: rungs that fall with this one. recorded: whether records are written at
+    all. When either raises, no further task is started and all processes end.
     """
-    children = Children()
+    texts = [kernel.read_text(encoding="utf-8") for kernel in kernels]
+    tasks = [
+        ask(kernel.stem, text) for kernel, text in zip(kernels, texts, strict=True)
+    ]
     outcomes: list[OutcomeT] = []
-
-    def with_body(kernel: Path) -> tuple[OutcomeT, str]:
-        body = body_digest(kernel.read_text(encoding="utf-8"))
-        return one(children, kernel), body
-
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        pending = [pool.submit(with_body, kernel) for kernel in kernels]
-        try:
-            for done in pending:
-                outcome, body = done.result()
-                if recorded:
-                    write_record(outcome, body, rung=rung, above=above)
-                progress(outcome)
-                outcomes.append(outcome)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            children.kill()
-            raise
+    with contextlib.closing(executor.run(tasks, gpu=gpu)) as results:
+        for result in in_order(results):
+            number = len(outcomes)
+            outcome = judge(kernels[number], result)
+            if recorded:
+                body = body_digest(texts[number])
+                write_record(outcome, body, rung=rung, above=above)
+            progress(outcome)
+            outcomes.append(outcome)
     return outcomes
 
 

@@ -34,14 +34,19 @@ def load(generated: Path) -> list[records.Record]:
 
 def table(evidence: Iterable[records.Record]) -> str:
     """Return a Markdown table, a line per kernel, with aligned columns."""
-    rows = [TITLES, *(_row(record) for record in evidence)]
+    return markdown([TITLES, *(row(record) for record in evidence)])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of cells, the first of them titles, as a Markdown table with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    head, *body = (_line(row, widths) for row in rows)
+    head, *body = (_line(cells, widths) for cells in rows)
     rule = _line(["-" * width for width in widths], widths)
     return "\n".join([head, rule, *body]) + "\n"
 
 
-def _row(record: records.Record) -> tuple[str, ...]:
+def row(record: records.Record) -> tuple[str, ...]:
+    """Return the cells of a kernel's line, as TITLES name them."""
     compiled: dict[str, Any] = record.get("compiled", {})
     emulated: dict[str, Any] = record.get("emulated", {})
     ran: dict[str, Any] = record.get("validated", {})

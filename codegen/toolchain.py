@@ -16,15 +16,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from . import sass
+from . import processes, sass
 from .arch import compiled_as
-from .errors import CheckFailed, EnvironmentProblem
+from .errors import CheckFailed, EnvironmentProblem, OutOfTime
 
 DSL = "nvidia-cutlass-dsl"
 DSL_AT_LEAST = (4, 8, 1)
@@ -68,8 +67,9 @@ _USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True)
 class LoopReport:
-    """An innermost loop that issues wgmmas."""
+    """A role's loop over KV blocks, once round: every wait succeeds at once, no row is rescaled."""
 
+    role: str  # as the architecture names it
     instructions: Mapping[str, int]  # by class of the architecture, and `total`
     serialised: int  # wgmmas that wait for the k-step before them
 
@@ -102,7 +102,7 @@ class CompileReport:
         int  # includes 1024 B that sm_90 and later reserve for the system
     )
     instructions: Mapping[str, int]  # by class of the architecture, and `total`
-    loops: tuple[LoopReport, ...]  # innermost loops with wgmmas, by address
+    loops: tuple[LoopReport, ...]  # by role and address
     wgmma: WgmmaReport
     ptx_sha256: str
 
@@ -127,6 +127,14 @@ class CompileReport:
 
 
 @dataclass(frozen=True)
+class Compiler:
+    """An interpreter and the version of the CuTe DSL that it imports."""
+
+    python: str
+    dsl: str
+
+
+@dataclass(frozen=True)
 class Listing:
     """What a compile left, as text: PTX, cuobjdump's resource usage and nvdisasm's code."""
 
@@ -135,34 +143,52 @@ class Listing:
     disassembly: str
 
 
+def own_compiler() -> Compiler:
+    """This interpreter; EnvironmentProblem when its DSL is missing or unsupported."""
+    return Compiler(sys.executable, require_dsl())
+
+
 def compile_kernel(
-    text: str, stem: str, arch: str = "sm_90a", *, timeout: float = COMPILE_SECONDS
+    text: str,
+    stem: str,
+    arch: str = "sm_90a",
+    *,
+    timeout: float = COMPILE_SECONDS,
+    compiler: Compiler | None = None,
 ) -> CompileReport:
     """Compile a generated module's text and report on its one kernel; raises as `listing` does."""
-    found = listing(text, stem, arch, timeout=timeout)
+    compiler = compiler or own_compiler()
+    found = listing(text, stem, arch, timeout=timeout, compiler=compiler)
     return report(
         found.ptx,
         found.usage,
         found.disassembly,
         stem=stem,
         arch=arch,
-        dsl=require_dsl(),
+        dsl=compiler.dsl,
     )
 
 
 def listing(
-    text: str, stem: str, arch: str, *, timeout: float = COMPILE_SECONDS
+    text: str,
+    stem: str,
+    arch: str,
+    *,
+    timeout: float = COMPILE_SECONDS,
+    compiler: Compiler | None = None,
 ) -> Listing:
     """Compile a module's text and disassemble its one kernel.
 
-    Raises EnvironmentProblem when DSL or disassemblers are missing or unsupported, and CheckFailed
-    when the module does not import, does not compile in time, or holds not exactly one kernel.
+    compiler: whose DSL compiles, whatever its version; ours, of a supported version, when None.
+    The disassemblers are ours. Raises EnvironmentProblem when DSL or disassemblers are missing or
+    unsupported, OutOfTime when the compile takes longer than that, and CheckFailed when the module
+    does not import, does not compile, or holds not exactly one kernel.
     """
-    require_dsl()
+    compiler = compiler or own_compiler()
     tools = {name: require_tool(name) for name in TOOLS}
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
-        _run_worker(work, text, stem, arch, timeout)
+        _run_worker(work, text, stem, arch, timeout, python=compiler.python)
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
         cubin = str(_only(work / "dump", "cubin", stem))
         return Listing(
@@ -198,7 +224,8 @@ def report(
         raise CheckFailed(f"{stem}: expected one kernel, the PTX holds {len(entries)}")
     registers, stack, shared, local = map(int, resources[0])
     kernel = sass.parse(disassembly)
-    classes = compiled_as(arch).sass_classes
+    architecture = compiled_as(arch)
+    classes = architecture.sass_classes
     waits = [int(pending) for pending in _WAIT.findall(ptx)]
     return CompileReport(
         arch=arch,
@@ -211,8 +238,12 @@ def report(
         static_shared_bytes=shared,
         instructions=sass.count(kernel.instructions, classes),
         loops=tuple(
-            LoopReport(sass.count(body, classes), sass.serialised(body))
-            for body in (sass.body(kernel, loop) for loop in sass.wgmma_loops(kernel))
+            LoopReport(
+                role.role,
+                sass.count(sass.iteration(kernel, loop, role.opcode), classes),
+                sass.serialised(sass.body(kernel, loop)),
+            )
+            for role, loop in sass.role_loops(kernel, architecture.role_loops)
         ),
         wgmma=WgmmaReport(
             asked_mmas=ptx.count("wgmma.mma_async."),
@@ -306,17 +337,6 @@ def require_ffi() -> str:
         ) from error
 
 
-def stop_all() -> None:
-    """Kill the compiles that other threads of this process are waiting for (for ^C)."""
-    with _running_lock:
-        for process in _running:
-            process.kill()
-
-
-_running: set[subprocess.Popen[str]] = set()
-_running_lock = threading.Lock()
-
-
 def _run_worker(
     work: Path,
     text: str,
@@ -324,6 +344,7 @@ def _run_worker(
     arch: str,
     timeout: float,
     export: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> None:
     """Compile in a fresh interpreter, which leaves PTX and cubin in ``work / "dump"``.
 
@@ -332,54 +353,34 @@ def _run_worker(
     (work / "dump").mkdir()
     module = work / f"{stem}.py"
     module.write_text(text, encoding="utf-8")
-    command = [sys.executable, "-c", _WORKER, str(module), stem, *export]
-    status, output = _run(command, work, _environment(arch, work / "dump"), timeout)
-    if status is None:
-        raise CheckFailed(f"{stem}: compiling took more than {timeout:g} s")
-    if status != 0:
-        shown = _last_lines(output.replace(f"{work}{os.sep}", ""))
+    command = [python, "-c", _WORKER, str(module), stem, *export]
+    environment = _environment(arch, work / "dump", python)
+    ending = processes.run(command, timeout=timeout, env=environment, cwd=work)
+    if ending.status is None:
+        raise OutOfTime(f"{stem}: compiling took more than {timeout:g} s")
+    if ending.status != 0:
+        shown = _last_lines(ending.printed.replace(f"{work}{os.sep}", ""))
         raise CheckFailed(f"{stem}: does not compile\n{shown}")
 
 
-def _run(
-    command: list[str], cwd: Path, environment: Mapping[str, str], timeout: float
-) -> tuple[int | None, str]:
-    """Exit status (None: out of time, and killed) and everything that was printed."""
-    with _running_lock:
-        process = subprocess.Popen(
-            command,
-            cwd=cwd,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            encoding="utf-8",
-            errors="replace",
-        )
-        _running.add(process)
-    try:
-        output, _ = process.communicate(timeout=timeout)
-        return process.returncode, output
-    except subprocess.TimeoutExpired:
-        return None, ""
-    finally:
-        process.kill()
-        process.wait()
-        with _running_lock:
-            _running.discard(process)
+def environment_for(python: str) -> dict[str, str]:
+    """Our environment for an interpreter, without settings of the DSL.
 
-
-def _environment(arch: str, dump: Path) -> dict[str, str]:
-    """The caller's environment, with only our settings of the DSL.
-
-    CUTE_DSL_LIBS stays: the DSL's own start-up hook finds its run-time library through it.
+    Ours keeps CUTE_DSL_LIBS: the DSL's own start-up hook finds its run-time library through it.
+    Another one must find neither our library nor our modules.
     """
-    kept = {
+    ours = python == sys.executable
+    left_out = () if ours else ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    return {
         name: value
         for name, value in os.environ.items()
-        if not name.startswith("CUTE_DSL_") or name == "CUTE_DSL_LIBS"
+        if name not in left_out
+        and (not name.startswith("CUTE_DSL_") or (ours and name == "CUTE_DSL_LIBS"))
     }
-    return kept | {
+
+
+def _environment(arch: str, dump: Path, python: str) -> dict[str, str]:
+    return environment_for(python) | {
         "CUTE_DSL_ARCH": arch,
         "CUTE_DSL_DUMP_DIR": str(dump),
         "CUTE_DSL_KEEP": "ptx,cubin",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only writer of the output tree: what differs from what is wanted, and an atomic apply.
 
-`replace` is for single files elsewhere.
+`replace` (of files.py) is for single files elsewhere.
 
 Apply is a journal. Every new file is first written into a stage folder; then one rename makes the
 journal valid (the commit); then the files are moved into place. A crash before the commit leaves
@@ -16,7 +16,6 @@ import difflib
 import fcntl
 import json
 import os
-import secrets
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from .errors import CheckFailed, EnvironmentProblem
+from .files import replace as replace
 from .render import body_digest, stated_digests
 
 STAGE = ".fmha-gen-stage"
@@ -156,26 +156,6 @@ def apply(
         _roll_forward(root, step)
         step("discard stage")
         _discard(stage)
-
-
-def replace(path: Path, data: bytes) -> None:
-    """Put one file in place whole, whoever reads or replaces it meanwhile. Raises OSError.
-
-    A process that has the old one loaded keeps it; its mode stays, and a link to it is followed.
-    """
-    target = path.resolve()
-    new = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
-    try:
-        with new.open("xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            new.chmod(target.stat().st_mode)
-        new.replace(target)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def _roll_forward(root: Path, step: Callable[[str], None]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import os
 import shutil
 import sys
 import tempfile
@@ -32,16 +31,9 @@ from .evaluation import (
     progress_bar,
     rounded,
 )
+from .executor import HERE, Executor, Task
 from .gpu import find_gpu
-from .processes import (
-    Children,
-    Ending,
-    Event,
-    Worker,
-    of_kind,
-    read_events,
-    run_worker,
-)
+from .processes import Ending, Event, Ran, Worker, of_kind, ran, run_worker
 
 RUNG = "validated"
 RUNGS_ABOVE = ("benchmarked",)
@@ -75,14 +67,14 @@ class Outcome:
 def worker_command(kernel: Path, events: Path, options: Sequence[str]) -> list[str]:
     """The process that runs one kernel on the GPU."""
     module = f"{__package__}.trial"
-    return [sys.executable, "-m", module, str(kernel.resolve()), str(events), *options]
+    return [sys.executable, "-m", module, str(kernel), str(events), *options]
 
 
 def run(
     paths: Sequence[str | Path],
     *,
     out: Path = DEFAULT_OUT,
-    jobs: int = 2,
+    executor: Executor = HERE,
     timeout: float = DEFAULT_TIMEOUT,
     sanitizer: bool = False,
     case: str | None = None,
@@ -95,12 +87,10 @@ def run(
     hold, EnvironmentProblem when this machine cannot run the kernels.
     """
     kernels = kernel_files(paths, out)
-    driver = require_gpu(sanitizer=sanitizer)
     with progress_bar("validate", len(kernels)) as advance:
         outcomes = validate(
             kernels,
-            driver=driver,
-            jobs=jobs,
+            executor=executor,
             timeout=timeout,
             sanitizer=sanitizer,
             case=case,
@@ -130,34 +120,41 @@ def require_gpu(*, sanitizer: bool = False) -> str:
 def validate(
     kernels: Sequence[Path],
     *,
-    driver: str,
-    jobs: int,
+    executor: Executor = HERE,
     timeout: float,
     sanitizer: bool = False,
     case: str | None = None,
     worker: Worker = worker_command,
     progress: Callable[[Outcome], object] = lambda outcome: None,
 ) -> list[Outcome]:
-    """Run every kernel's process, ``jobs`` at a time, and write the records of those that passed.
+    """Run every kernel's process, and write the records of those that passed.
 
-    Raises EnvironmentProblem as soon as a process says that this machine cannot run its kernel.
+    Raises EnvironmentProblem as soon as a machine says that it cannot run its kernel.
     """
 
-    def one(children: Children, kernel: Path) -> Outcome:
-        found, ending = run_worker(
-            children, worker, kernel, timeout, ["--case", case] if case else []
+    def ask(stem: str, text: str) -> Task[Tried]:
+        arguments = (worker, stem, text, timeout, sanitizer, case)
+        return Task(stem, try_kernel, arguments)
+
+    def judged(kernel: Path, result: Tried | CheckFailed) -> Outcome:
+        if isinstance(result, CheckFailed):
+            result = Tried(ran(result), driver="")
+        found, ending = result.ran
+        return judge(
+            *(kernel, found, ending),
+            driver=result.driver,
+            memcheck=result.memcheck,
+            case=case,
         )
-        memcheck: Memcheck | None = None
-        if sanitizer and case is None:
-            memcheck = _memcheck(children, worker, kernel, timeout * SANITIZER_SLOWDOWN)
-        return judge(kernel, found, ending, driver=driver, memcheck=memcheck, case=case)
 
     return evaluate(
         kernels,
-        one,
+        ask,
+        judged,
+        executor,
+        gpu=True,
         rung=RUNG,
         above=RUNGS_ABOVE,
-        jobs=jobs,
         recorded=case is None,
         progress=progress,
     )
@@ -169,6 +166,33 @@ class Memcheck:
 
     case: str
     problem: str
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What a kernel's processes left on a machine with this driver."""
+
+    ran: Ran
+    driver: str
+    memcheck: Memcheck | None = None
+
+
+def try_kernel(
+    worker: Worker,
+    stem: str,
+    text: str,
+    timeout: float,
+    sanitizer: bool,
+    case: str | None,
+) -> Tried:
+    """Run a kernel's processes on this machine. Raises EnvironmentProblem when it cannot."""
+    driver = require_gpu(sanitizer=sanitizer)
+    files = {f"{stem}.py": text}
+    found = run_worker(worker, files, timeout, ["--case", case] if case else [])
+    memcheck: Memcheck | None = None
+    if sanitizer and case is None:
+        memcheck = _memcheck(worker, files, timeout * SANITIZER_SLOWDOWN)
+    return Tried(found, driver, memcheck)
 
 
 def judge(
@@ -247,26 +271,27 @@ def judge(
 # --- processes ----------------------------------------------------------------------------
 
 
-def _memcheck(
-    children: Children, worker: Worker, kernel: Path, timeout: float
-) -> Memcheck:
+def _memcheck(worker: Worker, files: Mapping[str, str], timeout: float) -> Memcheck:
     with tempfile.TemporaryDirectory() as folder:
-        file, log = Path(folder) / "events.jsonl", Path(folder) / "memcheck.log"
-        command = [
-            SANITIZER,
-            *("--tool", "memcheck"),
-            # Not the driver calls that a library tries and recovers from: the first one seen
-            # was cuGetProcAddress for a symbol that the driver lacks.
-            *("--report-api-errors", "no"),
-            *("--error-exitcode", str(SANITIZER_FOUND_ERRORS)),
-            *("--log-file", str(log)),
-            *worker(kernel, file, ["--memcheck"]),
-        ]
+        log = Path(folder) / "memcheck.log"
+
+        def watched(kernel: Path, events: Path, options: Sequence[str]) -> list[str]:
+            return [
+                SANITIZER,
+                *("--tool", "memcheck"),
+                # Not the driver calls that a library tries and recovers from: the first one seen
+                # was cuGetProcAddress for a symbol that the driver lacks.
+                *("--report-api-errors", "no"),
+                *("--error-exitcode", str(SANITIZER_FOUND_ERRORS)),
+                *("--log-file", str(log)),
+                *worker(kernel, events, options),
+            ]
+
         # Without PyTorch's pool every tensor is an allocation of its own, and its end is watched.
-        env = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-        ending = children.run(command, timeout=timeout, env=env)
+        env = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        found, ending = run_worker(watched, files, timeout, ["--memcheck"], env)
         text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-        return judge_memcheck(read_events(file), ending, text)
+        return judge_memcheck(found, ending, text)
 
 
 def judge_memcheck(found: Sequence[Event], ending: Ending, log: str) -> Memcheck:

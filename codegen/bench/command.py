@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .. import evaluation, toolchain
+from .. import evaluation, toolchain, tree
 from ..errors import CheckFailed, EnvironmentProblem, one_line
 from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
 from ..gpu import Gpu, find_gpu
@@ -131,7 +131,7 @@ def show(report: Report, json_file: Path | None, plot_file: Path | None) -> None
     if json_file is not None:
         found = results.as_json(report) | {"overhead": [asdict(fit) for fit in fits]}
         text = json.dumps(found, indent=1) + "\n"
-        json_file.write_text(text, encoding="utf-8")
+        tree.replace(json_file, text.encode())
     if plot_file is not None:
         plot.draw(report, plot_file)
 

@@ -7,6 +7,7 @@ Contenders differ in marker and dash as well as in grey, so that it prints in bl
 from __future__ import annotations
 
 import importlib.util
+import io
 import itertools
 import re
 from collections import Counter
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from .. import files
 from ..errors import CheckFailed, EnvironmentProblem
 from .problems import Problem
 from .results import OURS, Lines, Report, lines
@@ -102,7 +104,9 @@ def draw(report: Report, file: Path) -> None:
     # Text stays text, and ids stay the same from run to run.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fmha-gen"}):
         undated = {"Date": None} if file.suffix == ".svg" else None
-        figure_of(report).savefig(file, metadata=undated)
+        image = io.BytesIO()
+        figure_of(report).savefig(image, format=file.suffix[1:], metadata=undated)
+    files.replace(file, image.getvalue())
 
 
 def figure_of(report: Report) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine's GPU as the arena: every heat is a process, and what it left is a `Heat`.
+"""A GPU as the arena: every heat is a process, and what it left is a `Heat`.
 
 First runs go side by side, since most of a process is imports and compiling, and take the GPU in
 turn. Heats together have the machine for themselves.
@@ -10,19 +10,22 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import tempfile
 from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..bench.problems import Problem
 from ..errors import CheckFailed, EnvironmentProblem
-from ..processes import Children, Ending, Event, Worker, of_kind, run_worker
+from ..executor import Executor, Task
+from ..processes import Ending, Event, Ran, Worker, of_kind, ran, run_worker
 from .journal import Heat
 
 # A process has a limit for each of its phases; this one is for a process that hangs before them.
 WHOLE_SECONDS = 3600.0
+
+REQUEST = "request.json"
 
 MACHINE = ""  # who fails when no contender does
 
@@ -33,65 +36,58 @@ def worker_command(request: Path, events: Path, options: Sequence[str]) -> list[
     return [sys.executable, "-m", module, str(request), str(events), *options]
 
 
+class Kernel(NamedTuple):
+    """A contender's module: each has a name of its own, as modules need one."""
+
+    name: str
+    text: str
+
+
 @dataclass(frozen=True)
 class GpuArena:
-    """See `search.Arena`. files: kernels by contender; limit: seconds of a phase on the GPU."""
+    """See `search.Arena`. kernels: by contender; limit: seconds of a phase on the GPU."""
 
     arch: str
-    files: Mapping[str, Path]
+    kernels: Mapping[str, Kernel]
     problems: Sequence[Problem]
     limit: int
-    jobs: int
-    folder: Path  # for requests, and the lock of the GPU
+    executor: Executor  # on one GPU
     worker: Worker = worker_command
-    children: Children = field(default_factory=Children)
 
     def alone(
         self, incumbent: str, names: Sequence[str], rounds: int
     ) -> Generator[tuple[str, Heat], None, None]:
         """Each in a process of its own; whatever ends this early ends them all."""
-        with ThreadPoolExecutor(max(1, self.jobs)) as pool:
-            pending = {
-                pool.submit(
-                    self._play, list(dict.fromkeys([incumbent, name])), [name], rounds
-                ): name
-                for name in names
-            }
-            try:
-                for done in as_completed(pending):
-                    yield pending[done], done.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                self.children.kill()
-                raise
+        tasks = [
+            self._heat(list(dict.fromkeys([incumbent, name])), [name], rounds)
+            for name in names
+        ]
+        with closing(self.executor.run(tasks, gpu=True)) as results:
+            for number, result in results:
+                yield names[number], judge(*ran(result))
 
     def together(self, incumbent: str, names: Sequence[str], rounds: int) -> Heat:
         """All in one process; they were checked when they ran alone."""
-        try:
-            return self._play([incumbent, *names], [], rounds)
-        except BaseException:
-            self.children.kill()
-            raise
+        task = self._heat([incumbent, *names], [], rounds)
+        with closing(self.executor.run([task], gpu=True)) as results:
+            ((_, result),) = results
+        return judge(*ran(result))
 
-    def _play(self, names: Sequence[str], check: Sequence[str], rounds: int) -> Heat:
+    def _heat(
+        self, names: Sequence[str], check: Sequence[str], rounds: int
+    ) -> Task[Ran]:
         request = {
             "arch": self.arch,
-            "contenders": {name: str(self.files[name]) for name in names},
+            "contenders": {name: f"{self.kernels[name].name}.py" for name in names},
             "check": check,
             "problems": [asdict(problem) for problem in self.problems],
             "rounds": rounds,
             "limit": self.limit,
-            "lock": str(self.folder / "gpu.lock"),
         }
-        with tempfile.NamedTemporaryFile(
-            "w", dir=self.folder, suffix=".json", encoding="utf-8"
-        ) as file:
-            json.dump(request, file)
-            file.flush()
-            found, ending = run_worker(
-                self.children, self.worker, Path(file.name), WHOLE_SECONDS, []
-            )
-        return judge(found, ending)
+        kernels = [self.kernels[name] for name in names]
+        files = {REQUEST: json.dumps(request)}
+        files |= {f"{kernel.name}.py": kernel.text for kernel in kernels}
+        return Task(names[-1], run_worker, (self.worker, files, WHOLE_SECONDS))
 
 
 def judge(found: Sequence[Event], ending: Ending) -> Heat:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import build, plan
 from ..build import Engine, Kernel, Progress
 from ..errors import CheckFailed, SpecError
+from ..executor import HERE, Executor
 from ..planning.kernel_plan import KernelPlan
 from ..spec import SpecFile, loads
 from .edit import write
@@ -80,7 +81,7 @@ def _refused(by: str, error: SpecError) -> Rejection:
 def built(
     candidates: Sequence[Candidate],
     *,
-    jobs: int | None,
+    executor: Executor = HERE,
     progress: Progress | None,
     engine: Engine | None = None,
 ) -> list[Candidate]:
@@ -91,7 +92,7 @@ def built(
     able = [i for i, one in enumerate(candidates) if one.rejection is None]
     plans = [one.plan for one in candidates if one.plan is not None]
     kernels, _ = build.make(
-        plans, engine or build.default_engine(), jobs=jobs, progress=progress
+        plans, engine or build.default_engine(), executor=executor, progress=progress
     )
     found = list(candidates)
     first_with: dict[str, Point] = {}

@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from .. import cache, evaluation, records, toolchain, tree
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
 from ..errors import CheckFailed, Diagnostic, SpecError
-from ..gpu import Gpu, find_gpu
+from ..executor import HERE, Executor, Task
+from ..gpu import find_gpu
 from ..rehearsal import read_constants
 from ..spec import SpecFile, load_specs
 from ..validate import require_gpu
 from . import board
-from .arena import GpuArena
+from .arena import GpuArena, Kernel
 from .board import Tuning
 from .candidates import Candidate, built, planned
 from .journal import SOURCES, Journal, Terms
@@ -35,16 +36,23 @@ FIRST_RUNS = 6  # side by side at most: they take the GPU in turn
 class Options:
     """choice: the problems, as in bench. fixed: as `space.fixed_values` returns it.
 
-    jobs: compiles, and first runs, side by side; None means one per core. limit: seconds of a phase
-    on the GPU. journals: a folder, None means `<out>/records`.
+    limit: seconds of a phase on the GPU. journals: a folder, None means `<out>/records`.
     """
 
     choice: Choice = field(default_factory=Choice)
     fixed: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    jobs: int | None = None
     limit: int = DEFAULT_LIMIT
     out: Path = evaluation.DEFAULT_OUT
     journals: Path | None = None
+    executor: Executor = HERE
+
+
+class Machine(NamedTuple):
+    """One GPU, in the driver's words, and who runs tasks on it."""
+
+    gpu: str
+    driver: str
+    executor: Executor
 
 
 def run(
@@ -62,15 +70,13 @@ def run(
     """
     specs = load_specs(paths)
     candidates = _planned(specs, options.fixed)
-    if not dry_run:
-        require_gpu()
-    gpu = None if dry_run else find_gpu()
+    machine = None if dry_run else find_machine(options.executor)
     tunings: list[Tuning] = []
     failures = []
     try:
         for spec_file, able in zip(specs, candidates, strict=True):
             try:
-                tunings.append(_tune(spec_file, able, options, gpu))
+                tunings.append(_tune(spec_file, able, options, machine))
             except CheckFailed as error:
                 failures.append(f"{spec_file.path}: {error}")
                 continue
@@ -104,39 +110,51 @@ def _tune(
     spec_file: SpecFile,
     candidates: list[Candidate],
     options: Options,
-    gpu: Gpu | None,
+    machine: Machine | None,
 ) -> Tuning:
     able = sum(one.rejection is None for one in candidates)
     with evaluation.progress_bar("compile", able) as advance:
         candidates = built(
             candidates,
-            jobs=options.jobs,
+            executor=options.executor,
             progress=lambda done, total, stem: advance(stem),
         )
     tuning = Tuning(spec_file, candidates, problems_of(candidates[0], options.choice))
-    if gpu is None:
+    if machine is None:
         return tuning
     terms = Terms(
-        gpu=gpu.name,
-        driver=gpu.driver,
+        gpu=machine.gpu,
+        driver=machine.driver,
         dsl=str(toolchain.dsl_distributions()),
         problems=tuple(str(problem) for problem in tuning.problems),
         method=cache.source_digest(*SOURCES),
     )
     folder = options.journals or options.out / records.FOLDER
-    with (
-        tempfile.TemporaryDirectory(prefix="fmha-gen-tune-") as scratch,
-        Journal(folder / f"{spec_file.stem}.tune.jsonl") as journal,
-    ):
+    with Journal(folder / f"{spec_file.stem}.tune.jsonl") as journal:
         arena = GpuArena(
             arch=spec_file.spec.arch,
-            files=write_kernels(candidates, Path(scratch)),
+            kernels=kernels_of(candidates),
             problems=tuning.problems,
             limit=options.limit,
-            jobs=min(options.jobs or os.cpu_count() or 1, FIRST_RUNS),
-            folder=Path(scratch),
+            executor=machine.executor,
         )
         return compete(replace(tuning, terms=terms), arena, journal)
+
+
+def find_machine(executor: Executor) -> Machine:
+    """The GPU to tune on: all is timed on this one. Raises EnvironmentProblem without one."""
+    on_gpu = executor.on_one_gpu(FIRST_RUNS)
+    with closing(on_gpu.run([Task("GPU", gpu_here, ())], gpu=True)) as results:
+        ((_, found),) = results
+    if isinstance(found, CheckFailed):
+        raise found
+    return Machine(*found, on_gpu)
+
+
+def gpu_here() -> tuple[str, str]:
+    """Name and driver of the GPU of the machine that runs this task."""
+    driver = require_gpu()
+    return find_gpu().name, driver
 
 
 def compete(tuning: Tuning, arena: Arena, journal: Journal) -> Tuning:
@@ -167,15 +185,13 @@ def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
     return [cell.problem for cell in cells]
 
 
-def write_kernels(candidates: Sequence[Candidate], folder: Path) -> dict[str, Path]:
-    """The kernels' files by body digest; each has a name of its own, as modules need one."""
-    files = {}
-    for number, one in enumerate(candidates):
-        if one.kernel is not None and one.rejection is None:
-            path = folder / f"{one.kernel.stem}_{number}.py"
-            path.write_text(one.kernel.text, encoding="utf-8")
-            files[one.body] = path
-    return files
+def kernels_of(candidates: Sequence[Candidate]) -> dict[str, Kernel]:
+    """The modules of those that can run, by body digest."""
+    return {
+        one.body: Kernel(f"{one.kernel.stem}_{number}", one.kernel.text)
+        for number, one in enumerate(candidates)
+        if one.kernel is not None and one.rejection is None
+    }
 
 
 def write_spec(spec_file: SpecFile, text: str) -> None:

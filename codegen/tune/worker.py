@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 import random
+import re
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,8 +46,7 @@ NOBODY = (MACHINE, "a heat")  # who does what between phases
 class Request:
     """What to do. contenders: files by name; check: those to hold against float64 first.
 
-    limit: seconds for a phase on the GPU. lock: file of the lock that the processes take in turn,
-    so that nobody computes while another one is timed.
+    limit: seconds for a phase on the GPU. lock: of the GPU, see `gpu_lock`.
     """
 
     arch: str
@@ -178,6 +180,24 @@ def check_problem(
         raise Wrong(f"wrong: {problem}: relative error {error:.3g}")
 
 
+def gpu_lock() -> Path:
+    """The lock that processes take in turn, so that nobody computes while another one is timed.
+
+    It is of the machine, not of a run: two runs on one GPU take turns as well.
+    """
+    seen = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+    return Path(tempfile.gettempdir(), f"fmha-gen-{os.getuid()}-gpu-{seen}.lock")
+
+
+def read_request(file: Path) -> Request:
+    """The request in a file, beside which the contenders lie."""
+    found = json.loads(file.read_text(encoding="utf-8"))
+    contenders = {
+        name: str(file.parent / kernel) for name, kernel in found["contenders"].items()
+    }
+    return Request(**{**found, "contenders": contenders, "lock": str(gpu_lock())})
+
+
 def run_here(request: Request, report: Callable[[Event], None]) -> None:
     """Run on this machine's GPU, or report why it cannot."""
     if problem := trial.environment_problem(request.arch):
@@ -195,7 +215,7 @@ def main(request: str, events: str) -> None:
             file.write(json.dumps(event) + "\n")
             file.flush()  # a crash must not take the last one along
 
-        run_here(Request(**json.loads(Path(request).read_text("utf-8"))), report)
+        run_here(read_request(Path(request)), report)
 
 
 if __name__ == "__main__":

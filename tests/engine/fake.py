@@ -85,7 +85,7 @@ def report(**changes) -> toolchain.CompileReport:
         "local_bytes": 0,
         "static_shared_bytes": 1024,
         "instructions": COUNTS,
-        "loops": (toolchain.LoopReport(COUNTS, 0),),
+        "loops": (toolchain.LoopReport("consumer", COUNTS, 0),),
         "wgmma": toolchain.WgmmaReport(8, 2, 1, 8, 2, 1, 0),
         "ptx_sha256": "d" * 64,
     }

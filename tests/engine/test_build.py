@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from fmha_gen import build, cache, lint, manifest, records, tree
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
+from fmha_gen.executor import Local
 
 from . import fake
 
@@ -283,7 +284,7 @@ def test_same_bytes_for_any_order_folder_and_job_count(
     shutil.copytree(specs, elsewhere / "s")
     monkeypatch.chdir(elsewhere)
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "cache2"))
-    run(fake.Parts(), ["s/b.yaml", "s/a.yaml"], Path("g"), jobs=7)
+    run(fake.Parts(), ["s/b.yaml", "s/a.yaml"], Path("g"), executor=Local(7))
     assert fake.contents(elsewhere / "g") == first
 
 

@@ -75,7 +75,8 @@ def test_the_package_is_the_installed_one(
 ) -> None:
     commands, home = installed
     code = (
-        "import fmha_gen, fmha_gen.tune.command; print(fmha_gen.__file__);"
+        "import fmha_gen, fmha_gen.tune.command, fmha_gen.vendor.command;"
+        " print(fmha_gen.__file__);"
         " from fmha_gen import render; print(render.template_folder())"
     )
     package, templates = run(commands / "python", "-c", code, cwd=tmp_path).split()
@@ -108,3 +109,13 @@ def test_builds_the_same_bytes_as_here(
     theirs, ours = (fake.contents(tmp_path / name) for name in ("theirs", "ours"))
     assert {f"{stem}.py" for stem in SPECS} <= theirs.keys()
     assert theirs == ours
+
+
+def test_vendors_with_the_licence(installed: tuple[Path, Path], tmp_path: Path) -> None:
+    commands, _ = installed
+    kernels = [ROOT / "generated" / f"{stem}.py" for stem in SPECS]
+    vendor = ["vendor", *kernels, "--init", "--into", tmp_path / "attention"]
+    run(commands / "fmha-gen", *vendor, cwd=tmp_path)
+    found = fake.contents(tmp_path / "attention")
+    assert found["LICENSE"] == (ROOT / "LICENSE").read_text()
+    assert f"from . import (\n    {SPECS[0]},\n" in found["__init__.py"]

@@ -115,8 +115,9 @@ def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
     assert result.stderr.startswith(
         "generated/a.py: edited by hand; --force overwrites it."
     )
-    assert "\n-        softmax_scale = 0.125\n" in result.stderr
-    assert "\n+        softmax_scale = 1.0 / math.sqrt(HEAD_DIM_QK)\n" in result.stderr
+    line = "    scale = {} if softmax_scale is None else softmax_scale\n"
+    assert f"\n-{line.format('0.125')}" in result.stderr
+    assert f"\n+{line.format('1.0 / math.sqrt(HEAD_DIM_QK)')}" in result.stderr
     assert contents(tmp_path / "generated") == before
 
     checked = run("--check")

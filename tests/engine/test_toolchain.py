@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import sass, toolchain
+from fmha_gen.arch import sm90
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 
 DATA = Path(__file__).parent / "data"
@@ -169,7 +170,7 @@ LISTING = """
 def test_loops_are_natural_loops_and_not_address_ranges():
     kernel = sass.parse(LISTING)
     assert [hex(loop.address) for loop in sass.loops(kernel)] == ["0x10", "0x80"]
-    (loop,) = sass.wgmma_loops(kernel)
+    ((_, loop),) = sass.role_loops(kernel, sm90.ARCHITECTURE.role_loops)
     addresses = [hex(i.address) for i in sass.body(kernel, loop)]
     assert addresses == [
         "0x10",

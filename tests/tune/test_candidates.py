@@ -12,6 +12,7 @@ from engine import fake
 from fmha_gen import build, plan
 from fmha_gen.arch import sm90
 from fmha_gen.errors import CheckFailed, SpecError
+from fmha_gen.executor import Local
 from fmha_gen.spec import SpecFile, load_specs, loads
 from fmha_gen.tune import candidates, space
 from fmha_gen.tune.candidates import Candidate, built, planned
@@ -101,7 +102,9 @@ def test_the_gate_stops_what_the_formulas_let_through(
     spec_file = support.load_text(HEAD + "tile: {q: 128, kv: 64}\n")
     sizes = ["tile.q=192", "tile.kv=64,128"]
     fixed = [*sizes, "stages.q=1", "stages.kv=2", "stages.v=2"]
-    found = built(planned(spec_file, space.fixed_values(fixed)), jobs=2, progress=None)
+    found = built(
+        planned(spec_file, space.fixed_values(fixed)), executor=Local(2), progress=None
+    )
     assert [one.rejection and one.rejection.by for one in found] == [
         None,
         None,
@@ -140,10 +143,12 @@ def two(fields: str = "tile: {q: 128, kv: 64}\n") -> list[Candidate]:
 
 def test_failures_of_the_compiler_are_reasons() -> None:
     good, bad = fake.report(), CheckFailed("candidate: does not compile\n  why")
-    found = built(two(), jobs=1, progress=None, engine=engine(good, bad))
+    found = built(two(), executor=Local(1), progress=None, engine=engine(good, bad))
     assert str(found[1].rejection) == "does not compile\n  why"
     spilling = fake.report(stack_bytes=8)
-    found = built(two(), jobs=1, progress=None, engine=engine(good, spilling))
+    found = built(
+        two(), executor=Local(1), progress=None, engine=engine(good, spilling)
+    )
     assert "8 B of stack" in str(found[1].rejection)
 
 
@@ -151,13 +156,13 @@ def test_an_incumbent_that_does_not_build_ends_it() -> None:
     spilling = fake.report(stack_bytes=8)
     parts = engine(spilling, fake.report())
     with pytest.raises(CheckFailed, match="as it is does not pass the build: uses 8 B"):
-        built(two(), jobs=1, progress=None, engine=parts)
+        built(two(), executor=Local(1), progress=None, engine=parts)
 
 
 def test_the_same_kernel_twice_is_tried_once() -> None:
     first, second = two()
     twins = [first, second, replace(second, point={**second.point, "tile.kv": 96})]
     parts = engine(*[fake.report()] * 3)
-    found = built(twins, jobs=1, progress=None, engine=parts)
+    found = built(twins, executor=Local(1), progress=None, engine=parts)
     assert [one.rejection is None for one in found] == [True, True, False]
     assert "the same kernel as tile.q 128 tile.kv 80" in str(found[2].rejection)

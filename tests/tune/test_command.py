@@ -43,8 +43,8 @@ arenas: list[ModelArena] = []
 def model_arena(**given: Any) -> ModelArena:
     """Kernels take as long as their TILE_KV is away from 96, on a card that drifts."""
     truth = {}
-    for body, path in given["files"].items():
-        found = re.search(r"^TILE_KV = (\d+)", path.read_text(), re.MULTILINE)
+    for body, kernel in given["kernels"].items():
+        found = re.search(r"^TILE_KV = (\d+)", kernel.text, re.MULTILINE)
         assert found
         truth[body] = 1e-3 * (1 + abs(int(found[1]) - 96) / 1000)
     problems = [str(problem) for problem in given["problems"]]
@@ -280,7 +280,7 @@ from pathlib import Path
 request, events = sys.argv[1:]
 asked = json.loads(Path(request).read_text())
 names = list(asked["contenders"])
-log = Path("log")
+log = Path("LOG")
 with log.open("a") as file:
     file.write(json.dumps([len(names), asked["rounds"]]) + "\\n")
 with Path(events).open("a") as file:
@@ -300,7 +300,8 @@ def test_interrupt_is_130_and_the_next_run_resumes(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = [str(Path(__file__).parent.parent), *sys.path]
-    code = CHILD.format(path=path, worker=WORKER)
+    worker = WORKER.replace("LOG", str(folder / "log"))
+    code = CHILD.format(path=path, worker=worker)
     arguments = ["tune", "specs/k.yaml", *SIX, "--seqlen", "512", "--jobs", "1"]
     log, journal = folder / "log", folder / "generated" / "records" / "k.tune.jsonl"
 

@@ -244,7 +244,7 @@ def test_a_machine_that_cannot_is_told_apart(
 ) -> None:
     monkeypatch.setattr(worker.trial, "environment_problem", lambda arch: f"no {arch}")
     request = tmp_path / "request.json"
-    asked = worker.Request("sm90", {}, [], [], 1, 1, "")
+    asked = worker.Request("sm90", {}, [], [], 1, 1, lock="")
     request.write_text(json.dumps(asdict(asked)))
     worker.main(str(request), str(tmp_path / "events"))
     (event,) = map(json.loads, (tmp_path / "events").read_text().splitlines())
