@@ -1,0 +1,362 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What differs between two states of one kernel, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, NamedTuple
+
+from .. import records
+from .kernels import KernelState
+from .source import Edit, edits
+
+FAILS, STACK, SERIALISED, REGISTERS, RUNG = range(5)  # severities
+
+Value = int | float | str | None  # None: nobody measured it, or there is no such thing
+Kind = Literal["same", "changed", "added", "removed"]
+Code = Literal["same", "comments", "code"]
+
+# Opcode classes of the architectures by what they are for; what is in none of them is OTHER.
+CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
+    "MMA": ("HGMMA", "UTCHMMA"),
+    "exp2": ("MUFU.EX2",),
+    "FMA pipe": ("FFMA", "FMUL", "FADD"),
+    "max": ("FMNMX",),
+    "conversions": ("F2FP",),
+    "shuffles": ("SHFL",),
+    "tensor memory": ("LDTM", "STTM"),
+    "TMA": ("UTMALDG", "UTMASTG"),
+    "sync": (
+        *("SYNCS", "BAR", "UTCBAR"),
+        *("WARPGROUP.ARRIVE", "WARPGROUP.DEPBAR"),
+    ),
+    "local memory": ("LDL", "STL"),
+}
+BUILD: Final = "fmha-gen build {path}"
+RENEWED_BY: Final[Mapping[str, str]] = {
+    "emulated": "fmha-gen emulate {path}",
+    "validated": "fmha-gen validate {path}",
+    "benchmarked": "fmha-gen bench {path} --record",
+}
+# Groups of facts, of which a text alone does not say the MEASURED ones.
+GROUPS: Final = ("spec", "plan", "barriers", "resources", "loops", "proof")
+MEASURED: Final = GROUPS[3:]
+OTHER: Final = "other"
+TOTAL: Final = "total"
+LADDER: Final = tuple(records.RUNGS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One fact before and after. group: one of GROUPS."""
+
+    group: str
+    name: str
+    before: Value
+    after: Value
+
+    @property
+    def loop(self) -> str:
+        """The loop that it counts instructions of; empty for any other fact."""
+        return self.name.partition(": ")[0] if self.group == "loops" else ""
+
+    @property
+    def label(self) -> str:
+        """The name without the loop."""
+        return self.name.rpartition(": ")[2]
+
+    @property
+    def unknown(self) -> bool:
+        """Whether one side was not measured, so that nothing can be said."""
+        return self.group in MEASURED and None in (self.before, self.after)
+
+    @property
+    def changed(self) -> bool:
+        """Whether the two differ; what the text says can be on one side only."""
+        return self.before != self.after and not self.unknown
+
+
+class Regression(NamedTuple):
+    """Something that got worse, in words. severity: 0 is the worst; from RUNG on it is no code."""
+
+    severity: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Due:
+    """Whether this text has to be proven anew, why, and by which commands."""
+
+    due: bool
+    reason: str
+    commands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class KernelChange:
+    """A kernel before and after. regressions: what got worse, the worst first.
+
+    Nothing is read out of two texts that are equal and known alike: they have no rows.
+    """
+
+    stem: str
+    before: KernelState | None
+    after: KernelState | None
+    kind: Kind
+    code: Code
+    edits: tuple[Edit, ...]
+    rows: tuple[Row, ...]
+    regressions: tuple[Regression, ...]
+    validation: Due
+
+    @property
+    def changed_rows(self) -> tuple[Row, ...]:
+        """The facts that are not as they were."""
+        return tuple(row for row in self.rows if row.changed)
+
+    @property
+    def same_ptx(self) -> bool:
+        """Whether both sides are compiled, to the same PTX byte for byte."""
+        sides = (self.before, self.after)
+        found = [s.compiled["ptx_sha256"] for s in sides if s and s.compiled]
+        return len(found) == len(sides) and found[0] == found[1]
+
+
+def compare(before: KernelState | None, after: KernelState | None) -> KernelChange:
+    """Compare two states of a kernel; None is a side that does not have it.
+
+    Raises ValueError when neither side has it, CheckFailed when a text is not Python.
+    """
+    state = after or before
+    if state is None:
+        raise ValueError("a kernel that neither side has")
+    if before is None or after is None:
+        kind: Kind = "added" if before is None else "removed"
+        rows = tuple(_rows(before, after))
+        worse = tuple(_failures(after)) if after is not None else ()
+        return KernelChange(
+            state.stem,
+            before,
+            after,
+            kind,
+            "code",
+            (),
+            rows,
+            worse,
+            _due(before, after),
+        )
+    code = _code(before, after)
+    if code == "same" and _known(before) == _known(after):
+        due = _due(before, after, code)
+        return KernelChange(after.stem, before, after, "same", code, (), (), (), due)
+    found = edits(before.lines, after.lines) if code != "same" else ()
+    rows = tuple(_rows(before, after))
+    same = code == "same" and not any(row.changed for row in rows)
+    return KernelChange(
+        after.stem,
+        before,
+        after,
+        "same" if same else "changed",
+        code,
+        found,
+        rows,
+        tuple(_regressions(before, after)),
+        _due(before, after, code),
+    )
+
+
+def by_class(counts: Mapping[str, int]) -> dict[str, int]:
+    """Instructions of a loop by what they are for, OTHER and TOTAL at the end."""
+    found = {
+        name: sum(counts.get(opcode, 0) for opcode in opcodes)
+        for name, opcodes in CLASSES.items()
+    }
+    other = counts["total"] - sum(found.values())
+    return {**found, OTHER: other, TOTAL: counts["total"]}
+
+
+def _known(state: KernelState) -> tuple[object, ...]:
+    return state.stem, state.record, state.compiled, state.loops, state.failures
+
+
+def _code(before: KernelState, after: KernelState) -> Code:
+    if before.lines == after.lines:
+        return "same"
+    return "comments" if before.code == after.code else "code"
+
+
+# --- facts -----------------------------------------------------------------------
+
+
+def _rows(before: KernelState | None, after: KernelState | None) -> Iterator[Row]:
+    """Every fact that either side has."""
+    sides = [_facts(state) if state is not None else {} for state in (before, after)]
+    left, right = sides
+    for key in _in_order(left, right):
+        yield Row(*key, left.get(key), right.get(key))
+
+
+def _in_order(
+    left: Mapping[tuple[str, str], Value], right: Mapping[tuple[str, str], Value]
+) -> list[tuple[str, str]]:
+    """The keys of both, by group, in the order of the right side; what is gone comes last."""
+    keys = dict.fromkeys((*right, *left))
+    return sorted(keys, key=lambda key: GROUPS.index(key[0]))
+
+
+def _facts(state: KernelState) -> dict[tuple[str, str], Value]:
+    facts: dict[tuple[str, str], Value] = {}
+    for name, said in _flat(state.spec):
+        if name != "name":
+            facts["spec", name] = said
+    for constant, number in state.constants.items():
+        facts["plan", constant] = number
+    rings = state.barriers
+    for ring, count in rings.items():
+        facts["barriers", f"mbarriers of {ring}"] = count
+    facts["resources", "shared memory [B]"] = state.shared_bytes
+    if state.compiled is not None:
+        facts.update(_compiled(state.compiled))
+    for loop, counts in state.loops.items():
+        for name, count in by_class(counts).items():
+            facts["loops", f"{loop}: {name}"] = count
+    facts["proof", "rung"] = state.rung
+    facts["proof", "worst error ratio"] = _error(state)
+    return facts
+
+
+def _flat(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Value]]:
+    for name, value in spec.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value if isinstance(value, int) else str(value)
+
+
+def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Value]]:
+    counts, wgmma = data["instructions"], data["wgmma"]
+    waits = CLASSES["sync"]
+    yield ("resources", "instructions that synchronise"), sum(
+        counts.get(opcode, 0) for opcode in waits
+    )
+    yield ("resources", "registers per thread"), data["registers"]
+    yield ("resources", "registers by role"), " / ".join(map(str, data["setmaxnreg"]))
+    yield ("resources", "stack [B]"), data["stack_bytes"]
+    yield ("resources", "local memory [B]"), data["local_bytes"]
+    yield ("resources", "spills"), _spills(data)
+    if wgmma["asked_mmas"]:
+        yield ("resources", "serialised wgmma"), wgmma["serialised"]
+        yield ("resources", "waits that overlap"), wgmma["overlaps"]
+    yield ("resources", "instructions"), counts["total"]
+    yield ("proof", "CuTe DSL"), data["dsl"]
+
+
+def _error(state: KernelState) -> float | None:
+    for rung in ("validated", "emulated"):
+        worst = state.record.get(rung, {}).get("worst")
+        if worst:
+            return round(float(worst["ratio"]), 2)
+    return None
+
+
+# --- what got worse --------------------------------------------------------------
+
+
+def _regressions(before: KernelState, after: KernelState) -> Iterator[Regression]:
+    """The worst first."""
+    old = set(_failures(before))
+    yield from (failure for failure in _failures(after) if failure not in old)
+    if before.compiled is not None and after.compiled is not None:
+        yield from _worse_code(before.compiled, after.compiled)
+    if LADDER.index(after.rung) < LADDER.index(before.rung):
+        why = "" if before.body == after.body else ": the proof was of another text"
+        yield Regression(RUNG, f"rung {before.rung} -> {after.rung}{why}")
+
+
+def _failures(state: KernelState) -> Iterator[Regression]:
+    for failure in state.failures:
+        lines = [line.strip() for line in failure.splitlines()]
+        said = ": ".join(dict.fromkeys((lines[0], lines[-1])))
+        yield Regression(FAILS, f"does not build: {said}")
+
+
+def _worse_code(
+    before: Mapping[str, Any], after: Mapping[str, Any]
+) -> Iterator[Regression]:
+    stack, new_stack = (
+        data["stack_bytes"] + data["local_bytes"] for data in (before, after)
+    )
+    if new_stack > stack:
+        yield Regression(STACK, f"stack {stack} -> {new_stack} B per thread")
+    spills, new_spills = (_spills(data) for data in (before, after))
+    if new_spills > spills:
+        text = f"spills: {spills} -> {new_spills} local loads and stores"
+        yield Regression(STACK, text)
+    old, new = before["wgmma"], after["wgmma"]
+    if new["serialised"] > old["serialised"]:
+        count = f"{old['serialised']} -> {new['serialised']} of {new['mmas']}"
+        yield Regression(SERIALISED, f"serialised wgmma {count}")
+    if old["overlaps"] and new["asked_mmas"] and not new["overlaps"]:
+        yield Regression(SERIALISED, "no wait leaves a wgmma group in flight any more")
+    if after["registers"] > before["registers"]:
+        count = f"{before['registers']} -> {after['registers']}"
+        yield Regression(REGISTERS, f"registers per thread {count}")
+    most, new_most = (max(data["setmaxnreg"], default=0) for data in (before, after))
+    if new_most > most:
+        text = f"registers of the hungriest role {most} -> {new_most}"
+        yield Regression(REGISTERS, text)
+
+
+def _spills(compiled: Mapping[str, Any]) -> int:
+    counts = compiled["instructions"]
+    return int(counts["LDL"] + counts["STL"])
+
+
+# --- what must be proven anew ----------------------------------------------------
+
+
+def _due(
+    before: KernelState | None, after: KernelState | None, code: Code = "code"
+) -> Due:
+    if after is None:
+        return Due(False, "gone")
+    proven = before.record if before is not None else {}
+    wanted = [rung for rung in RENEWED_BY if rung in proven]
+    if not wanted:  # nothing to renew: what any kernel starts with
+        wanted = ["emulated", "validated"]
+    lost = [rung for rung in wanted if rung not in after.record]
+    first = [BUILD] if lost and not after.built else []
+    commands = tuple(
+        command.format(path=after.path)
+        for command in (*first, *(RENEWED_BY[rung] for rung in lost))
+    )
+    if "validated" in after.record:
+        return _still_valid(after, commands)
+    if "validated" in proven:
+        if code == "comments":
+            reason = (
+                "for the record only: nothing but comments and docstrings differs from"
+                " the text that was validated"
+            )
+        else:
+            reason = "no GPU has run this text"
+        return Due(True, reason, commands)
+    if before is None:
+        return Due(bool(commands), "new: no GPU has run it", commands)
+    if "emulated" in after.record or code == "same":
+        return Due(False, "no GPU ran the text before either", commands)
+    reason = (
+        "neither a GPU nor the emulator has run this text; no GPU ran the one before"
+    )
+    return Due(True, reason, commands)
+
+
+def _still_valid(state: KernelState, commands: tuple[str, ...]) -> Due:
+    ran, compiled = state.record["validated"], state.compiled or {}
+    where = f"{ran['cases']} cases on {ran['gpu']}"
+    if compiled.get("dsl", ran["dsl"]) == ran["dsl"]:
+        return Due(False, f"this text is validated: {where}", commands)
+    versions = f"CuTe DSL {ran['dsl']}, and is now compiled by {compiled['dsl']}"
+    again = RENEWED_BY["validated"].format(path=state.path)
+    return Due(True, f"validated ({where}) with {versions}", (again, *commands))
