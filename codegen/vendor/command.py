@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha-gen vendor`: works out what each file of the folder becomes, then writes all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import manifest, records, tree, verify
+from ..diff import kernels, report
+from ..diff.compare import KernelChange, compare
+from ..diff.kernels import KernelState
+from ..errors import CheckFailed
+from ..verify import Lock
+from . import contents, merge
+from .merge import Step
+from .source import Source, named, open_source
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to bring, and where to.
+
+    kernels: names or files to bring in; with `update` there are none, and those that are in the
+    folder are renewed. init: also write the package's `__init__.py`, which later calls keep.
+    """
+
+    into: Path
+    source: Path
+    kernels: tuple[str, ...] = ()
+    init: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of each file. changes: of kernels that were there, from now to what is newer."""
+
+    steps: tuple[Step, ...]
+    changes: tuple[KernelChange, ...]
+    diffs: Mapping[str, str]  # of other files that were refused
+    gone: tuple[str, ...]  # kernels that are no longer generated, and stay
+
+    @property
+    def refused(self) -> list[Step]:
+        """The files that were edited and have something newer."""
+        return [step for step in self.steps if step.action == "refuse"]
+
+
+def vendor(options: Options) -> Result:
+    """Bring kernels into a folder, all files or none; what was edited there stays.
+
+    Raises CheckFailed when the source or the folder's lock is not in order, EnvironmentProblem
+    when the folder cannot be written.
+    """
+    into = options.into
+    folder, wanted = named(options.kernels, options.source)
+    source = open_source(folder)
+    if not wanted and not (into / verify.LOCK).exists():
+        raise CheckFailed(f"{into}: nothing was vendored there: no {verify.LOCK}")
+    if (into / manifest.FILE).exists():
+        raise CheckFailed(f"{into}: fmha-gen build writes there: take another folder")
+    for stem in wanted:
+        source.load(stem)  # before the folder is made
+    with tree.exclusive(into):
+        tree.recover(into)
+        lock = _read_lock(into)
+        work = _Work(into, source, lock)
+        for stem in sorted({*filter(None, map(_stem, lock.entries)), *wanted}):
+            work.kernel(stem, asked=stem in wanted)
+        work.others(init=options.init)
+        result = work.result()
+        tree.apply(into, work.changes_on_disk())
+    return result
+
+
+class _Work:
+    """The folder file by file; nothing is written before all is known."""
+
+    def __init__(self, into: Path, source: Source, lock: Lock) -> None:
+        self.into = into
+        self.source = source
+        self.lock = lock
+        self.steps: list[Step] = []
+        self.gone: list[str] = []
+        self.kernels: list[tuple[KernelState, bool]] = []  # that stay, whether edited
+
+    def kernel(self, stem: str, *, asked: bool) -> None:
+        """Bring or leave one kernel and its record; forget one that was deleted here."""
+        path, record = f"{stem}.py", records.path_of(stem)
+        base = self.lock.entries.get(path)
+        base_record = self.lock.entries.get(record)
+        if base is not None and not asked and not (self.into / path).exists():
+            self.steps.append(merge.drop(self.into, path, base))
+            if base_record is not None:
+                self.steps.append(merge.drop(self.into, record, base_record))
+            return
+        known = stem in self.source.stems()
+        if not known and not asked and base is not None:
+            self.gone.append(stem)
+            step = merge.leave(self.into, path, base)
+        else:
+            new = self.source.load(stem)
+            step = merge.bring(self.into, path, new.text, base)
+        self.steps.append(step)
+        if step.action == "refuse" or not known:
+            if base_record is not None:
+                self.steps.append(merge.leave(self.into, record, base_record))
+        else:
+            text = records.dump(new.record)
+            self.steps.append(merge.bring(self.into, record, text, base_record))
+        if step.entry is not None:
+            self.kernels.append((self._state_after(step), step.edited))
+
+    def others(self, *, init: bool) -> None:
+        """README, licence and package, which say what the kernels are after this."""
+        if not self.kernels:
+            raise CheckFailed(f"{self.into}: no kernel would be left")
+        self.kernels.sort(key=lambda each: contents.naturally(each[0].stem))
+        states = [state for state, _ in self.kernels]
+        package = self.into / contents.PACKAGE
+        init = init or (contents.PACKAGE in self.lock.entries and package.exists())
+        name = self.into.resolve().name
+        if init and not name.isidentifier():
+            raise CheckFailed(f"{self.into}: a package cannot have this name")
+        texts = {
+            contents.LICENSE: contents.licence(),
+            contents.README: contents.readme(
+                self.source, self._commit(), self.kernels, name if init else None
+            ),
+        }
+        if init:
+            texts[contents.PACKAGE] = contents.package(states)
+        for path, text in texts.items():
+            base = self.lock.entries.get(path)
+            self.steps.append(merge.bring(self.into, path, text, base))
+
+    def changes_on_disk(self) -> list[tree.Change]:
+        """What to write and delete, the lock included."""
+        entries = {s.path: s.entry for s in self.steps if s.entry is not None}
+        line = f"fmha-gen=={self.source.version} commit:{self._commit()}"
+        desired = {
+            step.path: step.new
+            for step in self.steps
+            if step.action == "write" and step.new is not None
+        }
+        desired[verify.LOCK] = verify.dump(Lock(line, entries))
+        orphans = [step.path for step in self.steps if step.action == "delete"]
+        return tree.compare(self.into, desired, {}, orphans)
+
+    def result(self) -> Result:
+        """What happens, for people."""
+        refused = {
+            step.path: step.new
+            for step in self.steps
+            if step.action == "refuse" and step.new is not None
+        }
+        texts = {path: new for path, new in refused.items() if not _stem(path)}
+        return Result(
+            steps=tuple(self.steps),
+            changes=tuple(self._compared()),
+            diffs={c.path: c.diff for c in tree.compare(self.into, texts, {})},
+            gone=tuple(self.gone),
+        )
+
+    def _compared(self) -> Iterator[KernelChange]:
+        for step in self.steps:
+            newer = step.action in ("write", "refuse") and step.new is not None
+            if newer and step.local is not None and _stem(step.path):
+                before = self._state(step.path, step.local.decode("utf-8", "replace"))
+                yield compare(before, self.source.load(Path(step.path).stem))
+
+    def _state_after(self, step: Step) -> KernelState:
+        if step.new is not None and step.action != "refuse":
+            return self.source.load(Path(step.path).stem)
+        return self._state(step.path, step.text)
+
+    def _state(self, path: str, text: str) -> KernelState:
+        """A kernel as it lies in the folder."""
+        file = self.into / path
+        record = records.load(self.into / records.path_of(file.stem))
+        return kernels.of_text(
+            file.stem, text, record, origin=str(file), path=str(file)
+        )
+
+    def _commit(self) -> str:
+        stems = {state.stem for state, _ in self.kernels} - {*self.gone}
+        return self.source.commit(stems)
+
+
+def to_text(result: Result, into: Path) -> str:
+    """A line per file that is not simply as it was, then what changes in kernels."""
+    lines = []
+    for step in sorted(result.steps, key=lambda step: step.path):
+        if said := _said(step):
+            lines.append(f"{said}: {into / step.path}")
+            lines += [f"  {into / step.path}{edit}" for edit in step.edits]
+    lines += [f"no longer generated, stays: {into / stem}.py" for stem in result.gone]
+    if result.refused:
+        lines.append(
+            "To take the new text of a file that was edited, move yours away and vendor it again."
+        )
+    blocks = ["\n".join(lines or ["nothing newer"])]
+    if result.changes:
+        blocks.append(report.render(result.changes).rstrip())
+    return "\n\n".join([*blocks, *(diff.rstrip() for diff in result.diffs.values())])
+
+
+def _said(step: Step) -> str:
+    if step.action == "write":
+        added = step.local is None
+        layout = " (was reformatted here)" if step.state == "reformatted" else ""
+        return "added" if added else f"updated{layout}"
+    if step.action == "refuse":
+        return "left alone, edited here, though something newer is there"
+    if step.action == "delete":
+        return "deleted"
+    if step.local is None:
+        return "left out, deleted here"
+    return "stays as it was edited here" if step.edited else ""
+
+
+def _stem(path: str) -> str | None:
+    """The kernel whose file this is; None when it is none's."""
+    is_kernel = path.endswith(".py") and path != contents.PACKAGE
+    return path.removesuffix(".py") if is_kernel else None
+
+
+def _read_lock(into: Path) -> Lock:
+    try:
+        return verify.read_lock(into) or Lock("", {})
+    except verify.Unverifiable as error:
+        raise CheckFailed(str(error)) from error
