@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha-gen matrix`: kernels compiled, and emulated, under several versions of the DSL.
+
+A version can cost a quarter of the speed with the same bits of output: what the record says of
+registers, stack, loops and wgmmas has to hold under it, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from .. import cache, emulate, evaluation, records, toolchain
+from ..arch import ARCHITECTURES
+from ..build import COMPILE_SOURCES
+from ..errors import CheckFailed
+from ..executor import Local, Task, in_order
+from ..processes import run_worker
+from ..rehearsal import read_constants
+from ..render import body_digest
+from . import document, environments
+from .cells import Cell, Kind, judge
+from .environments import Environment
+
+EMULATE_SECONDS = 1800.0  # for one kernel
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel's file and its record."""
+
+    path: Path
+    text: str
+    record: Mapping[str, Any]
+
+    @property
+    def stem(self) -> str:
+        """The kernel's name."""
+        return self.path.stem
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a cell is filled. timeout: seconds for one compile; emulated: whether it runs as well."""
+
+    timeout: float
+    emulated: bool
+
+
+def run(
+    paths: Sequence[str | Path],
+    *,
+    out: Path,
+    versions: Sequence[str],
+    given: Sequence[str],
+    python: str,
+    options: Options,
+    jobs: int | None,
+    write: Path | None,
+    as_json: bool,
+) -> list[Cell]:
+    """Fill the table of kernels by versions, print it and write it.
+
+    versions: such as 4.7.1 or 4.7.x, made by the interpreter `python`; given: VERSION=INTERPRETER.
+    Raises CheckFailed with every cell that is not as its kernel's record says.
+    """
+    kernels = [_kernel(path) for path in evaluation.kernel_files(paths, out)]
+    found = [environments.made(version, python) for version in versions]
+    found += [environments.given(option) for option in given]
+    total = len(kernels) * len(found)
+    with evaluation.progress_bar("matrix", total) as advance:
+        cells = fill(kernels, found, options, jobs or os.cpu_count() or 1, advance)
+    if as_json:
+        print(json.dumps([cell.to_json() for cell in cells], indent=2, sort_keys=True))
+    else:
+        document.show(cells)
+    if write is not None:
+        document.write(write, cells, found)
+    if lines := [
+        f"{cell.kernel} under {cell.dsl}: {cell.text}"
+        for cell in cells
+        if cell.kind is not Kind.SAME
+    ]:
+        raise CheckFailed("\n".join(lines))
+    return cells
+
+
+def _kernel(path: Path) -> Kernel:
+    """A kernel whose record says what it compiles to; CheckFailed without."""
+    text = path.read_text(encoding="utf-8")
+    known = records.load(path.parent / records.path_of(path.stem))
+    body = body_digest(text)
+    record = records.current(known, kernel=path.stem, body_sha256=body)
+    if "compiled" not in record:
+        raise CheckFailed(f"{path}: no record says what it compiles to; build it first")
+    return Kernel(path, text, record)
+
+
+def fill(
+    kernels: Sequence[Kernel],
+    found: Sequence[Environment],
+    options: Options,
+    jobs: int,
+    advance: Callable[[Cell], object],
+) -> list[Cell]:
+    """Every kernel under every version, by kernel; ``jobs`` at a time, each a process."""
+
+    def one(kernel: Kernel, environment: Environment) -> Cell:
+        cell = compiled(kernel, environment, options.timeout)
+        if options.emulated and cell.kind in (Kind.SAME, Kind.CHANGED):
+            cell = emulated(kernel, environment, cell)
+        advance(cell)
+        return cell
+
+    tasks = [Task(k.path.stem, one, (k, e)) for k in kernels for e in found]
+    cells = []
+    with contextlib.closing(Local(jobs).run(tasks)) as results:
+        for cell in in_order(results):
+            if isinstance(cell, CheckFailed):
+                raise cell
+            cells.append(cell)
+    return cells
+
+
+def compiled(kernel: Kernel, environment: Environment, timeout: float) -> Cell:
+    """Compile a kernel there, unless the cache knows what that gives."""
+    arch = ARCHITECTURES[_arch(kernel)].compile_arch
+    name = _key("matrix", [kernel.text, kernel.stem, arch], environment)
+    result: toolchain.CompileReport | CheckFailed
+    try:
+        result = toolchain.CompileReport.from_json(cache.get(name) or {})
+    except (KeyError, TypeError):
+        try:
+            result = toolchain.compile_kernel(
+                kernel.text,
+                kernel.stem,
+                arch,
+                timeout=timeout,
+                compiler=environment.compiler,
+            )
+            cache.put(name, result.to_json())
+        except CheckFailed as failure:
+            result = failure
+    recorded = kernel.record["compiled"]
+    return judge(kernel.stem, environment.dsl, recorded, result, timeout=timeout)
+
+
+def emulated(kernel: Kernel, environment: Environment, cell: Cell) -> Cell:
+    """Run what was compiled there in the emulator, unless its PTX is that of the record."""
+    assert cell.report is not None  # it compiled
+    known = kernel.record.get("emulated", {})
+    if known.get("ptx_sha256") == cell.report.ptx_sha256:
+        return replace(cell, emulated="as recorded: the same PTX")
+    parts = [kernel.text, cell.report.ptx_sha256, cache.source_digest()]
+    name = _key("matrix-emulated", parts, environment)
+    held = cache.get(name)
+    if held is None:
+        compiler = environment.compiler
+        who = [f"--python={compiler.python}", f"--dsl={compiler.dsl}"]
+        choice = emulate.Choice()
+        events, ending = run_worker(
+            emulate.worker_command,
+            {kernel.path.name: kernel.text},
+            EMULATE_SECONDS,
+            [*choice.options, *who],
+        )
+        outcome = emulate.judge(kernel.path, events, ending, choice=choice)
+        if outcome.findings:
+            first = outcome.findings[0]
+            return replace(
+                cell, kind=Kind.WRONG, details=(f"{first.case}: {first.text}",)
+            )
+        held = f"{outcome.cases} cases, {outcome.schedules} schedules"
+        cache.put(name, held)
+    return replace(cell, emulated=held)
+
+
+def _arch(kernel: Kernel) -> str:
+    return str(read_constants(kernel.text)["SPEC"]["arch"])
+
+
+def _key(kind: str, parts: Sequence[str], environment: Environment) -> str:
+    """Versions do not tell what was patched by hand: the interpreter's place is part of it."""
+    where = f"{environment.compiler.python} {environment.python}"
+    code = cache.source_digest(*COMPILE_SOURCES)
+    return cache.key(kind, [*parts, where, f"{environment.distributions}", code])

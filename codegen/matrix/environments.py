@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Isolated environments, one per version of the CuTe DSL: a virtual environment each, made once.
+
+They hold the DSL and TVM-FFI and nothing of ours: what compiles there is a kernel's file alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import cache
+from ..errors import EnvironmentProblem
+from ..toolchain import DSL, FFI, FFI_RANGE, Compiler, environment_for
+
+FOLDER = "dsl"  # in the cache
+ANY_PATCH = ".x"  # at the end of a version: the newest of a minor
+INSTALL_SECONDS = 1800  # the DSL's wheels have 100 MB
+ASK_SECONDS = 120
+
+_VERSION = re.compile(r"\d+\.\d+\.(x|\d+(\.?[a-z]+\d+)*)")
+
+# Prints what an interpreter is and which distributions decide what it compiles.
+_DESCRIBE = f"""
+import importlib.metadata, json, sys
+found = {{}}
+for each in importlib.metadata.distributions():
+    name = (each.metadata["Name"] or "").lower().replace("_", "-")
+    if name.startswith({DSL!r}) or name == {FFI!r}:
+        found[name] = each.version
+print(json.dumps({{"python": "%d.%d" % sys.version_info[:2], "distributions": found}}))
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """An interpreter with one version of the DSL. python: major and minor version."""
+
+    compiler: Compiler
+    python: str
+    distributions: Mapping[str, str]
+
+    @property
+    def dsl(self) -> str:
+        """The DSL's version."""
+        return self.compiler.dsl
+
+
+def existing(interpreter: str) -> Environment:
+    """An environment that is there; EnvironmentProblem when it holds no DSL."""
+    told = _describe(interpreter)
+    dsl = told["distributions"].get(DSL)
+    if dsl is None:
+        raise EnvironmentProblem(f"{interpreter}: {DSL} is not installed")
+    return Environment(
+        Compiler(interpreter, dsl), told["python"], dict(told["distributions"])
+    )
+
+
+def given(option: str) -> Environment:
+    """The environment of ``VERSION=INTERPRETER``; EnvironmentProblem when it is another version."""
+    version, _, interpreter = option.partition("=")
+    path = shutil.which(interpreter)
+    if path is None:
+        raise EnvironmentProblem(f"{interpreter or option}: no such interpreter")
+    found = existing(str(Path(path).absolute()))
+    if found.dsl != version:
+        raise EnvironmentProblem(f"{path}: holds {DSL} {found.dsl}, not {version}")
+    return found
+
+
+def made(version: str, base: str = sys.executable) -> Environment:
+    """The environment of a version such as 4.7.1, or 4.7.x, made now unless the cache holds it.
+
+    base: the interpreter that makes it. Raises EnvironmentProblem when that fails: without the
+    network 4.7.x is the newest of that minor in the cache.
+    """
+    if not _VERSION.fullmatch(version):
+        raise EnvironmentProblem(f"{version!r} is no version such as 4.7.1 or 4.7.x")
+    python = _describe(base)["python"]
+    if version.endswith(ANY_PATCH):
+        version = _newest(version.removesuffix(ANY_PATCH), base, python)
+    folder = _root() / f"{version}-py{python}"
+    if not folder.is_dir():
+        _make(folder, version, base)
+    return existing(str(folder / "bin" / "python"))
+
+
+def _root() -> Path:
+    return cache.folder() / FOLDER
+
+
+def _newest(minor: str, base: str, python: str) -> str:
+    """The newest release of a minor: as the package index says, else in the cache."""
+    command = [base, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
+    command += ["--no-deps", "--quiet", "--disable-pip-version-check", "--report", "-"]
+    try:
+        report = json.loads(_output([*command, f"{DSL}=={minor}.*"], ASK_SECONDS))
+        return str(report["install"][0]["metadata"]["version"])
+    except EnvironmentProblem as problem:
+        cached = [
+            path.name.partition("-")[0]
+            for path in _root().glob(f"{minor}.*-py{python}")
+        ]
+        if not cached:
+            raise EnvironmentProblem(
+                f"{DSL} {minor}.x: neither cached nor found ({problem})"
+            ) from problem
+        newest = max(
+            cached, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
+        )
+        print(f"{DSL} {minor}.x: {newest}, of the cache ({problem})", file=sys.stderr)
+        return newest
+
+
+def _make(folder: Path, version: str, base: str) -> None:
+    """Make it beside its place, then rename: nobody finds half an environment."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+    print(f"installing {DSL} {version} into {folder}", file=sys.stderr)
+    try:
+        _output([base, "-m", "venv", str(work)], INSTALL_SECONDS)
+        pip = [str(work / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+        wanted = [f"{DSL}=={version}", f"{FFI}{FFI_RANGE}"]
+        _output([*pip, "--disable-pip-version-check", *wanted], INSTALL_SECONDS)
+        if not folder.exists():  # else somebody else was faster
+            work.rename(folder)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _describe(interpreter: str) -> dict[str, Any]:
+    text = _output([interpreter, "-c", _DESCRIBE], ASK_SECONDS)
+    try:
+        told: dict[str, Any] = json.loads(text)
+    except ValueError as error:
+        raise EnvironmentProblem(f"{interpreter}: not a Python that answers") from error
+    return told
+
+
+def _output(command: Sequence[str], seconds: float) -> str:
+    """Stdout; EnvironmentProblem with the last line of stderr when the command fails."""
+    try:
+        done = subprocess.run(
+            command,
+            env=environment_for(command[0]),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=seconds,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentProblem(f"{command[0]}: {error}") from error
+    if done.returncode != 0:
+        words = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+        raise EnvironmentProblem(f"{Path(command[0]).name}: {words[-1].strip()}")
+    return done.stdout
