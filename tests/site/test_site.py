@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The static site: complete, well-formed, linked, the same bytes each time, and safe to rewrite."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.etree import ElementTree
+
+import pytest
+import support
+from fmha_gen import website
+from fmha_gen.cli import app
+from fmha_gen.errors import CheckFailed
+from typer.testing import CliRunner
+
+VOID = {"meta", "link", "br", "rect", "circle", "polyline", "polygon"}
+STEM = "sm90_d64_bf16_full"  # that the small sites are about
+
+
+class Page(HTMLParser):
+    """Tags must close in order; links and text are kept."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.words: list[str] = []
+        self._open: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(file.read_text("utf-8"))
+        self.close()
+        assert not self._open, f"{file}: {self._open} not closed"
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if name in ("href", "src")]
+        if tag not in VOID:
+            self._open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in VOID
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def small(tmp_path: Path, *stems: str) -> tuple[Path, Path, Path]:
+    """Specs and kernels of a few stems, and where their site goes."""
+    specs, generated = tmp_path / "specs", tmp_path / "generated"
+    for folder in (specs, generated / "records"):
+        folder.mkdir(parents=True)
+    for stem in stems:
+        shutil.copy(support.SPECS / f"{stem}.yaml", specs)
+        shutil.copy(support.GENERATED / f"{stem}.py", generated)
+        record = f"records/{stem}.json"
+        shutil.copy(support.GENERATED / record, generated / record)
+    return specs, generated, tmp_path / "site"
+
+
+def texts(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_every_link_resolves_and_every_file_is_linked(site: Path) -> None:
+    linked = {site / "index.html", site / website.LOCK}
+    for file in site.rglob("*.html"):
+        for link in Page(file).links:
+            parts = urlsplit(link)
+            assert not parts.netloc, f"{file} loads {link}"
+            if parts.scheme:
+                assert link == "data:,"  # no icon
+                continue
+            target = (file.parent / unquote(parts.path)).resolve()
+            assert target.is_file(), f"{file}: {link} is not there"
+            assert target.is_relative_to(site.resolve())
+            linked.add(site / target.relative_to(site.resolve()))
+    assert linked == {path for path in site.rglob("*") if path.is_file()}
+
+
+def test_nothing_comes_from_elsewhere_and_nothing_runs(site: Path) -> None:
+    for file in [*site.rglob("*.html"), *site.rglob("*.svg"), site / "style.css"]:
+        text = file.read_text("utf-8")
+        assert "http" not in text.replace("http://www.w3.org/2000/svg", ""), file
+        assert "@import" not in text
+        assert "url(" not in text
+        assert "<script" not in text
+
+
+def test_every_kernel_has_its_page_and_files(site: Path) -> None:
+    index = Page(site / "index.html")
+    for stem in support.SHIPPED:
+        assert f"kernels/{stem}.html" in index.links
+        place = site / "kernels"
+        source = (place / f"{stem}.py").read_bytes()
+        assert source == (support.GENERATED / f"{stem}.py").read_bytes()
+        spec = (place / f"{stem}.yaml").read_bytes()
+        assert spec == (support.SPECS / f"{stem}.yaml").read_bytes()
+        ElementTree.parse(place / f"{stem}.svg")
+
+
+def test_a_page_says_what_the_record_says(site: Path) -> None:
+    for stem in support.SHIPPED:
+        page = Page(site / "kernels" / f"{stem}.html").text
+        path = support.GENERATED / "records" / f"{stem}.json"
+        record = json.loads(path.read_text("utf-8"))
+        assert f"Rung: {record['rung']} ." in page
+        assert ("No GPU has run it." in page) == ("validated" not in record)
+        assert ("TFLOPS by CUDA graph" in page) == ("benchmarked" in record)
+        for cell in record.get("benchmarked", {}).get("cells", ()):
+            best = max(peer["graph_tflops"] for peer in cell["peers"].values())
+            assert f"{cell['graph_tflops'] / best:.2f} of " in page
+
+
+def test_a_page_has_the_numbers_and_steps_of_the_plan(site: Path) -> None:
+    for stem in support.SHIPPED:
+        plan = support.shipped_plan(stem)
+        page = Page(site / "kernels" / f"{stem}.html").text
+        for number in (*plan.chosen, *plan.derived):
+            assert f"{number.name} {number.value}" in page
+        for barrier in plan.barriers:
+            assert f"{barrier.name} {barrier.stages} {barrier.arrivals}" in page
+        for statement in plan.statements:
+            assert " ".join(statement.split()) in page
+
+
+def test_pages_are_well_formed_and_say_what_they_are(site: Path) -> None:
+    for file in site.rglob("*.html"):
+        page = Page(file)
+        assert {"title", "h1", "main"} <= page.tags
+        text = file.read_text("utf-8")
+        assert text.startswith("<!DOCTYPE html>\n")
+        assert 'lang="en"' in text
+        assert 'name="viewport"' in text
+
+
+def test_a_second_time_changes_nothing(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    assert website.write([specs], generated, folder) == len(texts(folder))
+    before = texts(folder)
+    assert website.write([specs], generated, folder) == 0
+    assert texts(folder) == before
+    other = tmp_path / "other"
+    website.write([specs], generated, other)
+    assert texts(other) == before
+
+
+@pytest.mark.parametrize("seed", ["1", "2"])
+def test_the_bytes_are_the_same_whatever_the_hash_seed(
+    tmp_path: Path, seed: str
+) -> None:
+    specs, generated, folder = small(tmp_path, STEM, "sm100_d128_bf16_full")
+    website.write([specs], generated, folder)
+    options = ["--specs", str(specs), "--out", str(generated)]
+    subprocess.run(
+        [sys.executable, "-m", "fmha_gen.cli", "site", str(tmp_path / "b"), *options],
+        env={**os.environ, "PYTHONHASHSEED": seed, "LC_ALL": "C"},
+        check=True,
+    )
+    assert texts(tmp_path / "b") == texts(folder)
+
+
+def test_a_kernel_that_is_gone_takes_its_files_along(tmp_path: Path) -> None:
+    gone = "sm100_d64_bf16_causal_lse"
+    specs, generated, folder = small(tmp_path, STEM, gone)
+    website.write([specs], generated, folder)
+    (specs / f"{gone}.yaml").unlink()
+    website.write([specs], generated, folder)
+    assert not [path for path in texts(folder) if gone in path]
+    assert gone not in (folder / "index.html").read_text("utf-8")
+
+
+@pytest.mark.parametrize("file", ["notes.txt", "kernels/mine.html", ".hidden"])
+def test_a_folder_with_files_of_others_is_refused(tmp_path: Path, file: str) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    website.write([specs], generated, folder)
+    (folder / file).write_text("mine")
+    (folder / "style.css").unlink()
+    before = texts(folder)
+    with pytest.raises(CheckFailed, match=f"{file}: not of this site"):
+        website.write([specs], generated, folder)
+    assert texts(folder) == before
+
+
+def test_an_edited_page_is_refused(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    website.write([specs], generated, folder)
+    page = folder / "kernels" / f"{STEM}.html"
+    page.write_text(page.read_text("utf-8").replace("Evidence", "Proof"), "utf-8")
+    before = texts(folder)
+    with pytest.raises(CheckFailed, match="edited by hand"):
+        website.write([specs], generated, folder)
+    assert texts(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("what", "old", "new"),
+    [
+        ("an edited kernel", "* scale_log2", "* scale_log3"),
+        ("a kernel of another plan", "K_STAGES = 3", "K_STAGES = 2"),
+    ],
+)
+def test_a_kernel_that_is_not_its_specs_is_refused(
+    tmp_path: Path, what: str, old: str, new: str
+) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    kernel = generated / f"{STEM}.py"
+    text = kernel.read_text("utf-8")
+    assert old in text, what
+    kernel.write_text(text.replace(old, new), "utf-8")
+    with pytest.raises(CheckFailed, match="not what its spec says"):
+        website.write([specs], generated, folder)
+    assert not folder.exists()
+
+
+def test_a_spec_that_has_changed_since_the_build_is_refused(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    with (specs / f"{STEM}.yaml").open("a", encoding="utf-8") as file:
+        file.write("lse: true\n")
+    with pytest.raises(CheckFailed, match="not what its spec says"):
+        website.write([specs], generated, folder)
+
+
+def test_a_kernel_that_is_not_built_is_named(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    (generated / f"{STEM}.py").unlink()
+    with pytest.raises(CheckFailed, match="not there; build it first"):
+        website.write([specs], generated, folder)
+
+
+def test_stale_evidence_is_not_shown(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    path = generated / "records" / f"{STEM}.json"
+    record = json.loads(path.read_text("utf-8"))
+    for rung in ("emulated", "validated", "benchmarked"):
+        record[rung] = {**record.get(rung, {}), "body_sha256": "0" * 64}
+    path.write_text(json.dumps(record), "utf-8")
+    website.write([specs], generated, folder)
+    page = Page(folder / "kernels" / f"{STEM}.html").text
+    assert "No GPU has run it." in page
+    assert "TFLOPS" not in page
+    assert "NVIDIA H200" not in page
+
+
+def test_what_a_spec_says_is_text(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    with (specs / f"{STEM}.yaml").open("a", encoding="utf-8") as file:
+        file.write("# <script>alert(1)</script> & more\n")
+    website.write([specs], generated, folder)
+    page = Page(folder / "kernels" / f"{STEM}.html")
+    assert "script" not in page.tags
+    assert "<script>alert(1)</script> & more" in page.text
+
+
+def test_command(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM)
+    options = ["--specs", str(specs), "--out", str(generated)]
+    done = CliRunner().invoke(app, ["site", str(folder), *options])
+    assert done.exit_code == 0
+    assert f"{folder / 'index.html'}: " in done.output
+    (folder / "mine").touch()
+    done = CliRunner().invoke(app, ["site", str(folder), *options])
+    assert done.exit_code == 1
+    assert "not of this site" in done.output
