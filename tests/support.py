@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import os
 import tempfile
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from fmha_gen import plan, render
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec import SpecFile, load_specs
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECS = ROOT / "specs"
@@ -65,6 +67,32 @@ def shipped_plan(stem: str) -> KernelPlan:
 def kernel_text(text: str, stem: str = "candidate") -> str:
     """Return the kernel that a spec of this text gives. Rendering takes some 0.3 s."""
     return render.render_kernel(plan.resolve(load_text(text, stem)))
+
+
+def link_distributions(folder: Path, *names: str) -> None:
+    """Make a folder the site-packages that `pip install` of these alone would leave, by links."""
+    for name in set().union(*map(_closure, names)):
+        distribution = importlib.metadata.distribution(name)
+        tops = {file.parts[0] for file in distribution.files or []}
+        for top in tops - {"..", "__pycache__"}:
+            if not (folder / top).exists():
+                (folder / top).symlink_to(Path(str(distribution.locate_file(top))))
+
+
+def _closure(distribution: str) -> set[str]:
+    """Return the distribution and all that pip installs with it."""
+    found: set[str] = set()
+    todo = [distribution]
+    while todo:
+        name = todo.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for line in importlib.metadata.requires(name) or []:
+            requirement = Requirement(line)
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                todo.append(requirement.name)
+    return found
 
 
 def changed_lines(difference: str) -> tuple[list[str], list[str]]:

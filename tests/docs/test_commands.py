@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every command that a document shows is run, in order, in a copy of the checkout.
+
+A spec that a document shows is written where its first line says. A comment `# status N` behind a
+command is the status it must end with. What needs a GPU runs where one is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import support
+
+DOCUMENTS = ("README.md", "templates/README.md", "codegen/docs/tutorial.md")
+GPU = re.compile(r"fmha-gen (validate|bench|tune(?!.*--dry-run))\b")
+# Not run: they install into the checkout, and `make test` is what runs this.
+NOT_RUN = ("make build", "make test")
+
+_BLOCK = re.compile(r"^```(console|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_STATUS = re.compile(r"# status (\d)")
+
+
+class Command(NamedTuple):
+    line: str
+    status: int
+
+
+class Spec(NamedTuple):
+    path: str
+    text: str
+
+
+def steps(text: str) -> Iterator[Command | Spec]:
+    for language, block in _BLOCK.findall(text):
+        if language == "yaml":
+            if match := re.match(r"# (specs/\w+\.yaml)\n", block):
+                yield Spec(match[1], block)
+            continue
+        lines = [line for line in block.splitlines() if line.strip()]
+        if any(line.startswith("$ ") for line in lines):
+            lines = [line[2:] for line in lines if line.startswith("$ ")]
+        for line in lines:
+            status = _STATUS.search(line)
+            yield Command(
+                line.partition("  #")[0].strip(), int(status[1]) if status else 0
+            )
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what git knows, and a repository of its own."""
+    folder = tmp_path / "checkout"
+    found = subprocess.run(
+        ["git", "ls-files", "-z"], cwd=support.ROOT, capture_output=True, check=True
+    )
+    for name in filter(None, found.stdout.decode().split("\0")):
+        target = folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(support.ROOT / name, target, follow_symlinks=False)
+    for command in (
+        ["init", "--quiet"],
+        ["add", "--all"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "-m", "a"],
+    ):
+        subprocess.run(["git", *command], cwd=folder, check=True)
+    return folder
+
+
+def has_gpu() -> bool:
+    return Path("/proc/driver/nvidia/version").exists()
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_do_what_the_document_says(
+    name: str, checkout: Path, tmp_path: Path
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for program, module in (("fmha-gen", "fmha_gen.cli"), ("pytest", "pytest -n0")):
+        script = programs / program
+        script.write_text(f'#!/bin/sh\nexec {sys.executable} -m {module} "$@"\n')
+        script.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    run, left_out = 0, []
+    for step in steps((support.ROOT / name).read_text(encoding="utf-8")):
+        if isinstance(step, Spec):
+            (checkout / step.path).write_text(step.text, encoding="utf-8")
+            continue
+        if step.line in NOT_RUN or (GPU.match(step.line) and not has_gpu()):
+            left_out.append(step.line)
+            continue
+        begin = time.monotonic()
+        done = subprocess.run(
+            step.line.replace("/tmp/", f"{elsewhere}/"),
+            shell=True,
+            cwd=checkout,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert (
+            done.returncode == step.status
+        ), f"{step.line}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+        run += 1
+        print(f"{time.monotonic() - begin:6.1f} s  {step.line}")
+    print(f"{name}: {run} commands run, not here: {left_out}")
+    assert run >= 3
+
+
+def test_documents_are_all_that_show_commands() -> None:
+    tracked = subprocess.run(
+        ["git", "ls-files", "*.md"], cwd=support.ROOT, capture_output=True, text=True
+    ).stdout.split()
+    showing = {
+        name
+        for name in tracked
+        if not name.startswith("codegen/decisions/")
+        and "```console" in (support.ROOT / name).read_text(encoding="utf-8")
+    }
+    assert showing == set(DOCUMENTS)
