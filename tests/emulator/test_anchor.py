@@ -15,14 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures
-from fmha_gen.emulator import lower, machine, ptx
-from fmha_gen.rehearsal import Rehearsal, read_constants, schedules, tiles_of
+from fmha_gen.rehearsal import schedules
 from fmha_gen.render import body_digest
-from fmha_gen.tensors import FROM_BITS, NAN16, arguments, make_problem
+from fmha_gen.tensors import FROM_BITS, NAN16
 from fmha_gen.verify import sha256
 
-from tests.hardware.anchor import anchor_cases, sampled_rows
+from tests.emulator.rehearsals import rehearsals
+from tests.hardware.anchor import CASES, sampled_rows
 
 CAPTURE = Path(__file__).parent / "data" / "h200_anchor.npz"
 TABLE = support.ROOT / "codegen" / "decisions" / "0008-trust-anchor.md"
@@ -31,6 +30,7 @@ KERNELS = sorted((support.ROOT / "generated").glob("sm90_*.py"))
 # ||emulated - H200|| / ||H200||: of the rounding of O itself, half a unit in the last place. P is
 # rounded too, and the approximations of ex2 and rcp differ in their last bits.
 ROUNDING = {"bf16": 2.0**-9, "fp16": 2.0**-12}
+EAGER = schedules(0)[0]
 LSE_LIMIT = 1e-4  # absolute, or relative where |lse| is above 1
 
 
@@ -61,25 +61,13 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
     text = path.read_text(encoding="utf-8")
     rows = [row for row in TABLE.read_text().splitlines() if f"`{path.stem}`" in row]
     found = []
-    constants = read_constants(text)
-    spec = constants["SPEC"]
-    assert tiles_of(constants).q == constants["TILE_Q"]
-    cases = anchor_cases(spec, constants)
-    problems = [make_problem(spec, case) for case in cases]
-    calls = [
-        arguments(spec, case, problem)
-        for case, problem in zip(cases, problems, strict=True)
-    ]
-    code, launches = captures.capture(path, calls, arch=spec["arch"])
+    code, ready = rehearsals(path)
+    spec = ready[0].spec
     same_text = str(h200[f"{path.stem}.body"]) == body_digest(text)
     assert same_text or str(h200[f"{path.stem}.ptx"]) == sha256(code), "another kernel"
-    program = lower.lower(ptx.parse(code))
-    for case, problem, launch in zip(cases, problems, launches, strict=True):
-        for output in problem.outputs:
-            output.poison()
-        ran = Rehearsal(
-            spec, tiles_of(constants), program, case, problem, launch
-        )._execute(schedules(0)[0], machine.run, None)
+    for kernel in ready[:CASES]:
+        case, problem = kernel.case, kernel.problem
+        ran = kernel.run(EAGER, kernel.truth())
         assert not ran.findings
         name, kept = f"{path.stem}/{case.name}", sampled_rows(case.q)
         out = problem.out.view[:, kept]

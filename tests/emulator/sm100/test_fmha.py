@@ -3,13 +3,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import support
-from fmha_gen import captures, rehearsal, rehearsal_cases, tensors
-from fmha_gen.emulator import ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen import rehearsal
+
+from tests.emulator.rehearsals import rehearsals, tag_of
 
 KERNELS = [stem for stem in support.SHIPPED if stem.startswith("sm100_")]
 DAMAGED = "sm100_d128_bf16_causal_gqa4_lse"
@@ -44,29 +42,16 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
 }
 
 
-def rehearse(path, tags):
-    """The kernel, ready to run each of the cases whose names begin with these tags."""
-    constants = rehearsal.read_constants(path.read_text(encoding="utf-8"))
-    spec, tiles = constants["SPEC"], rehearsal.tiles_of(constants)
-    cases = [
-        case
-        for case in rehearsal_cases.cases_for(spec, tiles)
-        if case.name.rpartition("_b")[0] in tags
-    ]
-    problems = [tensors.make_problem(spec, case) for case in cases]
-    calls = [
-        tensors.arguments(spec, case, problem)
-        for case, problem in zip(cases, problems, strict=True)
-    ]
-    text, launches = captures.capture(path, calls, arch=spec["arch"])
-    make = functools.partial(rehearsal.Rehearsal, spec, tiles, lower(ptx.parse(text)))
-    return list(map(make, cases, problems, launches))
+def tagged(path, tags):
+    """The kernel, ready to run each of the cases with these tags."""
+    _, ready = rehearsals(path)
+    return [kernel for kernel in ready if tag_of(kernel) in tags]
 
 
 @pytest.mark.parametrize("stem", KERNELS)
 def test_shipped_kernel_holds(stem):
     """Each case under two schedules; what the record has took every case and five."""
-    kernels = rehearse(support.GENERATED / f"{stem}.py", CASES)
+    kernels = tagged(support.GENERATED / f"{stem}.py", CASES)
     assert kernels
     for place, kernel in enumerate(kernels):
         truth = kernel.truth()
@@ -81,6 +66,6 @@ def test_damage_is_noticed(tmp_path, name):
     assert text.count(right) == 1
     path = tmp_path / f"{DAMAGED}.py"
     path.write_text(text.replace(right, wrong), encoding="utf-8")
-    (kernel,) = rehearse(path, [tag])
+    (kernel,) = tagged(path, [tag])
     truth = kernel.truth()
     assert any(kernel.run(schedule, truth).findings for schedule in SCHEDULES)

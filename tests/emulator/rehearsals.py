@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Kernels that are ready to run their cases in the emulator, in the test's own process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fmha_gen import captures
+from fmha_gen.emulator import ptx
+from fmha_gen.emulator.lower import lower
+from fmha_gen.rehearsal import Rehearsal, read_constants, tiles_of
+from fmha_gen.rehearsal_cases import cases_for
+from fmha_gen.tensors import arguments, make_problem
+
+
+def rehearsals(path: Path) -> tuple[str, list[Rehearsal]]:
+    """The kernel's PTX, and each of its cases: one compile, which tests share by the cache."""
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    cases = cases_for(spec, tiles)
+    problems = [make_problem(spec, case) for case in cases]
+    calls = [
+        arguments(spec, case, problem)
+        for case, problem in zip(cases, problems, strict=True)
+    ]
+    text, launches = captures.capture(path, calls, arch=spec["arch"])
+    program = lower(ptx.parse(text))
+    ready = [
+        Rehearsal(spec, tiles, program, case, problem, launch)
+        for case, problem, launch in zip(cases, problems, launches, strict=True)
+    ]
+    return text, ready
+
+
+def tag_of(rehearsal: Rehearsal) -> str:
+    """What a case is for: its name without the counts."""
+    return rehearsal.case.name.rpartition("_b")[0]
