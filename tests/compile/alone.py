@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run by the tests, isolated: what one kernel does where only the DSL is installed.
 
-Arguments: the site-packages folder, the kernel's file. Prints JSON; leaves the lowered host code
-in `host.mlir` in the working directory.
+Arguments: the site-packages folder, the kernel's file. Prints JSON.
 """
 
 import importlib.util
@@ -50,9 +49,7 @@ def main():
             refusals[what] = [argument, str(error)]
     compiled_by_bad_calls = module.compile.cache_info().currsize
     compiled = module.compile()
-    Path("host.mlir").write_text(str(compiled.ir_module), "utf-8")
     report = {
-        "spec": module.SPEC,
         "refusals": refusals,
         "bad_calls": len(BAD_CALLS),
         "compiled_by_bad_calls": compiled_by_bad_calls,

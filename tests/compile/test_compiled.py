@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every shipped file, alone: it imports and compiles where only the DSL is installed, refuses bad
-calls, and takes the registers and the shared memory that its plan says.
+"""Every shipped file takes the registers and the shared memory that its plan says; one of each kind
+alone: it imports and compiles where only the DSL is installed, and refuses bad calls.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import support
 from fmha_gen import build, toolchain
 from fmha_gen.executor import Local
+from fmha_gen.rehearsal import read_constants
 from support import GENERATED, SHIPPED, SPECS
 
 ALONE = Path(__file__).with_name("alone.py")
@@ -59,11 +59,13 @@ def test_compiled_as_planned(stem: str, tmp_path: Path) -> None:
 # --- alone -----------------------------------------------------------------------
 
 
-class Launch(NamedTuple):
-    """What the host code passes to the driver, as far as it is constant."""
+def kind_of(stem: str) -> tuple[object, ...]:
+    """What decides which imports, arguments and checks a file has."""
+    spec = support.shipped_plan(stem).spec_file.spec
+    return spec.arch, spec.cta_group, spec.mask, spec.lse
 
-    block: tuple[int, int, int]
-    smem_bytes: int
+
+ONE_OF_EACH = {kind_of(stem): stem for stem in reversed(SHIPPED)}.values()
 
 
 @pytest.fixture(scope="session")
@@ -92,45 +94,29 @@ def run_alone(stem: str, site_packages: Path, folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout)
 
 
-def launch_of(host: str) -> Launch:
-    """Read the launch out of the lowered host code: constants stored into the driver's struct.
-
-    Its fields: grid[3], block[3], bytes of dynamic shared memory, stream, attributes, their count.
-    """
-    (function,) = (
-        part for part in host.split("llvm.func ") if "call @_cudaLaunchKernelEx" in part
-    )
-    constants = dict(
-        re.findall(r"(%\w+) = llvm\.mlir\.constant\((\d+) : i\d+\)", function)
-    )
-    stored = {
-        pointer: constants[value]
-        for value, pointer in re.findall(r"llvm\.store (%\w+), (%\w+) : i", function)
-        if value in constants
-    }
-    struct = r"!llvm\.struct<\(array<3 x i32>, array<3 x i32>, i64, ptr, ptr, i32\)>"
-    fields = {
-        field: int(stored[pointer])
-        for pointer, field in re.findall(
-            rf"(%\w+) = llvm\.getelementptr %\w+\[0, ([\d, ]+)\].*{struct}", function
-        )
-        if pointer in stored
-    }
-    return Launch((fields["1, 0"], fields["1, 1"], fields["1, 2"]), fields["2"])
-
-
-@each_kernel
+@pytest.mark.parametrize("stem", ONE_OF_EACH)
 def test_alone(stem: str, only_dsl: Path, tmp_path: Path) -> None:
     report = run_alone(stem, only_dsl, tmp_path)
     assert {"torch", "fmha_gen", "numpy", "jinja2"}.isdisjoint(report["modules"])
     assert {"cutlass", "cuda"} <= set(report["modules"])
     assert report["documented"]
     assert report["compiled_once"]
+    assert len(report["refusals"]) == report["bad_calls"]
+    for argument, message in report["refusals"].values():
+        assert message.startswith(f"{argument}: "), message
+    assert report["compiled_by_bad_calls"] == 0
 
+
+# --- what it says of itself ------------------------------------------------------
+
+
+@each_kernel
+def test_spec(stem: str) -> None:
+    constants = read_constants((GENERATED / f"{stem}.py").read_text("utf-8"))
     plan = support.shipped_plan(stem)
     spec = plan.spec_file.spec
     only_there = {"cta_group": spec.cta_group, "schedule": spec.schedule}
-    assert report["spec"] == (only_there if plan.arch == "sm100" else {}) | {
+    assert constants["SPEC"] == (only_there if plan.arch == "sm100" else {}) | {
         "name": stem,
         "arch": spec.arch,
         "op": spec.op,
@@ -144,12 +130,3 @@ def test_alone(stem: str, only_dsl: Path, tmp_path: Path) -> None:
         "cluster": list(spec.cluster),
         "multicast": spec.multicast,
     }
-
-    assert len(report["refusals"]) == report["bad_calls"]
-    for argument, message in report["refusals"].values():
-        assert message.startswith(f"{argument}: "), message
-    assert report["compiled_by_bad_calls"] == 0
-
-    numbers = {number.name: number.value for number in plan.derived}
-    launch = launch_of((tmp_path / "host.mlir").read_text("utf-8"))
-    assert launch == Launch((numbers["THREADS"], 1, 1), plan.smem_bytes)

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 
+import support
 from fmha_gen import captures
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.lower import lower
@@ -35,3 +38,14 @@ def rehearsals(path: Path) -> tuple[str, list[Rehearsal]]:
 def tag_of(rehearsal: Rehearsal) -> str:
     """What a case is for: its name without the counts."""
     return rehearsal.case.name.rpartition("_b")[0]
+
+
+def check_launches(stem: str, ready: Iterable[Rehearsal]) -> None:
+    """Assert that the host code launches what the kernel's plan says."""
+    kernel = support.shipped_plan(stem)
+    threads = {number.name: number.value for number in kernel.derived}["THREADS"]
+    cluster = (*kernel.spec_file.spec.cluster, 1)
+    expected = (threads, 1, 1), (math.prod(cluster), 1, 1), kernel.smem_bytes
+    for rehearsal in ready:
+        launch = rehearsal.launch
+        assert (launch.block, launch.cluster, launch.smem_bytes) == expected

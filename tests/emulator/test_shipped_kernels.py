@@ -10,7 +10,7 @@ from fmha_gen import captures, emulate, records, rehearsal
 from fmha_gen.executor import Local
 from fmha_gen.processes import of_kind, read_events
 
-from tests.emulator.rehearsals import rehearsals
+from tests.emulator.rehearsals import check_launches, rehearsals
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
 # Those of sm100 take longer: sm100/test_fmha.py runs a part of their cases.
@@ -27,6 +27,7 @@ def test_there_are_kernels():
 def test_shipped_kernel_holds(number):
     """Every case, under one schedule each; what the record has took five and more."""
     _, ready = rehearsals(KERNELS[number])
+    check_launches(KERNELS[number].stem, ready)
     for place, kernel in enumerate(ready):
         schedule = SCHEDULES[(number + place) % len(SCHEDULES)]
         assert kernel.run(schedule, kernel.truth()).findings == [], schedule

@@ -7,7 +7,7 @@ import pytest
 import support
 from fmha_gen import rehearsal
 
-from tests.emulator.rehearsals import rehearsals, tag_of
+from tests.emulator.rehearsals import check_launches, rehearsals, tag_of
 
 KERNELS = [stem for stem in support.SHIPPED if stem.startswith("sm100_")]
 DAMAGED = "sm100_d128_bf16_causal_gqa4_lse"
@@ -53,6 +53,7 @@ def test_shipped_kernel_holds(stem):
     """Each case under two schedules; what the record has took every case and five."""
     kernels = tagged(support.GENERATED / f"{stem}.py", CASES)
     assert kernels
+    check_launches(stem, kernels)
     for place, kernel in enumerate(kernels):
         truth = kernel.truth()
         for schedule in (SCHEDULES[1], SCHEDULES[3 + place % 2]):
