@@ -440,7 +440,7 @@ def matrix(
     paths: Paths,
     dsl: Annotated[
         str | None,
-        typer.Option(help="Versions to install, such as 4.6.x,4.7.1,4.8.x."),
+        typer.Option(help="Versions to install, such as 4.6.x,4.7.1,4.8.1[cu13]."),
     ] = None,
     env: Annotated[
         list[str] | None,

@@ -26,7 +26,9 @@ ANY_PATCH = ".x"  # at the end of a version: the newest of a minor
 INSTALL_SECONDS = 1800  # the DSL's wheels have 100 MB
 ASK_SECONDS = 120
 
-_VERSION = re.compile(r"\d+\.\d+\.(x|\d+(\.?[a-z]+\d+)*)")
+_VERSION = re.compile(r"(\d+\.\d+\.(?:x|\d+(?:\.?[a-z]+\d+)*))(?:\[(cu\d+)\])?")
+_LIBRARIES = f"{DSL}-libs-"
+_DEFAULT = "cu12"  # the CUDA libraries, ptxas among them, that every installation has
 
 # Prints what an interpreter is and which distributions decide what it compiles.
 _DESCRIBE = f"""
@@ -50,7 +52,7 @@ class Environment:
 
     @property
     def dsl(self) -> str:
-        """The DSL's version."""
+        """The DSL's version, with the extra that says which CUDA libraries compile, if not 12."""
         return self.compiler.dsl
 
 
@@ -60,6 +62,10 @@ def existing(interpreter: str) -> Environment:
     dsl = told["distributions"].get(DSL)
     if dsl is None:
         raise EnvironmentProblem(f"{interpreter}: {DSL} is not installed")
+    for name in sorted(told["distributions"]):
+        extra = name.removeprefix(_LIBRARIES)
+        if name.startswith(f"{_LIBRARIES}cu") and extra != _DEFAULT:
+            dsl += f"[{extra}]"
     return Environment(
         Compiler(interpreter, dsl), told["python"], dict(told["distributions"])
     )
@@ -78,19 +84,24 @@ def given(option: str) -> Environment:
 
 
 def made(version: str, base: str = sys.executable) -> Environment:
-    """The environment of a version such as 4.7.1, or 4.7.x, made now unless the cache holds it.
+    """The environment of a version such as 4.7.1, 4.7.x or 4.8.1[cu13]; the cache may hold it.
 
     base: the interpreter that makes it. Raises EnvironmentProblem when that fails: without the
     network 4.7.x is the newest of that minor in the cache.
     """
-    if not _VERSION.fullmatch(version):
-        raise EnvironmentProblem(f"{version!r} is no version such as 4.7.1 or 4.7.x")
+    match = _VERSION.fullmatch(version)
+    if not match:
+        raise EnvironmentProblem(
+            f"{version!r} is no version such as 4.7.1, 4.7.x or 4.8.1[cu13]"
+        )
+    release, extra = match.groups()
     python = _describe(base)["python"]
-    if version.endswith(ANY_PATCH):
-        version = _newest(version.removesuffix(ANY_PATCH), base, python)
-    folder = _root() / f"{version}-py{python}"
+    suffix = f"-{extra}-py{python}" if extra else f"-py{python}"
+    if release.endswith(ANY_PATCH):
+        release = _newest(release.removesuffix(ANY_PATCH), base, suffix)
+    folder = _root() / f"{release}{suffix}"
     if not folder.is_dir():
-        _make(folder, version, base)
+        _make(folder, f"{DSL}[{extra}]" if extra else DSL, release, base)
     return existing(str(folder / "bin" / "python"))
 
 
@@ -98,8 +109,8 @@ def _root() -> Path:
     return cache.folder() / FOLDER
 
 
-def _newest(minor: str, base: str, python: str) -> str:
-    """The newest release of a minor: as the package index says, else in the cache."""
+def _newest(minor: str, base: str, suffix: str) -> str:
+    """The newest release of a minor: as the package index says, else of those in the cache."""
     command = [base, "-m", "pip", "install", "--dry-run", "--ignore-installed"]
     command += ["--no-deps", "--quiet", "--disable-pip-version-check", "--report", "-"]
     try:
@@ -107,8 +118,9 @@ def _newest(minor: str, base: str, python: str) -> str:
         return str(report["install"][0]["metadata"]["version"])
     except EnvironmentProblem as problem:
         cached = [
-            path.name.partition("-")[0]
-            for path in _root().glob(f"{minor}.*-py{python}")
+            path.name.removesuffix(suffix)
+            for path in _root().glob(f"{minor}.*{suffix}")
+            if "-" not in path.name.removesuffix(suffix)
         ]
         if not cached:
             raise EnvironmentProblem(
@@ -121,15 +133,15 @@ def _newest(minor: str, base: str, python: str) -> str:
         return newest
 
 
-def _make(folder: Path, version: str, base: str) -> None:
+def _make(folder: Path, dsl: str, version: str, base: str) -> None:
     """Make it beside its place, then rename: nobody finds half an environment."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
-    print(f"installing {DSL} {version} into {folder}", file=sys.stderr)
+    print(f"installing {dsl} {version} into {folder}", file=sys.stderr)
     try:
         _output([base, "-m", "venv", str(work)], INSTALL_SECONDS)
         pip = [str(work / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-        wanted = [f"{DSL}=={version}", f"{FFI}{FFI_RANGE}"]
+        wanted = [f"{dsl}=={version}", f"{FFI}{FFI_RANGE}"]
         _output([*pip, "--disable-pip-version-check", *wanted], INSTALL_SECONDS)
         if not folder.exists():  # else somebody else was faster
             work.rename(folder)

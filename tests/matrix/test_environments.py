@@ -26,6 +26,9 @@ log = pathlib.Path({log!r})
 log.write_text(log.read_text() + " ".join(a for a in arguments if "import" not in a) + "\\n")
 if "-c" in arguments:
     found = {{"nvidia-cutlass-dsl": {version!r}, "apache-tvm-ffi": "0.1.15"}}
+    if "cu13" in str(here):
+        found["nvidia-cutlass-dsl-libs-cu12"] = {version!r}
+        found["nvidia-cutlass-dsl-libs-cu13"] = {version!r}
     print(json.dumps({{"python": "3.12", "distributions": found}}))
 elif "venv" in arguments:
     home = pathlib.Path(arguments[-1]) / "bin"
@@ -97,6 +100,20 @@ def test_a_version_is_installed_once(tmp_path: Path, own_cache: Path) -> None:
     assert asked(tmp_path) == []
 
 
+def test_other_cuda_libraries_are_an_environment_of_their_own(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    environments.made("4.8.1", stub(tmp_path, "4.8.1"))
+    asked(tmp_path)
+    found = environments.made("4.8.1[cu13]", stub(tmp_path, "4.8.1"))
+    assert "nvidia-cutlass-dsl[cu13]==4.8.1 " in asked(tmp_path)[1]
+    place = own_cache / "dsl" / "4.8.1-cu13-py3.12" / "bin" / "python"
+    assert found.compiler == toolchain.Compiler(str(place), "4.8.1[cu13]")
+    assert environments.made("4.8.x", stub(tmp_path, offline=True)).dsl == "4.8.1"
+    again = environments.made("4.8.x[cu13]", stub(tmp_path, offline=True))
+    assert again == found
+
+
 def test_the_newest_of_a_minor_is_asked_for(tmp_path: Path, own_cache: Path) -> None:
     found = environments.made("4.7.x", stub(tmp_path))
     assert found.dsl == "4.7.1"
@@ -125,7 +142,9 @@ def test_a_failed_installation_leaves_nothing(tmp_path: Path, own_cache: Path) -
     assert list((own_cache / "dsl").iterdir()) == []
 
 
-@pytest.mark.parametrize("version", ["4", "4.7", "4.x", "4.7.1; rm", "../4.7.1", ""])
+@pytest.mark.parametrize(
+    "version", ["4", "4.7", "4.x", "4.7.1; rm", "../4.7.1", "", "4.8.1[x]"]
+)
 def test_what_is_no_version_is_refused(version: str) -> None:
     with pytest.raises(EnvironmentProblem, match="is no version such as"):
         environments.made(version)
