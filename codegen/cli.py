@@ -429,7 +429,7 @@ def site(
 ) -> None:
     """Make a static site: pictures, plans, sources and evidence of kernels that are built."""
     with _reported():
-        from . import website
+        from .website import command as website
 
         changed = website.write([specs], out, folder)
         print(f"{folder / 'index.html'}: {changed} files changed")
