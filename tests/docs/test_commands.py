@@ -23,7 +23,12 @@ import support
 DOCUMENTS = ("README.md", "templates/README.md", "codegen/docs/tutorial.md")
 GPU = re.compile(r"fmha-gen (validate|bench|tune(?!.*--dry-run))\b")
 # Not run: they install into the checkout, and `make test` is what runs this.
-NOT_RUN = ("make build", "make test")
+NOT_RUN = (
+    "make build",
+    "make test",
+    "python3 -m venv .venv",
+    ".venv/bin/pip install --editable .",
+)
 
 _BLOCK = re.compile(r"^```(console|yaml)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _STATUS = re.compile(r"# status (\d)")
