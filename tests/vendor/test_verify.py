@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -410,9 +411,29 @@ def test_what_files_have_in_common_is_parsed_once(parsed: list[str]) -> None:
 )
 def test_where_statements_begin(text: str, expected: dict[str, int]) -> None:
     assert {p.name: p.first for p in verify.parts_of("x.py", text)} == expected
-    whole = verify._statements(text.replace("\r\n", "\n").replace("\r", "\n"))
-    pieces, _ = verify._read_python(text.replace("\r\n", "\n").replace("\r", "\n"))
-    assert [s[1:] for s in pieces] == [s[1:] for s in whole]
+
+
+def test_pieces_say_what_the_whole_says() -> None:
+    """Also of code that nobody generated, and where a piece is none by itself."""
+    paths = [*sorted(GENERATED.glob("*.py"))[::20], *(ROOT / "codegen").glob("*.py")]
+    texts = [path.read_text("utf-8") for path in paths]
+    dice = random.Random(0)
+    for text in [*texts, *(damaged(text, dice) for text in texts)]:
+        try:
+            whole = [*verify._statements(text)]
+        except SyntaxError as error:
+            with pytest.raises(SyntaxError) as found:
+                verify._read_python(text)
+            assert found.value.lineno == error.lineno
+        else:
+            pieces = [one[1:] for one in verify._read_python(text)[0]]
+            assert pieces == [one[1:] for one in whole]
+
+
+def damaged(text: str, dice: random.Random) -> str:
+    place = dice.randrange(len(text) + 1)
+    marks = ['"', '"""', "'", "\n", "\\\n", "(", ")", "#", "\nelse:\n", "\n@x\n", "\f"]
+    return text[:place] + dice.choice(marks) + text[place:]
 
 
 def test_the_hook_is_the_script(copies: Path) -> None:
