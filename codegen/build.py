@@ -36,8 +36,8 @@ COMPILE_SOURCES = (
     "arch/sm100.py",
 )
 
-# (kernels done, kernels to compile, the one just done)
-Progress = Callable[[int, int, str], None]
+# ("rendering" or "compiling", kernels done, kernels to do, the one just done)
+Progress = Callable[[str, int, int, str], None]
 
 
 class SpecFile(Protocol):
@@ -191,7 +191,11 @@ def make(
     Returns the kernels, what is wrong with each in it, and how many compiles really ran. Raises
     EnvironmentProblem when this machine lacks what a compile needs.
     """
-    kernels = [_render(plan, engine, cached=cached) for plan in plans]
+    kernels = []
+    for plan in plans:
+        kernels.append(_render(plan, engine, cached=cached))
+        if progress:
+            progress("rendering", len(kernels), len(plans), plan.stem)
     if not compile:
         return kernels, 0
     arches = [plan.compile_arch for plan in plans]
@@ -315,7 +319,7 @@ def compile_all(
             if isinstance(result, toolchain.CompileReport):
                 cache.put(names[i], result.to_json())
             if progress:
-                progress(compiled, len(todo), kernels[i].stem)
+                progress("compiling", compiled, len(todo), kernels[i].stem)
     gated = [_gated(kernel, done.get(i)) for i, kernel in enumerate(kernels)]
     return gated, len(todo)
 

@@ -429,7 +429,7 @@ def site(
 ) -> None:
     """Make a static site: pictures, plans, sources and evidence of kernels that are built."""
     with _reported():
-        from . import website
+        from .website import command as website
 
         changed = website.write([specs], out, folder)
         print(f"{folder / 'index.html'}: {changed} files changed")
@@ -549,22 +549,27 @@ def _executor(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal while kernels compile; elsewhere nothing at all."""
+    """A bar on a terminal while kernels are made; elsewhere nothing at all."""
     if not sys.stderr.isatty():
         yield None
         return
     columns = (
-        TextColumn("compiling"),
+        TextColumn("{task.fields[what]}"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.description}"),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", visible=False)
+        task = bar.add_task("", visible=False, what="")
 
-        def show(done: int, total: int, stem: str) -> None:
+        def show(what: str, done: int, total: int, stem: str) -> None:
             bar.update(
-                task, completed=done, total=total, description=stem, visible=True
+                task,
+                what=what,
+                completed=done,
+                total=total,
+                description=stem,
+                visible=True,
             )
 
         yield show

@@ -8,6 +8,7 @@ header, so that any copy of the file can be told intact, edited or out of date b
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib.util
 from collections.abc import Mapping
@@ -89,12 +90,16 @@ def format_source(text: str) -> str:
     from black.mode import TargetVersion
     from black.parsing import InvalidInput
 
+    mode = black.Mode(target_versions={TargetVersion.PY310})
+    collects = gc.isenabled()
+    gc.disable()  # a quarter of the time, and a tree of a thousand lines is soon gone
     try:
-        return black.format_str(
-            text, mode=black.Mode(target_versions={TargetVersion.PY310})
-        )
+        return black.format_str(text, mode=mode)
     except InvalidInput as error:
         raise CheckFailed(f"rendered text is not Python: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
 
 
 def template_closure(

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import bisect
+import functools
 import gc
 import hashlib
 import json
@@ -48,12 +49,16 @@ _DIGEST_LINE = re.compile(
 )
 _ENTRY = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)*) ([0-9a-f]{64})((?: \S+:[0-9a-f]{8})+)")
 
-# A string that holds others with its own quotes, in an f-string's braces, counts as several.
-_STRING_OR_COMMENT = re.compile(
+# Strings, comments (group 1), and line ends after which a statement may begin. A string that holds
+# others with its own quotes, in an f-string's braces, counts as several. Each alternative begins
+# with a plain character: then `re` skips what begins none.
+_TOKEN = re.compile(
     r'''"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"'''
-    r"""|'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*'|(#[^\n]*)""",
+    r"""|'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*'|#([^\n]*)"""
+    r"""|\n(?<!\\\n)(?![\s#)\]}]|(?:elif|else|except|finally)\b|\Z)""",
     re.DOTALL,
 )
+_KEPT_PIECES = 4096
 
 # Versions of Python differ in these, and none says what a program does.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
@@ -77,6 +82,15 @@ class Part(NamedTuple):
 
     name: str
     digest: str
+    first: int
+    last: int
+
+
+class _Statement(NamedTuple):
+    """A top-level statement: the name of its part, what it says, its lines with decorators."""
+
+    name: str
+    words: str
     first: int
     last: int
 
@@ -165,34 +179,96 @@ def parts_of(path: str, text: str) -> list[Part]:
     """
     if not path.endswith(".py"):
         return [Part("(text)", _short("".join(text.split())), 1, text.count("\n") + 1)]
-    text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    groups: dict[str, list[ast.stmt]] = {}
-    for number, statement in enumerate(ast.parse(text).body):
-        groups.setdefault(_name_of(statement, number), []).append(statement)
-    said = {name: _described(group) for name, group in groups.items()}
-    spans = sorted(
-        (statement.end_lineno or 0, name)
-        for name, group in groups.items()
-        for statement in group
-    )
-    for line, comment in _comments(text):
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    statements, comments = _read_python(text)
+    said: dict[str, list[str]] = {}
+    lines: dict[str, tuple[int, int]] = {}
+    for name, words, first, last in statements:
+        said.setdefault(name, []).append(words)
+        lines[name] = lines.get(name, (first, last))[0], last
+    spans = sorted((last, name) for name, _, _, last in statements)
+    for line, comment in comments:
         # A comment belongs to what it stands in or before.
         place = bisect.bisect_left(spans, (line, ""))
         name = spans[place][1] if place < len(spans) else "(end)"
         said.setdefault(name, []).append(f"#{comment}")
-    count = text.count("\n")
+    end = text.count("\n")
     return [
-        Part(name, _short("\n".join(words)), *_lines(groups.get(name, []), count))
+        Part(name, _short("\n".join(words)), *lines.get(name, (end, end)))
         for name, words in said.items()
     ]
 
 
-def _name_of(statement: ast.stmt, number: int) -> str:
+def _read_python(text: str) -> tuple[list[_Statement], list[tuple[int, str]]]:
+    """The top-level statements of a file, and (line, comment) of its comments, both in order.
+
+    Parsing takes longest, and kernels share most of their statements, also after a formatter. So a
+    file is read in pieces, and each piece only once. This is safe: what is Python by itself leaves
+    nothing open for the next piece to end. From a piece that is none on, all is parsed at once.
+    """
+    comments, starts = _scan(text)
+    ends = [start for start, _ in starts[1:]]
+    found: list[_Statement] = []
+    for (start, before), end in zip(starts, [*ends, len(text)], strict=True):
+        try:
+            piece = _statements(text[start:end])
+        except (SyntaxError, ValueError):
+            # The empty lines are for what an error says of its place.
+            found += _statements("\n" * before + text[start:])
+            break
+        for name, words, first, last in piece:
+            found.append(_Statement(name, words, first + before, last + before))
+    # Only the first string of a file is its docstring.
+    found[1:] = [
+        one._replace(name="(statements)") if one.name == "(docstring)" else one
+        for one in found[1:]
+    ]
+    return found, comments
+
+
+def _scan(text: str) -> tuple[list[tuple[int, str]], list[tuple[int, int]]]:
+    """(line, comment) of all comments, and where pieces start: (place, lines before it).
+
+    Of what is Python. Its own tokenizer takes 20 times longer.
+    """
+    comments: list[tuple[int, str]] = []
+    starts = [(0, 0)]
+    line, counted, decorated = 0, 0, text.startswith("@")
+    for found in _TOKEN.finditer(text):
+        kind, place = text[found.start()], found.end()
+        if kind not in "#\n":
+            continue
+        line += text.count("\n", counted, place)
+        counted = place
+        if kind == "#":
+            comments.append((line + 1, found[1].lstrip("#").strip()))
+            continue
+        if not decorated:
+            starts.append((place, line))
+        decorated = text.startswith("@", place)
+    return comments, starts
+
+
+@functools.lru_cache(_KEPT_PIECES)
+def _statements(text: str) -> tuple[_Statement, ...]:
+    """The top-level statements of a text; lines from 1, within it."""
+    return tuple(
+        _Statement(
+            _name_of(statement),
+            "\n".join(_described(statement)),
+            min([statement.lineno, *(node.lineno for node in _decorators(statement))]),
+            statement.end_lineno or 0,
+        )
+        for statement in ast.parse(text).body
+    )
+
+
+def _name_of(statement: ast.stmt) -> str:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return statement.name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
         return "(imports)"
-    if number == 0 and _docstring([statement]) is not None:
+    if _docstring([statement]) is not None:
         return "(docstring)"
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if isinstance(statement, ast.AnnAssign):
@@ -202,24 +278,17 @@ def _name_of(statement: ast.stmt, number: int) -> str:
     return "(statements)"
 
 
-def _lines(group: Sequence[ast.stmt], end: int) -> tuple[int, int]:
-    """First and last line of statements, decorators included; of none: the file's end."""
-    firsts = [
-        min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-        for node in group
-    ]
-    lasts = (node.end_lineno or 0 for node in group)
-    return min(firsts, default=end), max(lasts, default=end)
+def _decorators(statement: ast.stmt) -> Sequence[ast.expr]:
+    found: Sequence[ast.expr] = getattr(statement, "decorator_list", ())
+    return found
 
 
-def _described(group: Sequence[ast.stmt]) -> list[str]:
+def _described(statement: ast.stmt) -> list[str]:
+    docstring = _docstring([statement])
+    if docstring is not None:
+        return [docstring]
     out: list[str] = []
-    for statement in group:
-        docstring = _docstring([statement])
-        if docstring is None:
-            _append(statement, out)
-        else:
-            out.append(docstring)
+    _append(statement, out)
     return out
 
 
@@ -264,16 +333,6 @@ def _docstring(body: Sequence[ast.stmt]) -> str | None:
         return None
     lines = [ascii(line.strip()) for line in value.value.strip().splitlines()]
     return "\n".join(["docstring", *lines])
-
-
-def _comments(text: str) -> Iterator[tuple[int, str]]:
-    """(line, comment) in order, of what is Python. Python's own tokenizer takes 20 times longer."""
-    line, counted = 1, 0
-    for found in _STRING_OR_COMMENT.finditer(text):
-        if found[1] is not None:
-            line += text.count("\n", counted, found.start())
-            counted = found.start()
-            yield line, found[1].lstrip("#").strip()
 
 
 def _short(text: str) -> str:

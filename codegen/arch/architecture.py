@@ -39,7 +39,8 @@ class Architecture:
 
     takes: by field of a spec such as `tile.q`, the values it takes of those that a spec may say.
     None is a field that is left out, (qk, v) a head_dim; a field that is not there takes all.
-    takes_of_pairs: what it takes instead, where two CTAs share an MMA.
+    decisions: the numbers of those that say why its kernels are as they are.
+    *_of_pairs: what is so instead, where two CTAs share an MMA.
     """
 
     name: str  # as a spec says it
@@ -58,3 +59,5 @@ class Architecture:
     role_loops: tuple[RoleLoop, ...]  # whose instructions a compile's report counts
     takes: dict[str, tuple[Any, ...]]
     takes_of_pairs: dict[str, tuple[Any, ...]]
+    decisions: tuple[str, ...]
+    decisions_of_pairs: tuple[str, ...]

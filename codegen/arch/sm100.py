@@ -65,4 +65,6 @@ ARCHITECTURE: Final = Architecture(
         # ptxas spills in the correction of a single tile.
         "schedule": ("persistent",),
     },
+    decisions=("0011", "0016", "0019"),
+    decisions_of_pairs=("0017", "0011", "0016", "0019"),
 )

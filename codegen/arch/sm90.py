@@ -41,6 +41,8 @@ ARCHITECTURE: Final = Architecture(
         "cta_group": (1,),
     },
     takes_of_pairs={},
+    decisions=("0007", "0012", "0004"),
+    decisions_of_pairs=(),
 )
 
 

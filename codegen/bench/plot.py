@@ -117,7 +117,7 @@ def figure_of(report: Report) -> Any:
     drawn = panels(lines(report.cells))
     shown = {(panel.column, panel.mask): panel for panel in drawn}
     masks = [mask for mask in MASKS if any(mask == panel.mask for panel in drawn)]
-    columns = sorted({panel.column for panel in drawn}, key=_by_number)
+    columns = sorted({panel.column for panel in drawn}, key=by_number)
     width = max(1, min(MOST_COLUMNS, len(columns)))
     bands = [columns[i : i + width] for i in range(0, len(columns), width)]
     rows = [(band, mask) for band in bands for mask in masks] or [([], "")]
@@ -132,7 +132,7 @@ def figure_of(report: Report) -> Any:
             else:
                 place.set_axis_off()
     axes[0, 0].set_ylim(bottom=0)  # of all; afterwards, as it ends the automatic top
-    names = _in_order({name for panel in drawn for name in panel.lines})
+    names = in_order({name for panel in drawn for name in panel.lines})
     figure.legend(
         handles=[Line2D([], [], **STYLES[name], label=name) for name in names],
         loc="outside upper center",
@@ -150,7 +150,7 @@ def figure_of(report: Report) -> Any:
 
 
 def _draw_panel(place: Any, panel: Panel) -> None:
-    for name in _in_order(panel.lines):
+    for name in in_order(panel.lines):
         lengths, speeds = zip(*panel.lines[name], strict=True)
         place.plot(lengths, speeds, label=name, **STYLES[name])
     ticks = sorted({length for line in panel.lines.values() for length, _ in line})
@@ -164,13 +164,18 @@ def _draw_panel(place: Any, panel: Panel) -> None:
     place.set_title(f"{variant}, {panel.mask}\n{shared}", fontsize="small")
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def in_order(names: Iterable[str]) -> list[str]:
     """As in `STYLES`, so that ours is drawn first and named first."""
     known = set(names)
     return [name for name in STYLES if name in known]
 
 
-def _by_number(column: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
+def order(panel: Panel) -> tuple[Any, ...]:
+    """By column, then from the top."""
+    return *by_number(panel.column), MASKS.index(panel.mask)
+
+
+def by_number(column: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:
     """So that d64 comes before d128."""
     variant, shared = column
     parts = re.findall(r"(\D*)(\d*)", variant)

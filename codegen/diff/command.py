@@ -37,7 +37,7 @@ def changes(
 ) -> list[KernelChange]:
     """Compare what the arguments name; raises as `sides.pairs` and `measure.measure` do."""
     engine = engine or build.default_engine()
-    found = pairs(arguments, options.out, engine)
+    found = pairs(arguments, options.out, engine, progress)
     wanted = {id(state): state for state in _to_measure(found, options.compile)}
     measured = measure(
         list(wanted.values()), engine, executor=Local(options.jobs), progress=progress

@@ -61,7 +61,12 @@ class _Choice:
         return self.stems is None or stem in self.stems
 
 
-def pairs(arguments: Sequence[str], out: Path, engine: build.Engine) -> list[Pair]:
+def pairs(
+    arguments: Sequence[str],
+    out: Path,
+    engine: build.Engine,
+    progress: build.Progress | None = None,
+) -> list[Pair]:
     """Both sides of every kernel that the arguments name, by stem.
 
     out: the folder of generated kernels and their records. Raises BadArguments, SpecError,
@@ -70,7 +75,7 @@ def pairs(arguments: Sequence[str], out: Path, engine: build.Engine) -> list[Pai
     repository, problem = _repository()
     names, paths = _parse(arguments, repository)
     if not names and len(paths) == 2:
-        return _matched(*(_files(Path(path), out, engine) for path in paths))
+        return _matched(*(_files(Path(path), out, engine, progress) for path in paths))
     if len(paths) > 1 and not names:
         raise BadArguments(
             "two paths are compared with each other; for more, say of which revision:"
@@ -86,7 +91,7 @@ def pairs(arguments: Sequence[str], out: Path, engine: build.Engine) -> list[Pai
         if len(revisions) == 2:
             after.update(_at(revisions[1], choice, repository))
         else:
-            after.update(_working_tree(choice, engine))
+            after.update(_working_tree(choice, engine, progress))
     if not before and not after:
         raise BadArguments(
             f"no kernels on either side: {' '.join(arguments)}".rstrip(": ")
@@ -138,12 +143,14 @@ def _revision(name: str, repository: Repository) -> _Revision:
 # --- two paths -------------------------------------------------------------------
 
 
-def _files(path: Path, out: Path, engine: build.Engine) -> list[KernelState]:
+def _files(
+    path: Path, out: Path, engine: build.Engine, progress: build.Progress | None
+) -> list[KernelState]:
     """The kernels of a spec, of a kernel's file, or of a folder of either."""
     if not path.exists():
         raise BadArguments(f"{path}: no such file or folder")
     if path.suffix in _SPEC_SUFFIXES or (path.is_dir() and _in_folder(path, "yaml")):
-        return list(_rendered([path], out, engine))
+        return list(_rendered([path], out, engine, progress))
     if not path.is_dir():
         return [_loaded(path)]
     states = [_loaded(file) for file in _in_folder(path, "py") if _is_kernel(file)]
@@ -244,10 +251,12 @@ def _made_from(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def _working_tree(choice: _Choice, engine: build.Engine) -> States:
+def _working_tree(
+    choice: _Choice, engine: build.Engine, progress: build.Progress | None
+) -> States:
     if choice.specs is not None:
         found: Iterable[KernelState] = _rendered(
-            choice.specs, choice.kernels, engine, origin=WORKING_TREE
+            choice.specs, choice.kernels, engine, progress, origin=WORKING_TREE
         )
     else:
         found = (
@@ -262,13 +271,19 @@ def _working_tree(choice: _Choice, engine: build.Engine) -> States:
 
 
 def _rendered(
-    paths: Sequence[Path], out: Path, engine: build.Engine, *, origin: str = ""
+    paths: Sequence[Path],
+    out: Path,
+    engine: build.Engine,
+    progress: build.Progress | None,
+    *,
+    origin: str = "",
 ) -> Iterator[KernelState]:
     """The kernels that specs make today, with the records of the output folder."""
     if not paths:
         return
     files = {file.stem: str(file) for file in specfile.find(paths)[0]}
-    kernels, _ = build.make(build.plan_all(paths, engine), engine, compile=False)
+    plans = build.plan_all(paths, engine)
+    kernels, _ = build.make(plans, engine, compile=False, progress=progress)
     for kernel in kernels:
         path = files[kernel.stem]
         if not kernel.text:

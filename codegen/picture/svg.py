@@ -53,6 +53,11 @@ text { fill: #1a1a1a; font: 12px system-ui, "Segoe UI", "Noto Sans", sans-serif;
 .tip { fill: #444; }
 .open { stroke: #444; stroke-width: 1.2; fill: #fff; }
 .page { fill: #fff; }
+.curve { stroke: #1a1a1a; stroke-width: 1.3; fill: none; }
+.ours { stroke-width: 2.4; }
+.dashed { stroke-dasharray: 6 3; }
+.dashdot { stroke-dasharray: 7 2.5 1.5 2.5; }
+.dotted { stroke-dasharray: 1.5 3; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e8e8e8; }
   .muted { fill: #adadad; }
@@ -71,10 +76,11 @@ text { fill: #1a1a1a; font: 12px system-ui, "Segoe UI", "Noto Sans", sans-serif;
   .tip { fill: #bdbdbd; }
   .open { stroke: #bdbdbd; fill: #16181c; }
   .page { fill: #16181c; }
+  .curve { stroke: #e8e8e8; }
 }
 @media print {
   text, .muted { fill: #000; }
-  .box, .arrow, .open { stroke: #000; }
+  .box, .arrow, .open, .curve { stroke: #000; }
   .tip { fill: #000; }
   .page, .band, .wait, .free, .open { fill: #fff; }
   .tma, .k { fill: #f2f2f2; }
@@ -161,8 +167,13 @@ def arrow(points: Sequence[Point]) -> tuple[str, str]:
         (x1 - dx - dy / 2, y1 - dy + dx / 2),
         (x1 - dx + dy / 2, y1 - dy - dx / 2),
     )
-    path = " ".join(f"{_number(x)},{_number(y)}" for x, y in corners)
-    return line(points, "arrow"), f'<polygon points="{path}" class="tip"/>'
+    return line(points, "arrow"), polygon(corners, "tip")
+
+
+def polygon(points: Sequence[Point], kind: str) -> str:
+    """A closed shape; `kind` is its classes."""
+    path = " ".join(f"{_number(x)},{_number(y)}" for x, y in points)
+    return f'<polygon points="{path}" class="{kind}"/>'
 
 
 def circle(x: float, y: float, radius: float, kind: str = "open") -> str:

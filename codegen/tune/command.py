@@ -113,11 +113,12 @@ def _tune(
     machine: Machine | None,
 ) -> Tuning:
     able = sum(one.rejection is None for one in candidates)
-    with evaluation.progress_bar("compile", able) as advance:
+    # Each is rendered, then compiled.
+    with evaluation.progress_bar("make", 2 * able) as advance:
         candidates = built(
             candidates,
             executor=options.executor,
-            progress=lambda done, total, stem: advance(stem),
+            progress=lambda what, done, total, stem: advance(stem),
         )
     tuning = Tuning(spec_file, candidates, problems_of(candidates[0], options.choice))
     if machine is None:

@@ -196,9 +196,13 @@ def to_text(result: Result, into: Path) -> str:
             lines.append(f"{said}: {into / step.path}")
             lines += [f"  {into / step.path}{edit}" for edit in step.edits]
     lines += [f"no longer generated, stays: {into / stem}.py" for stem in result.gone]
-    if result.refused:
+    edited = [step for step in result.steps if step.edited]
+    if edited:
+        stems = " ".join(filter(None, (_stem(step.path) for step in edited)))
+        again = f": fmha-gen vendor {stems} --into {into}" if stems else ""
         lines.append(
-            "To take the new text of a file that was edited, move yours away and vendor it again."
+            "To take our text of a file that was edited, move yours away and vendor it"
+            f" again{again}"
         )
     blocks = ["\n".join(lines or ["nothing newer"])]
     if result.changes:

@@ -319,7 +319,9 @@ def test_damaged_lock_and_record_are_named(parts, specs, out):
         run(parts, [specs], out)
 
 
-def test_progress_counts_what_is_compiled(parts, specs, out):
+def test_progress_counts_what_is_rendered_and_compiled(parts, specs, out):
     seen = []
     run(parts, [specs], out, progress=lambda *event: seen.append(event))
-    assert [event[:2] for event in seen] == [(1, 2), (2, 2)]
+    assert [event[:3] for event in seen] == [
+        (what, done, 2) for what in ("rendering", "compiling") for done in (1, 2)
+    ]

@@ -119,3 +119,15 @@ def test_vendors_with_the_licence(installed: tuple[Path, Path], tmp_path: Path) 
     found = fake.contents(tmp_path / "attention")
     assert found["LICENSE"] == (ROOT / "LICENSE").read_text()
     assert f"from . import (\n    {SPECS[0]},\n" in found["__init__.py"]
+
+
+def test_the_site_has_the_decisions(
+    installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    commands, _ = installed
+    spec = ROOT / "specs" / f"{SPECS[0]}.yaml"
+    site = ["site", "pages", "--specs", spec, "--out", ROOT / "generated"]
+    run(commands / "fmha-gen", *site, cwd=tmp_path)
+    here = {path.stem for path in (ROOT / "codegen" / "decisions").glob("*.md")}
+    there = {path.stem for path in (tmp_path / "pages" / "decisions").glob("*.html")}
+    assert there == here != set()

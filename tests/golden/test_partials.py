@@ -20,7 +20,8 @@ from fmha_gen.spec import load_specs
 
 UNSHIPPED = Path(__file__).parent / "specs"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
-SITE = ("site/index.html.j2", "site/kernel.html.j2", "site/style.css.j2")
+PAGES = ("index", "kernel", "speed", "decisions", "decision")
+SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
 VENDOR = ("vendor/init.py.j2", "vendor/readme.md.j2")
 PARTIALS_OF = {
     arch: set(render.template_closure(module)) - {module}

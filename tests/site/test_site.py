@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,12 +16,13 @@ from xml.etree import ElementTree
 
 import pytest
 import support
-from fmha_gen import website
 from fmha_gen.cli import app
 from fmha_gen.errors import CheckFailed
+from fmha_gen.website import command as website
+from fmha_gen.website import decisions
 from typer.testing import CliRunner
 
-VOID = {"meta", "link", "br", "rect", "circle", "polyline", "polygon"}
+VOID = {"meta", "link", "br", "hr", "rect", "circle", "polyline", "polygon"}
 STEM = "sm90_d64_bf16_full"  # that the small sites are about
 
 
@@ -30,6 +32,7 @@ class Page(HTMLParser):
     def __init__(self, file: Path) -> None:
         super().__init__()
         self.links: list[str] = []
+        self.unlinked: list[str] = []  # words that are neither a link nor code
         self.words: list[str] = []
         self._open: list[str] = []
         self.tags: set[str] = set()
@@ -51,6 +54,8 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.words.append(data)
+        if not {"a", "code", "pre", "title"} & set(self._open):
+            self.unlinked.append(data)
 
     @property
     def text(self) -> str:
@@ -101,6 +106,90 @@ def test_nothing_comes_from_elsewhere_and_nothing_runs(site: Path) -> None:
         assert "@import" not in text
         assert "url(" not in text
         assert "<script" not in text
+
+
+def test_every_decision_that_is_mentioned_is_linked(site: Path) -> None:
+    known = decisions.shipped()
+    assert len(known) == len(list((support.ROOT / "codegen/decisions").glob("*.md")))
+    for file in site.rglob("*.html"):
+        words = " ".join(Page(file).unlinked)
+        own = file.name[:4] if file.parent.name == "decisions" else None
+        found = set(re.findall(r"(?<![\d.])\d{4}\b", words)) & known.keys()
+        assert found <= {own}, file
+    for number, one in known.items():
+        words = "".join(Page(site / one.page).text.split())
+        assert f"{number}:{''.join(one.title.split())}" in words
+
+
+MARKDOWN = """\
+# 0001: One `thing`
+
+<!-- table: begin -->
+| a | b |
+| --- | ---: |
+| 0002, [0003](0003-black-default-style.md) | `0004` |
+<!-- table: end -->
+
+See 0001, 0002 and 9999 <b>: 0.0003.
+
+```sh
+echo 0002
+```
+"""
+
+
+def test_a_decision_as_a_page(tmp_path: Path) -> None:
+    decision = decisions.Decision("0001-one-thing", MARKDOWN)
+    file = tmp_path / "page.html"
+    file.write_text(decisions.html(decision), "utf-8")
+    page = Page(file)
+    second, third = (f"{decisions.shipped()[n].stem}.html" for n in ("0002", "0003"))
+    assert page.links == [second, third, second]
+    assert decision.title == "One thing"
+    assert page.text == (
+        "0001: One thing a b 0002 , 0003 0004 See 0001, 0002 and 9999 <b>: 0.0003. echo 0002"
+    )
+    assert file.read_text("utf-8").count('<div class="scroll"') == 2
+
+
+def test_the_speed_page_has_the_fastest_of_every_problem(site: Path) -> None:
+    page = Page(site / "speed.html")
+    best: dict[tuple[str, ...], float] = {}
+    for stem in support.SHIPPED:
+        path = support.GENERATED / "records" / f"{stem}.json"
+        record = json.loads(path.read_text("utf-8"))
+        name = re.match(r"sm\d+_(d\w+?_[a-z0-9]+)_", stem)
+        assert name
+        for cell in record.get("benchmarked", {}).get("cells", ()):
+            counts = [str(cell[each]) for each in ("batch", "heads", "kv_heads", "q")]
+            key = (name[1], cell["mask"], *counts)
+            best[key] = max(best.get(key, 0), cell["graph_tflops"])
+    rows = re.findall(
+        r"(d\w+) (\w+)(?: GQA \d+)?, b(\d+) h(\d+)(?:/(\d+))? s(\d+) (\w+) (\d+) ",
+        page.text,
+    )
+    assert len(rows) == len(best) == 45
+    for dim, dtype, batch, heads, kv_heads, length, mask, tflops in rows:
+        key = (f"{dim}_{dtype}", mask, batch, heads, kv_heads or heads, length)
+        assert tflops == f"{best[key]:.0f}"
+
+
+def test_two_machines_are_two_sections(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, STEM, "sm90_d64_bf16_full_s512")
+    path = generated / "records" / f"{STEM}.json"
+    record = json.loads(path.read_text("utf-8"))
+    record["benchmarked"]["gpu"] = "NVIDIA H100"
+    path.write_text(json.dumps(record), "utf-8")
+    website.write([specs], generated, folder)
+    text = Page(folder / "speed.html").text
+    assert text.index("NVIDIA H100, driver") < text.index("NVIDIA H200, driver")
+
+
+def test_without_a_benchmark_there_is_no_speed_page(tmp_path: Path) -> None:
+    specs, generated, folder = small(tmp_path, "sm90_d160_fp16_full")
+    website.write([specs], generated, folder)
+    assert not (folder / "speed.html").exists()
+    assert "speed.html" not in Page(folder / "index.html").links
 
 
 def test_every_kernel_has_its_page_and_files(site: Path) -> None:

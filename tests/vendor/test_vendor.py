@@ -214,6 +214,17 @@ def test_what_was_reformatted_is_replaced_only_by_something_newer(
     assert labels(into) == {f"{B}.py": "reformatted"}
 
 
+def test_how_to_have_our_text_back_is_said(source: Path, into: Path) -> None:
+    vendor(source, into, A, B)
+    assert "move yours away" not in command.to_text(vendor(source, into), into)
+    edit(into / f"{A}.py", "TILE_KV = 128 ", "TILE_KV = 96 ")
+    text = command.to_text(vendor(source, into), into)
+    assert f"vendor it again: fmha-gen vendor {A} --into {into}\n" in f"{text}\n"
+    (into / f"{A}.py").unlink()
+    vendor(source, into, A)
+    assert labels(into) == {}
+
+
 def test_an_edited_kernel_is_never_overwritten(source: Path, into: Path) -> None:
     vendor(source, into, A, B, init=True)
     edit(into / f"{A}.py", "TILE_KV = 128 ", "TILE_KV = 96 ")

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
-import resource
+import random
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import black
 import pytest
@@ -344,20 +347,93 @@ def test_the_script_alone_is_enough(copies: Path) -> None:
     assert isolated(".", cwd=copies.parent).returncode == 1
 
 
-def test_a_hundred_files_take_less_than_two_seconds(tmp_path: Path) -> None:
-    text = text_of(KERNEL)
-    entries = {}
-    for number in range(100):
-        (tmp_path / f"k{number}.py").write_text(text)
-        entries[f"k{number}.py"] = verify.entry_of(KERNEL, text)
-    (tmp_path / verify.LOCK).write_text(verify.dump(verify.Lock(SOURCE, entries)))
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    process = isolated(tmp_path, cwd=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert process.stdout == "100 intact\n"
-    # The processor's time: others may be busy here.
-    taken = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert taken < 2
+@pytest.fixture
+def parsed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """All texts that are parsed from now on: nearly all that a file costs is in proportion."""
+    found: list[str] = []
+    parse = ast.parse
+
+    def spy(text: str, *rest: Any) -> ast.Module:
+        found.append(text)
+        return parse(text, *rest)
+
+    monkeypatch.setattr(ast, "parse", spy)
+    return found
+
+
+def test_intact_files_are_not_parsed(copies: Path, parsed: list[str]) -> None:
+    assert {finding.state for finding in verify.verify([copies])} == {"intact"}
+    assert not parsed
+
+
+def reformatted(text: str) -> str:
+    """As a formatter leaves it that changes every statement which is longer than a line."""
+    return re.sub(r"(?<=[({\[])\n(?= )", " \n\n", text)
+
+
+def test_what_files_have_in_common_is_parsed_once(parsed: list[str]) -> None:
+    """Of all shipped kernels, reformatted and then edited by hand, or made unreadable."""
+    texts = {path.name: path.read_text("utf-8") for path in GENERATED.glob("*.py")}
+    entries = {name: verify.entry_of(name, text) for name, text in texts.items()}
+    changed = {name: reformatted(text) for name, text in texts.items()}
+    size = sum(map(len, texts.values()))
+
+    def look(old: str = "", new: str = "") -> set[tuple[str, tuple[str, ...]]]:
+        verify._statements.cache_clear()
+        parsed.clear()
+        found = set()
+        for name, text in changed.items():
+            assert old in text
+            data = text.replace(old, new, 1).encode()
+            state, edits = verify.state_of(name, data, entries[name])
+            found.add((state, tuple(edit.name for edit in edits)))
+        assert 0 < sum(map(len, parsed)) < size / 2
+        return found
+
+    assert look() == {("reformatted", ())}
+    assert look("LOG2_E = ", "LOG2_E = 2 * ") == {("edited", ("LOG2_E",))}
+    assert look("\ndef fmha(", "\ndef fmha((") == {("edited", ("(not Python)",))}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A = 1\nif A:\n    B = 2\nelse:\n    B = 3\n", {"A": 1, "(statements)": 2}),
+        ("@d\n@e(\n    1\n)\ndef f(): ...\n@g\nclass C: ...\n", {"f": 1, "C": 6}),
+        ('A = """\nB = 1\n"""\nC = 2\n', {"A": 1, "C": 4}),
+        ('A = f"{1:\\\n}"\nC = "# \\\nD = 4"\n', {"A": 1, "C": 3}),
+        ("A = 1 + \\\n2\nB = (\n3)\nC = [\n]\n", {"A": 1, "B": 3, "C": 5}),
+        ('A = 1; B = 2 # \'\nC = 3 # """\nD = 4\n', {"A": 1, "B": 1, "C": 2, "D": 3}),
+        ("A = (\n1,\n2)\nB = 3", {"A": 1, "B": 4}),  # cut where it must not be
+        ("'x'\n\n'y'\nA = 1\n", {"(docstring)": 1, "(statements)": 3, "A": 4}),
+        ("A = 1\rB = 2\r\nC = 3\n", {"A": 1, "B": 2, "C": 3}),
+    ],
+)
+def test_where_statements_begin(text: str, expected: dict[str, int]) -> None:
+    assert {p.name: p.first for p in verify.parts_of("x.py", text)} == expected
+
+
+def test_pieces_say_what_the_whole_says() -> None:
+    """Also of code that nobody generated, and where a piece is none by itself."""
+    paths = [*sorted(GENERATED.glob("*.py"))[::20], *(ROOT / "codegen").glob("*.py")]
+    texts = [path.read_text("utf-8") for path in paths]
+    dice = random.Random(0)
+    for text in [*texts, *(damaged(text, dice) for text in texts)]:
+        try:
+            whole = [*verify._statements(text)]
+        except SyntaxError as error:
+            with pytest.raises(SyntaxError) as found:
+                verify._read_python(text)
+            assert found.value.lineno == error.lineno
+        else:
+            pieces = [one[1:] for one in verify._read_python(text)[0]]
+            assert pieces == [one[1:] for one in whole]
+
+
+def damaged(text: str, dice: random.Random) -> str:
+    place = dice.randrange(len(text) + 1)
+    marks = ['"', '"""', "'", "\n", "\\\n", "(", ")", "#", "\nelse:\n", "\n@x\n", "\f"]
+    return text[:place] + dice.choice(marks) + text[place:]
 
 
 def test_the_hook_is_the_script(copies: Path) -> None:
