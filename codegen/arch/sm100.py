@@ -43,7 +43,7 @@ ARCHITECTURE: Final = Architecture(
     role_loops=(
         RoleLoop("softmax", "MUFU.EX2", at_least=32),
         RoleLoop("correction", "STTM"),
-        RoleLoop("mma", "UTCHMMA", at_least=8),  # pairs loop around single ones
+        RoleLoop("mma", "UTCHMMA"),
         RoleLoop("load", "UTMALDG"),
     ),
     takes={

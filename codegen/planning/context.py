@@ -47,6 +47,7 @@ def common_context(
         "derived": derived,
         "lse": spec.lse,
         "cluster_size": traits.cluster_size,
+        "rank": _rank(spec),
         "cluster_q": spec.cluster[0],
         "cluster_heads": spec.cluster[1],
         "causal": traits.causal,
@@ -68,6 +69,13 @@ def common_context(
 def listed(*parts: Sequence[str]) -> str:
     """Lists of arguments as one list."""
     return ", ".join(item for part in parts for item in part)
+
+
+def _rank(spec: Spec) -> str:
+    """A CTA's rank in its cluster, of which the grid has only whole ones, side by side."""
+    if spec.cta_group > 1:
+        return "cute.arch.block_idx()[0] % CLUSTER_SIZE"
+    return "cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())"
 
 
 def _counting(traits: Traits) -> dict[str, str]:

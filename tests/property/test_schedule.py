@@ -40,6 +40,10 @@ FIELDS = {
     "full, heads": "heads: {q_per_kv: 2}\ncluster: [1, 2]\n",
     "sm100, causal": "arch: sm100\nmask: causal\nlse: true\n",
     "sm100, full, query tiles": "arch: sm100\ncluster: [2, 1]\nmulticast: kv\n",
+    "sm100, causal, pairs": (
+        "arch: sm100\nmask: causal\ncluster: [2, 1]\ncta_group: 2\n"
+    ),
+    "sm100, full, pairs": "arch: sm100\ncluster: [2, 1]\ncta_group: 2\n",
     "sm100, causal, single": "arch: sm100\nmask: causal\nschedule: single\n",
     "sm100, full, single, fixed": "arch: sm100\nschedule: single\nseqlen: {q: 640}\n",
     "sm100, causal, single query tiles": (

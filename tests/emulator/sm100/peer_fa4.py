@@ -63,14 +63,20 @@ def compile():
     ):
         forward(q, k, v, out, lse, softmax_scale, stream=stream)
 
-    tensors = arguments()
-    return cute.compile(
-        launch,
-        *(tensors[name] for name in ("q", "k", "v", "out")),
-        tensors.get("lse"),
-        Float32(1.0),
-        cuda.CUstream(0),
-    )
+    @cute.jit
+    def launch_without_lse(
+        q: cute.Tensor,
+        k: cute.Tensor,
+        v: cute.Tensor,
+        out: cute.Tensor,
+        softmax_scale: Float32,
+        stream: cuda.CUstream,
+    ):
+        launch(q, k, v, out, None, softmax_scale, stream)
+
+    entry = launch if SPEC["lse"] else launch_without_lse
+    numbers = (Float32(1.0), cuda.CUstream(0))
+    return cute.compile(entry, *arguments().values(), *numbers)
 
 
 def arguments():

@@ -25,9 +25,8 @@ from fmha_gen.emulator import launch
 
 from . import harness
 
-OURS = (
-    Path(__file__).resolve().parents[3] / "generated/sm100_d128_bf16_causal_gqa4_lse.py"
-)
+SHIPPED = Path(__file__).resolve().parents[3] / "generated"
+OURS = SHIPPED / "sm100_d128_bf16_causal_gqa4_lse.py"
 PEER = harness.HERE / "peer_fa4.py"
 # How a row is named -> what its opcodes start with; the first that fits counts.
 CLASSES: Mapping[str, tuple[str, ...]] = {
