@@ -35,9 +35,10 @@ def rehearsals(path: Path) -> tuple[str, list[Rehearsal]]:
     return text, ready
 
 
-def tag_of(rehearsal: Rehearsal) -> str:
-    """What a case is for: its name without the counts."""
-    return rehearsal.case.name.rpartition("_b")[0]
+def tagged(path: Path, tags: Iterable[str]) -> list[Rehearsal]:
+    """Those of the cases whose names, without the counts, are among the tags."""
+    _, ready = rehearsals(path)
+    return [each for each in ready if each.case.name.rpartition("_b")[0] in tags]
 
 
 def check_launches(stem: str, ready: Iterable[Rehearsal]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import support
 from fmha_gen import rehearsal
 
-from tests.emulator.rehearsals import check_launches, rehearsals, tag_of
+from tests.emulator.rehearsals import check_launches, tagged
 
 KERNELS = [stem for stem in support.SHIPPED if stem.startswith("sm100_")]
 DAMAGED = "sm100_d128_bf16_causal_gqa4_lse"
@@ -40,12 +40,6 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
         "pass",
     ),
 }
-
-
-def tagged(path, tags):
-    """The kernel, ready to run each of the cases with these tags."""
-    _, ready = rehearsals(path)
-    return [kernel for kernel in ready if tag_of(kernel) in tags]
 
 
 @pytest.mark.parametrize("stem", KERNELS)

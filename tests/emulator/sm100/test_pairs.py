@@ -7,7 +7,7 @@ import pytest
 import support
 from fmha_gen import rehearsal
 
-from .test_fmha import rehearse
+from tests.emulator.rehearsals import tagged
 
 MULTICAST = "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse"
 PAIR = "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse"
@@ -55,7 +55,7 @@ DAMAGE = {  # the kernel, the case that shows it, the text, what is there instea
 
 @pytest.mark.parametrize("stem, tag", CASES)
 def test_it_holds(stem, tag):
-    (kernel,) = rehearse(support.GENERATED / f"{stem}.py", [tag])
+    (kernel,) = tagged(support.GENERATED / f"{stem}.py", [tag])
     truth = kernel.truth()
     for schedule in SCHEDULES[2:]:
         assert kernel.run(schedule, truth).findings == [], schedule
@@ -68,6 +68,6 @@ def test_damage_is_noticed(tmp_path, name):
     assert right in text
     path = tmp_path / f"{stem}.py"
     path.write_text(text.replace(right, wrong), encoding="utf-8")
-    (kernel,) = rehearse(path, [tag])
+    (kernel,) = tagged(path, [tag])
     truth = kernel.truth()
     assert any(kernel.run(schedule, truth).findings for schedule in SCHEDULES)
