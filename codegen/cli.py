@@ -549,9 +549,9 @@ def _executor(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal while kernels are made; elsewhere nothing at all."""
+    """A bar on a terminal while kernels are made; in a log a line for each part of the work."""
     if not sys.stderr.isatty():
-        yield None
+        yield _say_part
         return
     columns = (
         TextColumn("{task.fields[what]}"),
@@ -573,6 +573,11 @@ def _progress() -> Iterator[Any]:
             )
 
         yield show
+
+
+def _say_part(what: str, done: int, total: int, stem: str) -> None:
+    if done == 1 and total > 1:
+        print(f"{what} {total} kernels", file=sys.stderr, flush=True)
 
 
 def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
