@@ -174,9 +174,11 @@ def progress_bar(
 
 def print_table(draw: Callable[[bool], Table]) -> None:
     """Print what ``draw(plain)`` returns; plain, without colours, when it is not a terminal."""
-    console = Console()
+    console = Console(markup=False)
     if not console.is_terminal:
-        console = Console(width=PLAIN_WIDTH, no_color=True, highlight=False)
+        console = Console(
+            width=PLAIN_WIDTH, no_color=True, highlight=False, markup=False
+        )
     console.print(draw(not console.is_terminal))
 
 

@@ -84,7 +84,7 @@ def live(
     tuning: Callable[[Standings], Tuning],
 ) -> Iterator[Callable[[Standings], None]]:
     """A table on a terminal's standard error that is drawn anew at each call; elsewhere nothing."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, markup=False)
     if not console.is_terminal:
         yield lambda standings: None
         return

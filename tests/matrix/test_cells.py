@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fmha_gen.errors import CheckFailed, OutOfTime
-from fmha_gen.matrix import cells
+from fmha_gen.matrix import cells, document
 from fmha_gen.matrix.cells import Kind
 from fmha_gen.toolchain import LoopReport, WgmmaReport
 
@@ -122,3 +122,9 @@ def test_a_failure_without_an_exception_shows_its_last_line() -> None:
 def test_a_hang_is_told_with_its_time() -> None:
     cell = cells.judge("k", "4.6.0", RECORDED, OutOfTime("k"), timeout=12.5)
     assert (cell.kind, cell.text) == (Kind.HUNG, "hung after 12.5 s")
+
+
+def test_brackets_of_a_title_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    document.show([cells.Cell("k", "4.8.1[cu13]", Kind.SAME)])
+    titles, row = (line.split() for line in capsys.readouterr().out.splitlines())
+    assert (titles, row) == (["kernel", "4.8.1[cu13]"], ["k", "same"])
