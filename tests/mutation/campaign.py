@@ -61,7 +61,7 @@ SCHEDULES = (
         )
     ),
     *(Schedule(seed, Order.RANDOM_WARPS, Completion.RANDOM) for seed in (1, 2)),
-    Schedule(1, Order.STARVATION, Completion.EAGER),
+    *(Schedule(seed, Order.STARVATION, Completion.EAGER) for seed in (0, 1)),
     Schedule(2, Order.STARVATION, Completion.LATE),
 )
 LONGEST = 4  # times the steps of the kernel as it is, then it does not end
@@ -88,21 +88,23 @@ class Known(rehearsal.Rehearsal):
 class Subject:
     """A kernel with what its mutants are held against."""
 
-    def __init__(self, stem: str) -> None:
-        """Captures the launches of its cases."""
+    def __init__(self, stem: str, only: str | None = None) -> None:
+        """Captures the launches of its cases, or of `only` one."""
         self.path = GENERATED / f"{stem}.py"
         self.source = self.path.read_text(encoding="utf-8")
         constants = rehearsal.read_constants(self.source)
         self.spec = constants["SPEC"]
         self.tiles = rehearsal.tiles_of(constants)
         every = cases_for(self.spec, self.tiles)
+        tags = CASES if only is None else (only,)
         self.cases: list[Case] = [
             next(case for case in every if case.name.startswith(f"{tag}_"))
-            for tag in CASES
+            for tag in tags
         ]
-        self.cases += [
-            case for case in every if case.name.rpartition("_b")[0] in CASES_OF_SOME
-        ]
+        if only is None:
+            self.cases += [
+                case for case in every if case.name.rpartition("_b")[0] in CASES_OF_SOME
+            ]
         self.problems: list[Problem] = [
             make_problem(self.spec, case) for case in self.cases
         ]

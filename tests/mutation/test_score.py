@@ -30,22 +30,26 @@ def test_damage_is_noticed(subject, kind):
 
 
 STORE = "ready = STORE_BARRIER + mma.warpgroup_idx: a store barrier for all"
+TAKEN = "pipes.stats.producer_acquire(stats_state): dropped"
 
 
 @pytest.mark.parametrize(
-    ("stem", "kind", "name", "finding"),
+    ("stem", "kind", "name", "case", "finding"),
     [
         # Only from the ninth work tile of a CTA on.
-        (KERNELS[2], "ptx", "mbarrier.init#2: count - 1", "short_kv"),
+        (KERNELS[2], "ptx", "mbarrier.init#2: count - 1", "short_kv", ""),
         # Only when a warp stays behind where the other warpgroup overtakes it.
-        (KERNELS[0], "source", STORE, "race"),
-        (KERNELS[1], "source", STORE, "race"),
+        (KERNELS[0], "source", STORE, None, "race"),
+        (KERNELS[1], "source", STORE, None, "race"),
+        # Only when the correction group stays behind for two tiles of one block.
+        (KERNELS[8], "source", TAKEN, "short_kv", "deadlock"),
     ],
 )
-def test_what_few_runs_can_show_is_noticed(stem, kind, name, finding):
-    subject = Subject(stem)
+def test_what_few_runs_can_show_is_noticed(stem, kind, name, case, finding):
+    subject = Subject(stem, case)
     (mutant,) = (m for m in subject.mutants(kind) if m.name == name)
-    assert finding in (subject.notice(kind, mutant) or "nothing")
+    noticed = subject.notice(kind, mutant)
+    assert noticed is not None and finding in noticed
 
 
 def test_a_wrong_slice_is_noticed_as_such_and_not_only_by_its_result():
