@@ -39,10 +39,10 @@ _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idl
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
-    "TILE_Q": "softmax of a half runs beside the MMAs of the other, if O of two fits",
+    "TILE_Q": "two halves where their S and O fit: softmax of one runs beside the MMAs of the other",
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
-    "KV_STAGES": "as many as fit, at most 6",
-    "O_STAGES": "one for each half where they fit, else they take turns",
+    "KV_STAGES": "as many as fit beside O, at most 6",
+    "O_STAGES": "one for each half where three tiles of K or V fit beside them, else one",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
@@ -115,15 +115,17 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
         hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
         place = spec_file.locate("tile", "kv")
         raise SpecError([Diagnostic(place, "FG406", message, hint)])
-    s, o = sizes.s_stages * kv, sizes.halves * v
-    needed = s + o
+    needed = sizes.s_stages * kv + sizes.halves * v
     if needed > sm100.TMEM_COLUMNS:
         message = (
             f"tensor memory needs {needed} columns, sm100 has {sm100.TMEM_COLUMNS}:"
-            f" S {s} + O {o}"
+            f" S {sizes.s_stages} * {kv} + O {sizes.halves} * {v}"
         )
-        hint = "a smaller tile.kv"
-        place = spec_file.locate("tile", "kv")
+        some_kv_fits = sizes.s_stages * step + sizes.halves * v <= sm100.TMEM_COLUMNS
+        field, hint = (
+            ("kv", "a smaller tile.kv") if some_kv_fits else ("q", "leave tile.q out")
+        )
+        place = spec_file.locate("tile", field)
         raise SpecError([Diagnostic(place, "FG405", message, hint)])
 
 
