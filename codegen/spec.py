@@ -141,7 +141,7 @@ class HeadDim(_Model):
         description="Of Q and K."
     )
     v: Annotated[_HeadDim, Accepts(_HEAD_DIM_WORDS, (int,))] = Field(
-        description="Of V and O; at most that of Q and K."
+        description="Of V and O."
     )
 
 

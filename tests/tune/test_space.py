@@ -47,7 +47,7 @@ def test_the_chosen_point_is_the_plans() -> None:
 
 def test_a_plan_that_chooses_other_numbers_is_refused() -> None:
     plan = support.shipped_plan("sm100_d128_bf16_full")
-    with pytest.raises(CheckFailed, match="does not choose stages"):
+    with pytest.raises(CheckFailed, match="of Hopper's plans only"):
         space.chosen(plan)
 
 
