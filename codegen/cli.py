@@ -219,6 +219,8 @@ def validate(
     as_json: Json = False,
 ) -> None:
     """Run kernels on this machine's GPU against a float64 reference, and write the records."""
+    if sanitizer and case is not None:
+        raise typer.BadParameter("--sanitizer chooses its case; leave --case out")
     with _reported(), _executor(where, jobs) as executor:
         from . import validate as hardware
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from . import evaluation, toolchain, tree
-from .errors import CheckFailed, EnvironmentProblem
+from .errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .evaluation import (
     DEFAULT_OUT,
     Finding,
@@ -111,7 +111,7 @@ def run(
     """
     kernels = kernel_files(paths, out)
     if choice.timeline is not None and len(kernels) > 1:
-        raise CheckFailed(f"a timeline is of one kernel, these are {len(kernels)}")
+        raise UsageProblem(f"a timeline is of one kernel, these are {len(kernels)}")
     toolchain.require_dsl()
     with progress_bar("emulate", len(kernels)) as advance:
         outcomes = emulate(
@@ -181,7 +181,7 @@ def judge(
         raise EnvironmentProblem(f"{kernel}: {event['message']}")
     for event in of_kind(found, "unknown_case"):
         names = ", ".join(event["names"])
-        raise CheckFailed(f"{kernel}: no case {choice.case}; there are {names}")
+        raise UsageProblem(f"{kernel}: no case {choice.case}; there are {names}")
     runs, ended = of_kind(found, "run"), of_kind(found, "end")
     replays = _findings(runs)
     refused = of_kind(found, "refused")

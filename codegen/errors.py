@@ -132,6 +132,12 @@ class SpecError(FmhaGenError):
         return "\n".join(diagnostic.render() for diagnostic in self.diagnostics)
 
 
+class UsageProblem(FmhaGenError):
+    """Arguments that name nothing, or do not go together."""
+
+    exit_code: ClassVar[int] = 2
+
+
 class EnvironmentProblem(FmhaGenError):
     """Something this machine lacks (a GPU, the DSL, a tool), in one line."""
 

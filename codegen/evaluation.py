@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from . import records, tree
-from .errors import CheckFailed
+from .errors import CheckFailed, UsageProblem
 from .executor import Executor, Task, in_order
 from .processes import Event
 from .render import body_digest, stated_digests
@@ -48,11 +48,12 @@ def kernel_files(paths: Sequence[str | Path], out: Path = DEFAULT_OUT) -> list[P
     for path in map(Path, paths):
         for kernel in _kernels_of(path, out):
             if not kernel.is_file():
-                hint = "" if kernel == path else f"; run: fmha-gen build {path}"
-                raise CheckFailed(f"{kernel}: no such kernel{hint}")
+                made = path.is_file() or path.is_dir()
+                hint = f"; run: fmha-gen build {path}" if made else ""
+                raise UsageProblem(f"{kernel}: no such kernel{hint}")
             found.setdefault(kernel.resolve(), kernel)
     if not found:
-        raise CheckFailed(f"no kernels in {', '.join(map(str, paths))}")
+        raise UsageProblem(f"no kernels in {', '.join(map(str, paths))}")
     return sorted(found.values(), key=lambda kernel: (kernel.stem, str(kernel)))
 
 
@@ -61,7 +62,7 @@ def _kernels_of(path: Path, out: Path) -> Iterator[Path]:
         for specs in sorted(path.glob("*.yaml")):
             yield out / f"{specs.stem}.py"
         for kernel in sorted(path.glob("*.py")):
-            if stated_digests(kernel.read_text(encoding="utf-8")):
+            if stated_digests(kernel.read_text(encoding="utf-8", errors="replace")):
                 yield kernel
     elif path.suffix in (".yaml", ".yml"):
         yield out / f"{path.stem}.py"
@@ -133,8 +134,12 @@ def write_record(
     """
     root, stem = outcome.kernel.parent, outcome.kernel.stem
     path = records.path_of(stem)
-    with tree.exclusive(root):
+    with tree.exclusive(root, wait=True):
         tree.recover(root)
+        if body_digest(outcome.kernel.read_text(encoding="utf-8")) != body:
+            raise CheckFailed(
+                f"{outcome.kernel}: changed while it ran; its record is as it was"
+            )
         record = records.load(root / path)
         if outcome.result is not None:
             record = records.merge_rung(

@@ -40,6 +40,11 @@ class Gpu:
         return milliwatts.value / 1000 if status == 0 else None
 
 
+def visible() -> str:
+    """The first device of CUDA_VISIBLE_DEVICES: a number or a UUID."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+
+
 def find_gpu() -> Gpu:
     """Raise EnvironmentProblem, in one line, when there is no NVIDIA GPU or no driver."""
     try:
@@ -48,17 +53,17 @@ def find_gpu() -> Gpu:
         raise EnvironmentProblem("no NVIDIA GPU: its driver is not installed") from None
     if nvml.nvmlInit_v2() != 0:
         raise EnvironmentProblem("no NVIDIA GPU: the driver does not answer")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    device = visible()
     handle = ctypes.c_void_p()
-    if visible.isdecimal():
+    if device.isdecimal():
         status = nvml.nvmlDeviceGetHandleByIndex_v2(
-            ctypes.c_uint(int(visible)), ctypes.byref(handle)
+            ctypes.c_uint(int(device)), ctypes.byref(handle)
         )
     else:
-        status = nvml.nvmlDeviceGetHandleByUUID(visible.encode(), ctypes.byref(handle))
+        status = nvml.nvmlDeviceGetHandleByUUID(device.encode(), ctypes.byref(handle))
     if status != 0:
         raise EnvironmentProblem(
-            f"no NVIDIA GPU: the driver knows no device {visible or '(none)'}"
+            f"no NVIDIA GPU: the driver knows no device {device or '(none)'}"
         )
     return Gpu(
         name=_text(nvml.nvmlDeviceGetName, handle),

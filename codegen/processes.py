@@ -127,10 +127,10 @@ class Children:
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """End a process with all that it started."""
-    if child.poll() is None:
+    """End a process with all that it started, which may outlive it."""
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
+    child.wait()
 
 
 _current: ContextVar[Children | None] = ContextVar("children", default=None)

@@ -89,8 +89,8 @@ def intact(text: str, recorded: str | None) -> bool:
 
 
 @contextlib.contextmanager
-def exclusive(root: Path) -> Iterator[None]:
-    """Hold the output folder for this process; raises CheckFailed when another build has it."""
+def exclusive(root: Path, *, wait: bool = False) -> Iterator[None]:
+    """Hold the output folder for this process; unless it waits, CheckFailed when another has it."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
@@ -100,9 +100,9 @@ def exclusive(root: Path) -> Iterator[None]:
         ) from error
     try:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BlockingIOError as error:
-            raise CheckFailed(f"{root}: another build is writing there") from error
+            raise CheckFailed(f"{root}: another command is writing there") from error
         try:
             yield
         finally:

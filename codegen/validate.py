@@ -21,7 +21,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from . import evaluation
-from .errors import CheckFailed, EnvironmentProblem
+from .errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .evaluation import (
     DEFAULT_OUT,
     Finding,
@@ -42,6 +42,7 @@ DEFAULT_TIMEOUT = (
 )
 SANITIZER_SLOWDOWN = 3  # more time for the same process under compute-sanitizer
 SANITIZER = "compute-sanitizer"
+MEMCHECK = "memcheck"  # its tool, and how its findings begin
 SANITIZER_FOUND_ERRORS = 86  # the exit status that we ask it for
 PHASES = ("import", "compile", "warm-up")  # of a process, before its first case
 
@@ -208,7 +209,7 @@ def judge(
     for event in of_kind(found, "environment"):
         raise EnvironmentProblem(f"{kernel}: {event['message']}")
     for event in of_kind(found, "unknown_case"):
-        raise CheckFailed(
+        raise UsageProblem(
             f"{kernel}: no case {case}; there are {', '.join(event['names'])}"
         )
     cases = of_kind(found, "case")
@@ -228,7 +229,7 @@ def judge(
             Finding(phase, ending.problem or "stopped before its last case")
         )
     if memcheck and memcheck.problem:
-        findings.append(Finding(memcheck.case, f"memcheck: {memcheck.problem}"))
+        findings.append(Finding(memcheck.case, f"{MEMCHECK}: {memcheck.problem}"))
 
     # A NaN is a case that was refused: it has findings instead of numbers.
     judged = [event for event in cases if not math.isnan(event["ratio"])]
@@ -263,7 +264,7 @@ def judge(
         "lse_guards": ended[-1]["lse_guards"],
         "repeats": repeats,
         "sanitizer": memcheck
-        and {"tool": "memcheck", "case": memcheck.case, "errors": 0},
+        and {"tool": MEMCHECK, "case": memcheck.case, "errors": 0},
     }
     return replace(outcome, result=result)
 
@@ -278,7 +279,7 @@ def _memcheck(worker: Worker, files: Mapping[str, str], timeout: float) -> Memch
         def watched(kernel: Path, events: Path, options: Sequence[str]) -> list[str]:
             return [
                 SANITIZER,
-                *("--tool", "memcheck"),
+                *("--tool", MEMCHECK),
                 # Not the driver calls that a library tries and recovers from: the first one seen
                 # was cuGetProcAddress for a symbol that the driver lacks.
                 *("--report-api-errors", "no"),
@@ -349,6 +350,8 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
 
 def _replay(outcome: Outcome, finding: Finding) -> str:
     option = "" if finding.case in PHASES else f" --case {finding.case}"
+    if finding.text.startswith(MEMCHECK):
+        option = " --sanitizer"
     return f"fmha-gen validate {outcome.kernel}{option}"
 
 

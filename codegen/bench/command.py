@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .. import evaluation, toolchain, tree
-from ..errors import CheckFailed, EnvironmentProblem, one_line
+from ..errors import CheckFailed, EnvironmentProblem, UsageProblem, one_line
 from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
 from ..gpu import Gpu, find_gpu
 from ..render import body_digest
@@ -94,7 +94,7 @@ def run(
     check_files(json_file, plot_file)
     if [Path(path).suffix for path in paths] == [".json"]:
         if record or against is not None or choice != Choice():
-            raise CheckFailed(
+            raise UsageProblem(
                 f"{paths[0]}: a run is only shown, with --plot and --json"
             )
         report = load_run(Path(paths[0]))
@@ -142,29 +142,29 @@ def check_arguments(
     rounds: int,
     record: bool,
 ) -> None:
-    """Raise CheckFailed for what can be refused before anything runs."""
+    """Raise UsageProblem for what can be refused before anything runs."""
     if unknown := [name for name in against or () if name not in PACKAGES]:
         known = ", ".join(PACKAGES)
-        raise CheckFailed(f"--against {','.join(unknown)}: the peers are {known}")
+        raise UsageProblem(f"--against {','.join(unknown)}: the peers are {known}")
     if rounds < 1:
-        raise CheckFailed(f"--rounds {rounds}: at least 1")
+        raise UsageProblem(f"--rounds {rounds}: at least 1")
     if record and rounds < RECORD_ROUNDS:
-        raise CheckFailed(f"--record needs --rounds {RECORD_ROUNDS} or more")
+        raise UsageProblem(f"--record needs --rounds {RECORD_ROUNDS} or more")
     if record and against is not None and not against:
-        raise CheckFailed("--record needs a peer")
+        raise UsageProblem("--record needs a peer")
     if choice.grid and (
         choice.lengths or choice.tokens or choice.batch or choice.heads
     ):
-        raise CheckFailed("--grid says all sizes; leave the other options out")
+        raise UsageProblem("--grid says all sizes; leave the other options out")
     if choice.batch and choice.tokens:
-        raise CheckFailed("--batch and --tokens exclude each other")
+        raise UsageProblem("--batch and --tokens exclude each other")
 
 
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Raise, minutes before they are written, when they cannot be."""
     for file in filter(None, (json_file, plot_file)):
         if not file.parent.is_dir():
-            raise CheckFailed(f"{file}: there is no folder {file.parent}")
+            raise UsageProblem(f"{file}: there is no folder {file.parent}")
     if plot_file is not None:
         plot.require(plot_file)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..cases import DYNAMIC
-from ..errors import CheckFailed, quoted
+from ..errors import CheckFailed, UsageProblem, quoted
 from .problems import Problem, default_heads, problem_for
 
 COLUMNS = ("dtype", "head_dim", "mask", "q_per_kv", "batch", "seqlen", "best/fa4")
@@ -58,7 +58,7 @@ def load(path: Path) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckFailed(f"{path}: cannot be read: {error}") from error
+        raise UsageProblem(f"{path}: cannot be read: {error}") from error
     lines = csv.reader(text.splitlines(), strict=True)
     rows: list[Row] = []
     seen: dict[Row, int] = {}

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from .. import files
-from ..errors import CheckFailed, EnvironmentProblem
+from ..errors import EnvironmentProblem, UsageProblem
 from .problems import Problem
 from .results import OURS, Lines, Report, lines
 
@@ -54,7 +54,7 @@ class Panel(NamedTuple):
 def require(file: Path) -> None:
     """Raise, before anything is timed, when no picture can be drawn into this file."""
     if file.suffix not in SUFFIXES:
-        raise CheckFailed(
+        raise UsageProblem(
             f"--plot {file}: the name must end in {' or '.join(SUFFIXES)}"
         )
     if importlib.util.find_spec("matplotlib") is None:

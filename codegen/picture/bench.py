@@ -73,6 +73,7 @@ def speeds(kernels: Mapping[str, Sequence[Cell]]) -> Panel:
     ratios = {stem: [ratio(cell) for cell in cells] for stem, cells in kernels.items()}
     every = [each for found in ratios.values() for each in found]
     first, last = math.floor(min(*every, 1.0) * 10), math.ceil(max(*every, 1.0) * 10)
+    last = max(last, first + 1)
     left, right = _NAMES, WIDTH - 8
 
     def x(value: float) -> float:

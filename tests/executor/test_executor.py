@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import cluster
+from fmha_gen import cluster, processes
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.executor import Executor, Local, Task, in_order, opened
 
@@ -66,6 +66,16 @@ def test_closing_ends_the_processes_of_tasks(
         wait_for(lambda: pid.exists() and bool(pid.read_text()))
     wait_for(lambda: not Path("/proc", pid.read_text()).exists())
     assert next(executor.run(tasks(work.double, (2,)))) == (0, 4)
+
+
+def test_what_a_process_started_ends_when_it_has_ended(tmp_path: Path) -> None:
+    """A program that fails leaves nobody on the GPU."""
+    pid = tmp_path / "pid"
+    ending = processes.run(
+        ["sh", "-c", f"sleep 60 & echo $! > {pid}; exit 1"], timeout=30, env={}
+    )
+    assert ending.status == 1
+    wait_for(lambda: not Path("/proc", pid.read_text().strip()).exists())
 
 
 def test_in_order_gives_each_as_soon_as_it_can() -> None:

@@ -208,7 +208,7 @@ def test_explain_writes_the_picture(tmp_path: Path) -> None:
 def test_a_picture_is_of_one_kernel(tmp_path: Path) -> None:
     file = tmp_path / "picture.svg"
     done = CliRunner().invoke(app, ["explain", str(support.SPECS), "--svg", str(file)])
-    assert done.exit_code == 1
+    assert done.exit_code == 2
     assert "a picture is of one kernel" in done.output
     assert not file.exists()
 

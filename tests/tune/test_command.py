@@ -192,6 +192,14 @@ def test_one_spec_that_fails_does_not_stop_the_others(folder: Path) -> None:
     assert "winner: tile.kv 128 to 96" in result.stdout
 
 
+def test_a_spec_that_cannot_be_tuned_does_not_stop_the_others(folder: Path) -> None:
+    (folder / "specs" / "a.yaml").write_text(SPEC.replace("sm90", "sm100"))
+    result = tune("specs", *SIX, "--seqlen", "1024")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("specs/a.yaml: a: tune knows the numbers of Hopper")
+    assert "winner: tile.kv 128 to 96" in result.stdout
+
+
 def test_specs_that_do_not_fit_are_all_told_before_anything_runs(folder: Path) -> None:
     for name in ("x", "y"):
         (folder / "specs" / f"{name}.yaml").write_text(SPEC + "stages: {kv: 8}\n")
@@ -355,7 +363,7 @@ def test_a_terminal_sees_the_standings_as_they_change(
 ) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=160, color_system=None)
-    monkeypatch.setattr(board, "Console", lambda stderr: terminal)
+    monkeypatch.setattr(board, "Console", lambda **_: terminal)
     assert tune("specs/k.yaml", *SIX, "--seqlen", "512").exit_code == 0
     views = screen.getvalue().split("k: 5 candidates")[1:]
     titles = [view.split("\n")[0].strip() for view in views[:6]]

@@ -14,7 +14,7 @@ import pytest
 from fmha_gen import cli, emulate, records
 from fmha_gen.emulate import Choice
 from fmha_gen.emulator.scheduler import Completion
-from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.errors import EnvironmentProblem, UsageProblem
 from fmha_gen.evaluation import Finding
 from fmha_gen.executor import Local
 from fmha_gen.processes import Ending
@@ -157,7 +157,7 @@ def test_a_part_of_the_runs_earns_nothing(choice: Choice) -> None:
 
 def test_a_wrong_case_and_a_machine_that_cannot() -> None:
     wrong = [{"event": "unknown_case", "names": ["a", "b"]}]
-    with pytest.raises(CheckFailed, match="no case c; there are a, b"):
+    with pytest.raises(UsageProblem, match="no case c; there are a, b"):
         verdict(wrong, choice=Choice(case="c"))
     with pytest.raises(EnvironmentProblem, match="no DSL"):
         verdict([{"event": "environment", "message": "no DSL"}])
@@ -279,7 +279,7 @@ def test_a_timeline_is_of_one_kernel(tmp_path: Path) -> None:
     for stem in "ab":
         write_kernel(tmp_path, stem, GOOD)
     kernels = sorted(tmp_path.glob("*.py"))
-    with pytest.raises(CheckFailed, match="of one kernel, these are 2"):
+    with pytest.raises(UsageProblem, match="of one kernel, these are 2"):
         emulate.run(kernels, choice=Choice(timeline=tmp_path / "t.json"))
 
 

@@ -3,6 +3,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -125,12 +126,28 @@ def test_paths_stay_below_the_root(tmp_path):
 def test_two_builds_at_once_are_refused(tmp_path):
     with (
         tree.exclusive(tmp_path),
-        pytest.raises(CheckFailed, match="another build"),
+        pytest.raises(CheckFailed, match="another command"),
         tree.exclusive(tmp_path),
     ):
         pass
     with tree.exclusive(tmp_path):
         pass
+
+
+def test_who_waits_has_the_folder_next(tmp_path):
+    order = []
+
+    def second():
+        with tree.exclusive(tmp_path, wait=True):
+            order.append("second")
+
+    waiting = threading.Thread(target=second)
+    with tree.exclusive(tmp_path):
+        waiting.start()
+        waiting.join(0.2)
+        order.append("first")
+    waiting.join()
+    assert order == ["first", "second"]
 
 
 def test_a_process_that_was_started_meanwhile_does_not_keep_the_lock(tmp_path):

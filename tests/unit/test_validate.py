@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from fmha_gen import records, tree, validate
-from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.errors import CheckFailed, EnvironmentProblem, UsageProblem
 from fmha_gen.executor import Local
 from fmha_gen.render import body_digest
 from fmha_gen.validate import Ending, Finding, Memcheck, judge
@@ -169,7 +169,7 @@ def test_a_replayed_case_earns_nothing() -> None:
 def test_a_machine_that_cannot_run_it_is_no_failure_of_the_kernel() -> None:
     with pytest.raises(EnvironmentProblem, match=r"^generated/x.py: H100 is sm80$"):
         verdict([{"event": "environment", "message": "H100 is sm80"}])
-    with pytest.raises(CheckFailed, match=r"no case c; there are a, b"):
+    with pytest.raises(UsageProblem, match=r"no case c; there are a, b"):
         verdict([{"event": "unknown_case", "names": ["a", "b"]}], case="c")
 
 
@@ -244,6 +244,21 @@ def test_records_are_written_for_those_that_passed(tmp_path: Path) -> None:
     assert record["validated"] == {**outcomes[0].result, "body_sha256": digest}
     assert (tmp_path / "records/also.json").exists()
     assert not (tmp_path / "records/bad.json").exists()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_kernel_that_changes_while_it_runs_keeps_its_new_record(
+    tmp_path: Path,
+) -> None:
+    kernel = write_kernel(tmp_path, "x", GOOD)
+
+    def changing(copy: Path, events: Path, options: Any) -> list[str]:
+        kernel.write_text("another\n", encoding="utf-8")
+        return worker(copy, events, options)
+
+    with pytest.raises(CheckFailed, match=r"x\.py: changed while it ran"):
+        validate.validate([kernel], executor=Local(1), timeout=60, worker=changing)
+    assert not (tmp_path / "records").exists()
 
 
 @pytest.mark.usefixtures("gpu")
@@ -326,14 +341,16 @@ def test_paths_are_kernels_specs_or_folders(tmp_path: Path) -> None:
     assert validate.kernel_files([specs], out) == both
     assert validate.kernel_files([out / "b.py", specs / "a.yaml", out], out) == both
     assert validate.kernel_files([out / "helper.py"], out) == [out / "helper.py"]
-    with pytest.raises(CheckFailed, match="no kernels in"):
+    with pytest.raises(UsageProblem, match="no kernels in"):
         validate.kernel_files([tmp_path], out)
+    (specs / "c.yaml").touch()
     with pytest.raises(
-        CheckFailed, match=r"c\.py: no such kernel; run: fmha-gen build .*c\.yaml"
+        UsageProblem, match=r"c\.py: no such kernel; run: fmha-gen build .*c\.yaml"
     ):
         validate.kernel_files([specs / "c.yaml"], out)
-    with pytest.raises(CheckFailed, match=r"c\.py: no such kernel$"):
-        validate.kernel_files([out / "c.py"], out)
+    for nothing in (out / "d.py", specs / "d.yaml"):
+        with pytest.raises(UsageProblem, match=r"d\.py: no such kernel$"):
+            validate.kernel_files([nothing], out)
 
 
 # --- what the user sees -------------------------------------------------------------------
@@ -346,6 +363,10 @@ def test_failures_name_kernel_case_numbers_and_replay() -> None:
         f"generated/x.py: b: {text}\n"
         "generated/x.py: b: lse\n"
         "  replay: fmha-gen validate generated/x.py --case b"
+    )
+    leaks = verdict(GOOD, memcheck=Memcheck("a", "Invalid write"))
+    assert validate.failures([leaks]).endswith(
+        "replay: fmha-gen validate generated/x.py --sanitizer"
     )
     crashed = verdict([], Ending(1, "boom", 9))
     assert validate.failures([crashed]).endswith(
