@@ -86,6 +86,34 @@ def test_an_edited_kernel_shows_where_its_path_is_given(specs) -> None:
     assert compared() == {}  # what the spec makes is as it was
 
 
+def test_a_kernel_without_its_digest_line_is_not_removed(specs) -> None:
+    path = Path("generated/a.py")
+    path.write_text(path.read_text().replace("spec sha256:", "digests:"))
+    assert refusal("HEAD", "generated/a.py") == (
+        1,
+        "generated/a.py: not a kernel that fmha-gen made: no digest line",
+    )
+
+
+def test_a_kernel_without_a_spec_is_not_compiled(specs) -> None:
+    path = Path("generated/a.py")
+    path.write_text(path.read_text().replace("SPEC = {", "OTHER = {"))
+    status, message = refusal("HEAD", "generated/a.py")
+    assert status == 1
+    assert message.endswith(
+        "working tree: a cannot be compiled: no SPEC that names its arch;"
+        " --no-compile compares without"
+    )
+    assert compared("HEAD", "generated/a.py", "--no-compile").keys() == {"a"}
+
+
+def test_what_is_not_utf8_in_the_output_folder_is_not_built(specs) -> None:
+    (specs / "a.yaml").write_text("3\n")
+    Path("generated/a.py").write_bytes(b"\xff")
+    commands = compared()["a"]["validation"]["commands"]
+    assert commands[0] == "fmha-gen build specs/a.yaml"
+
+
 def test_a_repository_that_has_kernels_only(specs, git) -> None:
     git("rm", "-r", "--quiet", "specs")
     git("commit", "--quiet", "--message=vendored")
