@@ -271,15 +271,27 @@ def test_compile_shows_what_another_compiler_does(specs, compiler) -> None:
     """No text changed and no record: only the DSL that is installed here."""
     assert compared("--compile") == {}
     assert sorted(compiler.compiled) == ["a", "b"]
-    spills = model.report(dsl="4.8.2", stack_bytes=112, spills=55)
-    compiler.reports["a"] = spills
-    compiler.key = "tools-2"
-    (kernel,) = compared("--compile").values()
+    compiler.reports["a"] = model.report(stack_bytes=112, spills=55)
+    compiler.dsl = "4.8.2"
+    kernel = compared("--compile")["a"]
     assert kernel["regressions"][:2] == [
         "does not build: uses 112 B of stack and 0 B of local memory",
         "does not build: spills: 55 local loads, 0 local stores",
     ]
     assert "stack 0 -> 112 B per thread" in kernel["regressions"]
+
+
+def test_compile_shows_what_another_compiler_refuses(specs, compiler) -> None:
+    assert compared("--compile") == {}
+    compiler.reports["a"] = CheckFailed("a: does not compile\n  no such thing")
+    compiler.dsl = "4.8.2"
+    kernel = compared("--compile")["a"]
+    assert (kernel["kind"], kernel["code"]) == ("changed", "same")
+    assert kernel["regressions"] == ["does not build: does not compile: no such thing"]
+    table = run("--compile").stdout.splitlines()
+    assert [line.split() for line in table if line.startswith("  a  ")] == [
+        ["a", "does", "not", "build"]
+    ]
 
 
 def test_a_kernel_that_does_not_compile(specs, compiler) -> None:
