@@ -132,6 +132,17 @@ def test_specs_that_came_and_went(specs) -> None:
     assert added["validation"]["commands"][0] == "fmha-gen build specs/c.yaml"
 
 
+def test_a_new_kernel_is_compiled(specs, compiler) -> None:
+    (specs / "c.yaml").write_text("4\n")
+    compiler.reports["c"] = model.report(spills=55)
+    (kernel,) = compared().values()
+    assert compiler.compiled == ["c"]
+    assert kernel["regressions"] == [
+        "does not build: spills: 55 local loads, 0 local stores"
+    ]
+    assert compared("--no-compile")["c"]["regressions"] == []
+
+
 def test_from_a_folder_inside_the_repository(specs, monkeypatch) -> None:
     (specs / "a.yaml").write_text("3\n")
     monkeypatch.chdir(specs)
@@ -181,7 +192,7 @@ def test_a_record_alone_can_differ(specs, git) -> None:
 
 
 def test_a_stale_record_does_not_count(specs, git, compiler) -> None:
-    """The kernel was built again, its record was not committed: both sides are compiled."""
+    """The kernel was built again, its record was not committed: that side is compiled."""
     text = model.of_spec("a", "3")
     Path("generated/a.py").write_text(text)
     git("commit", "--quiet", "--all", "--message=no record")
@@ -191,6 +202,27 @@ def test_a_stale_record_does_not_count(specs, git, compiler) -> None:
     assert compiler.compiled == ["a"]
     compared("built", "HEAD")
     assert compiler.compiled == ["a"]  # the cache knows
+
+
+def test_numbers_of_two_compilers_are_no_difference(specs, compiler) -> None:
+    """The DSL was updated and needs more registers: not what the edit of the spec did."""
+    (specs / "a.yaml").write_text("3\n")
+    compiler.dsl = "4.8.2"
+    compiler.reports["a"] = model.report(registers=200)
+    (kernel,) = compared().values()
+    assert compiler.compiled == ["a", "a"]
+    assert facts(kernel)["registers per thread"] == (200, 200)
+    assert facts(kernel)["CuTe DSL"] == ("4.8.2", "4.8.2")
+    assert not any("registers" in each for each in kernel["regressions"])
+
+
+def test_what_compiles_on_neither_side_is_no_regression(specs, compiler) -> None:
+    """The DSL was updated and refuses both texts."""
+    (specs / "a.yaml").write_text("3\n")
+    compiler.dsl = "4.8.2"
+    compiler.reports["a"] = CheckFailed("a: does not compile\n  no such thing")
+    (kernel,) = compared().values()
+    assert not any("does not build" in each for each in kernel["regressions"])
 
 
 def test_equal_texts_without_a_record_are_not_compiled(specs, git, compiler) -> None:
