@@ -421,6 +421,10 @@ def _read_lock(out: Path) -> manifest.Manifest | None:
         return manifest.parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         return None
+    except UnicodeDecodeError as error:
+        raise CheckFailed(
+            f"{path}: not a lock ({error}); restore it from version control"
+        ) from error
 
 
 def _refusal(out: Path, change: tree.Change) -> str:

@@ -36,13 +36,13 @@ def path_of(stem: str) -> str:
 def load(path: Path) -> Record | None:
     """Read a record; None when there is none. Raises CheckFailed when it is not a record."""
     try:
-        text = path.read_text(encoding="utf-8")
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
-    return parse(text, str(path))
+    return parse(data, str(path))
 
 
-def parse(text: str, name: str) -> Record:
+def parse(text: str | bytes, name: str) -> Record:
     """Read a record's text; `name` is for the message of the CheckFailed it may raise."""
     try:
         record = json.loads(text)

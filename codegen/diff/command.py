@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import build
+from .. import build, toolchain
 from ..executor import Local
 from .compare import KernelChange, compare
 from .kernels import KernelState
@@ -20,7 +20,8 @@ class Options:
     """How to compare.
 
     compile: True compiles the second side whatever the records say, False compiles nothing, None
-    only what no record knows. jobs: parallel compiles, None for all cores.
+    what no record knows, and what that is compared with. jobs: parallel compiles, None for all
+    cores.
     """
 
     out: Path
@@ -47,16 +48,24 @@ def changes(
 
 
 def _to_measure(found: Sequence[Pair], compile: bool | None) -> Iterator[KernelState]:
-    """The states whose numbers a comparison needs and nobody wrote down."""
+    """The states whose numbers a comparison needs and nobody wrote down.
+
+    What is compiled here is compared with numbers of the same compiler, so that an edit is not
+    blamed for what an update of the DSL does; `compile` asks for just that and keeps the records.
+    """
     if compile is False:
         return
+    dsl = toolchain.dsl_distributions().get(toolchain.DSL)
     for before, after in found:
-        if compile and after is not None:
-            yield after
-        if before is None or after is None:
+        if after is None:
             continue
-        if before.lines == after.lines:
+        if compile or (before is None and after.compiled is None):
+            yield after
+        if before is None or before.lines == after.lines:
+            continue
+        if before.loops and after.loops:
             continue
         for state in (before, after):
-            if state.compiled is None or not state.loops:
+            made_by = state.compiled["dsl"] if state.compiled and state.loops else None
+            if made_by is None or (made_by != dsl and not compile):
                 yield state

@@ -152,7 +152,9 @@ def compare(before: KernelState | None, after: KernelState | None) -> KernelChan
         return KernelChange(after.stem, before, after, "same", code, (), (), (), due)
     found = edits(before.lines, after.lines) if code != "same" else ()
     rows = tuple(_rows(before, after))
-    same = code == "same" and not any(row.changed for row in rows)
+    worse = tuple(_regressions(before, after))
+    # A text that does not compile any more changes no row: there is nothing to compare with.
+    same = code == "same" and not worse and not any(row.changed for row in rows)
     return KernelChange(
         after.stem,
         before,
@@ -161,7 +163,7 @@ def compare(before: KernelState | None, after: KernelState | None) -> KernelChan
         code,
         found,
         rows,
-        tuple(_regressions(before, after)),
+        worse,
         _due(before, after, code),
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -81,10 +81,13 @@ class KernelState:
 
     @property
     def spec(self) -> dict[str, Any]:
-        """What the file's SPEC says; empty when it has none."""
-        for node in self._tree.body:
-            if isinstance(node, ast.Assign) and _target(node) == "SPEC":
-                said = ast.literal_eval(node.value)
+        """What the file's SPEC says; empty when it has none, or one that is no literal."""
+        for name, value in self._assigned():
+            if name == "SPEC":
+                try:
+                    said = ast.literal_eval(value)
+                except (ValueError, TypeError):
+                    return {}
                 return said if isinstance(said, dict) else {}
         return {}
 
@@ -92,11 +95,11 @@ class KernelState:
     def constants(self) -> dict[str, int | float]:
         """The numbers of the constants block, by name and in the file's order."""
         found: dict[str, int | float] = {}
-        for node in self._tree.body:
-            if isinstance(node, ast.Assign) and (name := _target(node)).isupper():
-                value = _number(node.value, found)
-                if value is not None:
-                    found[name] = value
+        for name, value in self._assigned():
+            if name.isupper():
+                number = _number(value, found)
+                if number is not None:
+                    found[name] = number
         return found
 
     @property
@@ -134,6 +137,18 @@ class KernelState:
         match = _SHARED.search(self.text)
         return int(match.group(1)) if match else None
 
+    def _assigned(self) -> Iterator[tuple[str, ast.expr]]:
+        """The names that the module sets, with or without an annotation."""
+        for node in self._tree.body:
+            if isinstance(node, ast.Assign):
+                target = node.targets[0]
+            elif isinstance(node, ast.AnnAssign):
+                target = node.target
+            else:
+                continue
+            if isinstance(target, ast.Name) and node.value is not None:
+                yield target.id, node.value
+
     @functools.cached_property
     def _tree(self) -> ast.Module:
         return self._parsed()
@@ -147,7 +162,7 @@ class KernelState:
             ) from error
 
 
-def load(file: Path, record: Path | None) -> KernelState:
+def load(file: Path, record: Path) -> KernelState:
     """Read a kernel's file and its record's, if there is one.
 
     Raises CheckFailed when either cannot be read, or the file is no kernel of ours.
@@ -158,8 +173,9 @@ def load(file: Path, record: Path | None) -> KernelState:
         raise CheckFailed(f"{file}: cannot be read: {error}") from error
     if stated_digests(text) is None:
         raise CheckFailed(f"{file}: not a kernel that fmha-gen made: no digest line")
-    known = records.load(record) if record is not None else None
-    return of_text(file.stem, text, known, origin=str(file), path=str(file))
+    return of_text(
+        file.stem, text, records.load(record), origin=str(file), path=str(file)
+    )
 
 
 def of_text(
@@ -197,11 +213,6 @@ def _named(loops: Iterable[Mapping[str, Any]]) -> Loops:
         free = next(name for name in names if name not in found)
         found[free] = loop["instructions"]
     return found
-
-
-def _target(node: ast.Assign) -> str:
-    target = node.targets[0]
-    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _number(node: ast.expr, names: Mapping[str, int | float]) -> int | float | None:

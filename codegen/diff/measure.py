@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from .. import build, manifest
 from ..arch import ARCHITECTURES
+from ..errors import CheckFailed
 from ..executor import HERE, Executor
 from .kernels import KernelState
 
@@ -21,13 +22,14 @@ def measure(
 ) -> list[KernelState]:
     """The states with what today's compiler makes of them; the cache answers what it can.
 
-    Raises EnvironmentProblem when this machine lacks what a compile needs, if there is any to do.
+    Raises CheckFailed when a text does not say what to compile it for, EnvironmentProblem when this
+    machine lacks what a compile needs, if there is any to do.
     """
     if not states:
         return []
     kernels, _ = build.compile_all(
         [_as_built(state) for state in states],
-        [ARCHITECTURES[str(state.spec["arch"])].compile_arch for state in states],
+        [_compile_arch(state) for state in states],
         engine,
         executor,
         progress,
@@ -41,6 +43,16 @@ def measure(
         )
         for state, kernel in zip(states, kernels, strict=True)
     ]
+
+
+def _compile_arch(state: KernelState) -> str:
+    try:
+        return ARCHITECTURES[str(state.spec.get("arch"))].compile_arch
+    except KeyError:
+        raise CheckFailed(
+            f"{state.origin}: {state.stem} cannot be compiled: no SPEC that names its arch;"
+            " --no-compile compares without"
+        ) from None
 
 
 def _as_built(state: KernelState) -> build.Kernel:

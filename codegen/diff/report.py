@@ -294,7 +294,11 @@ def _summary(change: KernelChange, known: Container[Row]) -> str:
     parts = ["only comments"] if change.code == "comments" else []
     parts += ["same PTX"] if change.same_ptx else []
     parts += [_arrow(row) for row in _told(change) if row not in known]
-    return ", ".join(parts) or "source only"
+    if parts:
+        return ", ".join(parts)
+    if change.after is not None and change.after.failures:
+        return "does not build"
+    return "source only" if change.edits else "nothing else"
 
 
 def _told(change: KernelChange) -> list[Row]:

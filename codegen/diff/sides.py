@@ -262,7 +262,8 @@ def _working_tree(
         found = (
             replace(_loaded(file), origin=WORKING_TREE)
             for file in _in_folder(choice.kernels, "py")
-            if choice.takes(file.stem) and _is_kernel(file)
+            # Of a folder only kernels count; a file that is named has to be one.
+            if choice.takes(file.stem) and (choice.stems or _is_kernel(file))
         )
     return {state.stem: state for state in found}
 
@@ -299,5 +300,5 @@ def _rendered(
 def _text(path: Path) -> str | None:
     try:
         return path.read_text(encoding="utf-8")
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fmha_gen import build, lint
+from fmha_gen import build, lint, toolchain
 
 from . import model
 
@@ -21,6 +21,9 @@ def compiler(monkeypatch) -> model.Compiler:
     found = model.Compiler()
     monkeypatch.setattr(build, "default_engine", found.engine)
     monkeypatch.setattr(lint, "lint", lambda text: [])
+    monkeypatch.setattr(
+        toolchain, "dsl_distributions", lambda: {toolchain.DSL: found.dsl}
+    )
     return found
 
 

@@ -2,7 +2,7 @@
 """Small kernels with records, and an engine whose specs, templates and compiler are made up.
 
 A spec file holds `STAGES [comment]`; its kernel has that many stages, and the compiler says what
-`Compiler.reports` has for the kernel's name. Another `key` is another compiler.
+`Compiler.reports` has for the kernel's name. Another `dsl` is another compiler.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Compiler:
         default_factory=dict
     )
     compiled: list[str] = field(default_factory=list)
-    key: str = "tools-1"
+    dsl: str = "4.8.1"
 
     def compile_kernel(
         self, text: str, stem: str, arch: str
@@ -165,10 +165,10 @@ class Compiler:
         result = self.reports.get(stem, report())
         if isinstance(result, CheckFailed):
             raise result
-        return replace(result, ptx_sha256=ptx_of(text))
+        return replace(result, dsl=self.dsl, ptx_sha256=ptx_of(text))
 
     def toolchain_key(self) -> str:
-        return self.key
+        return self.dsl
 
     def engine(self) -> build.Engine:
         return build.Engine(

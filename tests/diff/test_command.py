@@ -86,6 +86,34 @@ def test_an_edited_kernel_shows_where_its_path_is_given(specs) -> None:
     assert compared() == {}  # what the spec makes is as it was
 
 
+def test_a_kernel_without_its_digest_line_is_not_removed(specs) -> None:
+    path = Path("generated/a.py")
+    path.write_text(path.read_text().replace("spec sha256:", "digests:"))
+    assert refusal("HEAD", "generated/a.py") == (
+        1,
+        "generated/a.py: not a kernel that fmha-gen made: no digest line",
+    )
+
+
+def test_a_kernel_without_a_spec_is_not_compiled(specs) -> None:
+    path = Path("generated/a.py")
+    path.write_text(path.read_text().replace("SPEC = {", "OTHER = {"))
+    status, message = refusal("HEAD", "generated/a.py")
+    assert status == 1
+    assert message.endswith(
+        "working tree: a cannot be compiled: no SPEC that names its arch;"
+        " --no-compile compares without"
+    )
+    assert compared("HEAD", "generated/a.py", "--no-compile").keys() == {"a"}
+
+
+def test_what_is_not_utf8_in_the_output_folder_is_not_built(specs) -> None:
+    (specs / "a.yaml").write_text("3\n")
+    Path("generated/a.py").write_bytes(b"\xff")
+    commands = compared()["a"]["validation"]["commands"]
+    assert commands[0] == "fmha-gen build specs/a.yaml"
+
+
 def test_a_repository_that_has_kernels_only(specs, git) -> None:
     git("rm", "-r", "--quiet", "specs")
     git("commit", "--quiet", "--message=vendored")
@@ -102,6 +130,17 @@ def test_specs_that_came_and_went(specs) -> None:
     assert compared("HEAD", "specs/a.yaml").keys() == {"a"}
     added = compared()["c"]
     assert added["validation"]["commands"][0] == "fmha-gen build specs/c.yaml"
+
+
+def test_a_new_kernel_is_compiled(specs, compiler) -> None:
+    (specs / "c.yaml").write_text("4\n")
+    compiler.reports["c"] = model.report(spills=55)
+    (kernel,) = compared().values()
+    assert compiler.compiled == ["c"]
+    assert kernel["regressions"] == [
+        "does not build: spills: 55 local loads, 0 local stores"
+    ]
+    assert compared("--no-compile")["c"]["regressions"] == []
 
 
 def test_from_a_folder_inside_the_repository(specs, monkeypatch) -> None:
@@ -153,7 +192,7 @@ def test_a_record_alone_can_differ(specs, git) -> None:
 
 
 def test_a_stale_record_does_not_count(specs, git, compiler) -> None:
-    """The kernel was built again, its record was not committed: both sides are compiled."""
+    """The kernel was built again, its record was not committed: that side is compiled."""
     text = model.of_spec("a", "3")
     Path("generated/a.py").write_text(text)
     git("commit", "--quiet", "--all", "--message=no record")
@@ -163,6 +202,27 @@ def test_a_stale_record_does_not_count(specs, git, compiler) -> None:
     assert compiler.compiled == ["a"]
     compared("built", "HEAD")
     assert compiler.compiled == ["a"]  # the cache knows
+
+
+def test_numbers_of_two_compilers_are_no_difference(specs, compiler) -> None:
+    """The DSL was updated and needs more registers: not what the edit of the spec did."""
+    (specs / "a.yaml").write_text("3\n")
+    compiler.dsl = "4.8.2"
+    compiler.reports["a"] = model.report(registers=200)
+    (kernel,) = compared().values()
+    assert compiler.compiled == ["a", "a"]
+    assert facts(kernel)["registers per thread"] == (200, 200)
+    assert facts(kernel)["CuTe DSL"] == ("4.8.2", "4.8.2")
+    assert not any("registers" in each for each in kernel["regressions"])
+
+
+def test_what_compiles_on_neither_side_is_no_regression(specs, compiler) -> None:
+    """The DSL was updated and refuses both texts."""
+    (specs / "a.yaml").write_text("3\n")
+    compiler.dsl = "4.8.2"
+    compiler.reports["a"] = CheckFailed("a: does not compile\n  no such thing")
+    (kernel,) = compared().values()
+    assert not any("does not build" in each for each in kernel["regressions"])
 
 
 def test_equal_texts_without_a_record_are_not_compiled(specs, git, compiler) -> None:
@@ -243,15 +303,27 @@ def test_compile_shows_what_another_compiler_does(specs, compiler) -> None:
     """No text changed and no record: only the DSL that is installed here."""
     assert compared("--compile") == {}
     assert sorted(compiler.compiled) == ["a", "b"]
-    spills = model.report(dsl="4.8.2", stack_bytes=112, spills=55)
-    compiler.reports["a"] = spills
-    compiler.key = "tools-2"
-    (kernel,) = compared("--compile").values()
+    compiler.reports["a"] = model.report(stack_bytes=112, spills=55)
+    compiler.dsl = "4.8.2"
+    kernel = compared("--compile")["a"]
     assert kernel["regressions"][:2] == [
         "does not build: uses 112 B of stack and 0 B of local memory",
         "does not build: spills: 55 local loads, 0 local stores",
     ]
     assert "stack 0 -> 112 B per thread" in kernel["regressions"]
+
+
+def test_compile_shows_what_another_compiler_refuses(specs, compiler) -> None:
+    assert compared("--compile") == {}
+    compiler.reports["a"] = CheckFailed("a: does not compile\n  no such thing")
+    compiler.dsl = "4.8.2"
+    kernel = compared("--compile")["a"]
+    assert (kernel["kind"], kernel["code"]) == ("changed", "same")
+    assert kernel["regressions"] == ["does not build: does not compile: no such thing"]
+    table = run("--compile").stdout.splitlines()
+    assert [line.split() for line in table if line.startswith("  a  ")] == [
+        ["a", "does", "not", "build"]
+    ]
 
 
 def test_a_kernel_that_does_not_compile(specs, compiler) -> None:

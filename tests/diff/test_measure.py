@@ -17,8 +17,8 @@ ONLY_THERE = {"mma": ("MMA", 32), "load": ("TMA", 4)}
 
 
 def test_a_compile_counts_the_loops_of_roles() -> None:
-    path = support.GENERATED / f"{STEM}.py"
-    state = kernels.load(path, None)
+    text = (support.GENERATED / f"{STEM}.py").read_text("utf-8")
+    state = kernels.of_text(STEM, text, None, origin="", path="")
     assert state.compiled is None and state.loops == {}
     (measured,) = measure([state], build.default_engine(), executor=Local(1))
     assert measured.compiled is not None

@@ -80,6 +80,13 @@ def test_a_text_speaks_for_itself() -> None:
     assert state.barriers == {"q": 2, "kv": 6}
     assert state.shared_bytes == 163840
     assert (state.rung, state.compiled) == ("rendered", None)
+    typed = text.replace("SPEC = ", "SPEC: dict = ").replace(
+        "KV_STAGES = ", "KV_STAGES: int = "
+    )
+    edited = kernels.of_text("a", typed, None, origin="here", path="a.py")
+    assert (edited.spec, edited.constants) == (state.spec, state.constants)
+    called = text.replace("SPEC = {", "SPEC = dict({").replace("\n}\n", "\n})\n", 1)
+    assert kernels.of_text("a", called, None, origin="here", path="a.py").spec == {}
 
 
 @pytest.mark.parametrize("stem", support.SHIPPED[::12])
@@ -133,12 +140,12 @@ def test_comments_are_not_code() -> None:
 
 
 def test_what_is_no_kernel_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
+    path, record = tmp_path / "a.py", tmp_path / "none.json"
     with pytest.raises(CheckFailed, match=r"a\.py: cannot be read"):
-        kernels.load(path, None)
+        kernels.load(path, record)
     path.write_text("x = 1\n")
     with pytest.raises(CheckFailed, match="not a kernel that fmha-gen made"):
-        kernels.load(path, None)
+        kernels.load(path, record)
     path.write_text(model.kernel("a") + "def\n")
     with pytest.raises(CheckFailed, match="a is not Python: line"):
-        _ = kernels.load(path, None).constants
+        _ = kernels.load(path, record).constants

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from fmha_gen import records
+from fmha_gen import build, manifest, records
 from fmha_gen.errors import CheckFailed
 
 A, B = "a" * 64, "b" * 64
@@ -63,9 +63,15 @@ def test_round_trip(tmp_path):
     assert records.load(tmp_path / "none.json") is None
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"kernel": "k"}'])
-def test_damage_is_named(tmp_path, text):
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"kernel": "k"}', b"\xff"])
+def test_damage_is_named(tmp_path, data):
     path = tmp_path / "k.json"
-    path.write_text(text)
+    path.write_bytes(data)
     with pytest.raises(CheckFailed, match=r"k\.json: not a record"):
         records.load(path)
+
+
+def test_a_lock_that_is_not_utf8_is_named(tmp_path):
+    (tmp_path / manifest.FILE).write_bytes(b"\xff")
+    with pytest.raises(CheckFailed, match=r"MANIFEST\.lock: not a lock"):
+        build._read_lock(tmp_path)
