@@ -22,7 +22,7 @@ from .processes import Event
 from .render import body_digest, stated_digests
 
 DEFAULT_OUT = Path("generated")
-PLAIN_WIDTH = 200  # columns of a piped table
+PLAIN_WIDTH = 10_000  # columns of a piped table: none is cut
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -29,6 +30,8 @@ from .render import body_digest, stated_digests
 
 STAGE = ".fmha-gen-stage"
 JOURNAL = "journal.json"
+
+_HELD = (signal.SIGINT, signal.SIGTERM)
 
 Kind = Literal["changed", "missing", "edited", "orphaned"]
 
@@ -91,13 +94,9 @@ def intact(text: str, recorded: str | None) -> bool:
 @contextlib.contextmanager
 def exclusive(root: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the output folder for this process; unless it waits, CheckFailed when another has it."""
-    try:
+    with _writing(root):
         root.mkdir(parents=True, exist_ok=True)
         handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{root}: cannot write there: {error.strerror}"
-        ) from error
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -118,10 +117,14 @@ def interrupted(root: Path) -> bool:
 
 
 def recover(root: Path) -> None:
-    """Finish what a committed build left to do, or throw an uncommitted stage away."""
-    if interrupted(root):
-        _roll_forward(root, _no_step)
-    _discard(root / STAGE)
+    """Finish what a committed build left to do, or throw an uncommitted stage away.
+
+    Raises EnvironmentProblem when the folder cannot be written; then a later call may.
+    """
+    with _writing(root):
+        if interrupted(root):
+            _roll_forward(root, _no_step)
+        _discard(root / STAGE)
 
 
 def apply(
@@ -129,22 +132,29 @@ def apply(
 ) -> None:
     """Carry out all changes or none. Call it inside `exclusive`, after `recover`.
 
-    step is told the name of each action before it is done; tests die in it.
+    step is told the name of each action before it is done; tests die in it. Raises CheckFailed
+    when a file is where a folder belongs, EnvironmentProblem when the folder cannot be written.
     """
-    step = step or _no_step
     if not changes:
         return
+    for change in changes:
+        _require_folder(root, (root / _checked(change.path)).parent)
+    with _writing(root):
+        _apply(root, changes, step or _no_step)
+
+
+def _apply(root: Path, changes: Sequence[Change], step: Callable[[str], None]) -> None:
     stage = root / STAGE
     step("make stage")
     stage.mkdir()
     actions = []
     for number, change in enumerate(changes):
         if change.desired is None:
-            actions.append({"path": _checked(change.path), "new": None})
+            actions.append({"path": change.path, "new": None})
             continue
         step(f"stage {change.path}")
         _write(stage / str(number), change.desired)
-        actions.append({"path": _checked(change.path), "new": str(number)})
+        actions.append({"path": change.path, "new": str(number)})
     step("write journal")
     _write(stage / "uncommitted", json.dumps(actions))
     _sync(stage)
@@ -190,12 +200,46 @@ def _discard(stage: Path) -> None:
 
 @contextlib.contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Hold ^C and SIGTERM back: once committed, the few renames are finished first."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    """Hold ^C and SIGTERM back: once committed, the few renames are finished first.
+
+    By handlers: a mask is one thread's, and the system gives the signal to another. Python runs
+    handlers in the main thread, which alone may set them; no other thread is interrupted.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = {which: signal.getsignal(which) for which in _HELD}
     try:
+        for which in before:
+            signal.signal(which, lambda number, _frame: held.append(number))
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for which in reversed(before):
+            signal.signal(which, before[which])
+        for number in held[:1]:
+            signal.raise_signal(number)
+
+
+@contextlib.contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say what the system refuses as a problem of the machine."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{root}: cannot write there: {error.strerror}"
+        ) from error
+
+
+def _require_folder(root: Path, folder: Path) -> None:
+    """Raise where no file can be put: after the commit it would stay half done."""
+    while not os.path.lexists(folder) and folder != root:
+        folder = folder.parent
+    if not folder.is_dir():
+        raise CheckFailed(f"{folder}: not a folder")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise EnvironmentProblem(f"{folder}: cannot write there: Permission denied")
 
 
 def _write(path: Path, text: str) -> None:

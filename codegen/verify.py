@@ -471,7 +471,10 @@ def _generated(against: Path) -> dict[str, str]:
     """The kernels of a checkout or a folder: text by file name."""
     inside = against / _GENERATED
     folder = inside if inside.is_dir() else against
-    texts = {path.name: _text(_read(path) or b"") for path in folder.glob("*.py")}
+    texts = {
+        path.name: _text(_read(path) or b"").replace("\r\n", "\n")
+        for path in folder.glob("*.py")
+    }
     kernels = {name: text for name, text in texts.items() if stated_digests(text)}
     if not kernels:
         raise Unverifiable(f"{against}: holds no kernel of fmha-gen")
@@ -529,7 +532,7 @@ def _is_kernel(path: Path) -> bool:
 def _read(path: Path) -> bytes | None:
     try:
         return path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
 
 

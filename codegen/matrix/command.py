@@ -8,8 +8,8 @@ registers, stack, loops and wgmmas has to hold under it, too.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 from .. import cache, emulate, evaluation, records, toolchain
 from ..arch import ARCHITECTURES
-from ..build import COMPILE_SOURCES
+from ..build import COMPILE_SOURCES, compile_task
 from ..emulator.scheduler import Completion
 from ..errors import CheckFailed
 from ..executor import Local, Task, in_order
@@ -74,11 +74,15 @@ def run(
     Raises CheckFailed with every cell that is not as its kernel's record says.
     """
     kernels = [_kernel(path) for path in evaluation.kernel_files(paths, out)]
-    found = [environments.made(version, python) for version in versions]
-    found += [environments.given(option) for option in given]
+    found = _distinct(
+        [
+            *(environments.made(version, python) for version in versions),
+            *(environments.given(option) for option in given),
+        ]
+    )
     total = len(kernels) * len(found)
     with evaluation.progress_bar("matrix", total) as advance:
-        cells = fill(kernels, found, options, jobs or os.cpu_count() or 1, advance)
+        cells = fill(kernels, found, options, jobs, advance)
     if as_json:
         print(json.dumps([cell.to_json() for cell in cells], indent=2, sort_keys=True))
     else:
@@ -92,6 +96,17 @@ def run(
     ]:
         raise CheckFailed("\n".join(lines))
     return cells
+
+
+def _distinct(found: Sequence[Environment]) -> list[Environment]:
+    """Each environment once; CheckFailed when two would share a column of the table."""
+    columns: dict[str, Environment] = {}
+    for environment in found:
+        known = columns.setdefault(environment.dsl, environment)
+        if known != environment:
+            both = f"{known.compiler.python}, {environment.compiler.python}"
+            raise CheckFailed(f"{environment.dsl}: two interpreters: {both}")
+    return list(columns.values())
 
 
 def _kernel(path: Path) -> Kernel:
@@ -109,10 +124,10 @@ def fill(
     kernels: Sequence[Kernel],
     found: Sequence[Environment],
     options: Options,
-    jobs: int,
+    jobs: int | None,
     advance: Callable[[Cell], object],
 ) -> list[Cell]:
-    """Every kernel under every version, by kernel; ``jobs`` at a time, each a process."""
+    """Every kernel under every version, by kernel; ``jobs`` at a time (see Local)."""
 
     def one(kernel: Kernel, environment: Environment) -> Cell:
         cell = compiled(kernel, environment, options.timeout)
@@ -135,21 +150,14 @@ def compiled(kernel: Kernel, environment: Environment, timeout: float) -> Cell:
     """Compile a kernel there, unless the cache knows what that gives."""
     arch = ARCHITECTURES[_arch(kernel)].compile_arch
     name = _key("matrix", [kernel.text, kernel.stem, arch], environment)
+    compile_there = functools.partial(
+        toolchain.compile_kernel, timeout=timeout, compiler=environment.compiler
+    )
     result: toolchain.CompileReport | CheckFailed
     try:
-        result = toolchain.CompileReport.from_json(cache.get(name) or {})
-    except (KeyError, TypeError):
-        try:
-            result = toolchain.compile_kernel(
-                kernel.text,
-                kernel.stem,
-                arch,
-                timeout=timeout,
-                compiler=environment.compiler,
-            )
-            cache.put(name, result.to_json())
-        except CheckFailed as failure:
-            result = failure
+        result = compile_task(compile_there, name, True, kernel.text, kernel.stem, arch)
+    except CheckFailed as failure:
+        result = failure
     recorded = kernel.record["compiled"]
     return judge(kernel.stem, environment.dsl, recorded, result, timeout=timeout)
 

@@ -126,11 +126,15 @@ def _newest(minor: str, base: str, suffix: str) -> str:
             raise EnvironmentProblem(
                 f"{DSL} {minor}.x: neither cached nor found ({problem})"
             ) from problem
-        newest = max(
-            cached, key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
-        )
+        newest = max(cached, key=_order)
         print(f"{DSL} {minor}.x: {newest}, of the cache ({problem})", file=sys.stderr)
         return newest
+
+
+def _order(release: str) -> tuple[bool, list[int]]:
+    """Sorts releases; those that only preview another come first, as for pip."""
+    final = not re.search("[ab]|rc|dev", release)
+    return final, [int(number) for number in re.findall(r"\d+", release)]
 
 
 def _make(folder: Path, dsl: str, version: str, base: str) -> None:

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import keyword
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +39,7 @@ class Result:
 
     steps: tuple[Step, ...]
     changes: tuple[KernelChange, ...]
-    diffs: Mapping[str, str]  # of other files that were refused
+    diffs: Mapping[str, str]  # of other files that were refused, unreadable kernels too
     gone: tuple[str, ...]  # kernels that are no longer generated, and stay
 
     @property
@@ -121,7 +122,7 @@ class _Work:
         package = self.into / contents.PACKAGE
         init = init or (contents.PACKAGE in self.lock.entries and package.exists())
         name = self.into.resolve().name
-        if init and not name.isidentifier():
+        if init and (not name.isidentifier() or keyword.iskeyword(name)):
             raise CheckFailed(f"{self.into}: a package cannot have this name")
         texts = {
             contents.LICENSE: contents.licence(),
@@ -150,25 +151,34 @@ class _Work:
 
     def result(self) -> Result:
         """What happens, for people."""
-        refused = {
-            step.path: step.new
-            for step in self.steps
-            if step.action == "refuse" and step.new is not None
-        }
-        texts = {path: new for path, new in refused.items() if not _stem(path)}
+        changes = []
+        texts = {}
+        for step in self.steps:
+            if step.new is None or step.action not in ("write", "refuse"):
+                continue
+            if change := self._compared(step):
+                changes.append(change)
+            elif step.action == "refuse":
+                texts[step.path] = step.new
         return Result(
             steps=tuple(self.steps),
-            changes=tuple(self._compared()),
+            changes=tuple(changes),
             diffs={c.path: c.diff for c in tree.compare(self.into, texts, {})},
             gone=tuple(self.gone),
         )
 
-    def _compared(self) -> Iterator[KernelChange]:
-        for step in self.steps:
-            newer = step.action in ("write", "refuse") and step.new is not None
-            if newer and step.local is not None and _stem(step.path):
-                before = self._state(step.path, step.local.decode("utf-8", "replace"))
-                yield compare(before, self.source.load(Path(step.path).stem))
+    def _compared(self, step: Step) -> KernelChange | None:
+        """What something newer changes in a kernel; None if it was none, or is unreadable."""
+        if step.local is None or not _stem(step.path):
+            return None
+        before = self._state(step.path, step.local.decode("utf-8", "replace"))
+        after = self.source.load(Path(step.path).stem)
+        try:
+            return compare(before, after)
+        except (CheckFailed, ValueError):
+            if not step.edited:
+                raise
+            return None
 
     def _state_after(self, step: Step) -> KernelState:
         if step.new is not None and step.action != "refuse":
@@ -178,7 +188,10 @@ class _Work:
     def _state(self, path: str, text: str) -> KernelState:
         """A kernel as it lies in the folder."""
         file = self.into / path
-        record = records.load(self.into / records.path_of(file.stem))
+        try:
+            record = records.load(self.into / records.path_of(file.stem))
+        except CheckFailed:  # edited to be none
+            record = None
         return kernels.of_text(
             file.stem, text, record, origin=str(file), path=str(file)
         )

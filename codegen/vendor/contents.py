@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import evidence, render
 from ..diff.kernels import KernelState
-from ..errors import EnvironmentProblem
+from ..errors import CheckFailed, EnvironmentProblem
 from .source import Source
 
 README = "README.md"
@@ -48,7 +48,7 @@ def package(kernels: Sequence[KernelState]) -> str:
     """The text of `__init__.py`, which chooses among the kernels."""
     values = {
         "stems": [state.stem for state in kernels],
-        "lse": any(state.spec["lse"] for state in kernels),
+        "lse": any(_summary(state)[1] for state in kernels),
     }
     return render.format_source(render.render_template("vendor/init.py.j2", values))
 
@@ -87,8 +87,16 @@ def made_for(spec: Mapping[str, Any]) -> str:
     return ", ".join([*words, "lse"] if spec["lse"] else words)
 
 
+def _summary(state: KernelState) -> tuple[str, bool]:
+    """What a kernel is made for, and whether it gives an LSE; of a text of any kind."""
+    try:
+        return made_for(state.spec), bool(state.spec["lse"])
+    except (CheckFailed, LookupError, TypeError, ValueError):  # edited by hand
+        return evidence.NOTHING, False
+
+
 def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
-    name, words = f"[{state.stem}]({state.stem}.py)", made_for(state.spec)
+    name, words = f"[{state.stem}]({state.stem}.py)", _summary(state)[0]
     if edited:
         return name, words, EDITED, *[evidence.NOTHING] * 4
     record = state.record

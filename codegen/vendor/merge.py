@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from .. import verify
+from .. import tree, verify
 from ..errors import CheckFailed
 from ..verify import Edit, Entry, State
 
@@ -85,9 +85,7 @@ def _state(
         state, edits = verify.state_of(path, local, base)
         return state, tuple(edits)
     text = (local or b"").decode("utf-8", errors="replace")
-    stated = verify.stated_digests(text)
-    ours = stated is not None and stated.body == verify.body_digest(text)
-    return ("intact" if ours else "edited"), ()
+    return ("intact" if tree.intact(text, None) else "edited"), ()
 
 
 def _read(path: Path) -> bytes | None:

@@ -13,7 +13,6 @@ from .. import manifest, records, tree
 from ..diff import kernels
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed
-from ..verify import body_digest
 
 UNKNOWN = "uncommitted"  # where no commit holds the files as they are
 
@@ -40,29 +39,29 @@ class Source:
         for another text.
         """
         file = self.folder / f"{stem}.py"
-        record = self.folder / records.path_of(stem)
         entry = self.lock.entries.get(file.name)
         if entry is None or not file.is_file():
             raise CheckFailed(f"{file}: no such kernel; run: fmha-gen build")
-        state = kernels.load(file, record)
-        if not tree.intact(state.text, entry.body):
+        try:
+            text = file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckFailed(f"{file}: cannot be read: {error}") from error
+        if not tree.intact(text, entry.body):
             raise CheckFailed(f"{file}: not as the last build left it; build again")
-        body = body_digest(state.text)
-        known = records.load(record)
-        stale = records.staleness(known, kernel=stem, body_sha256=body)
+        known = records.load(self.folder / records.path_of(stem))
+        stale = records.staleness(known, kernel=stem, body_sha256=entry.body)
         if known is not None and stale is not None:
             raise CheckFailed(f"{file}: {stale}; run: fmha-gen build")
-        return state
+        return kernels.of_text(stem, text, known, origin=str(file), path=str(file))
 
     def commit(self, stems: Iterable[str]) -> str:
-        """The last commit that touched these kernels, if the files are what it holds."""
-        names = [f"{stem}.py" for stem in stems]
-        if (
-            not names
-            or self._git("status", "--porcelain", "--ignored", "--", *names) != ""
-        ):
+        """The last commit that touched these kernels, if it holds them and their records."""
+        names = [name for s in stems for name in (f"{s}.py", records.path_of(s))]
+        # What a user's settings show or hide must not matter.
+        every = ("--porcelain", "--ignored", "--untracked-files")
+        if not names or self._git("status", *every, "--", *names) != "":
             return UNKNOWN
-        return self._git("log", "-1", "--format=%H", "--", *names) or UNKNOWN
+        return self._git("rev-list", "-1", "HEAD", "--", *names) or UNKNOWN
 
     def _git(self, *arguments: str) -> str | None:
         """What git says in the folder, None when it cannot say anything."""

@@ -124,6 +124,21 @@ def test_a_hang_is_told_with_its_time() -> None:
     assert (cell.kind, cell.text) == (Kind.HUNG, "hung after 12.5 s")
 
 
+def test_a_wide_table_is_printed_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    kernel = "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse"
+    detail = "wgmma groups 2 -> 1 and instructions 1234 -> 5678 of all loops together"
+    versions = ("4.6.1", "4.7.1", "4.8.1")
+    document.show(
+        [
+            cells.Cell(kernel, dsl, Kind.CHANGED, (detail, "x"), emulated="1 cases")
+            for dsl in versions
+        ]
+    )
+    _, row = capsys.readouterr().out.splitlines()
+    assert row.split("  ")[0] == kernel
+    assert row.count(f"changed: {detail} and 1 more; emulated") == len(versions)
+
+
 def test_brackets_of_a_title_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     document.show([cells.Cell("k", "4.8.1[cu13]", Kind.SAME)])
     titles, row = (line.split() for line in capsys.readouterr().out.splitlines())

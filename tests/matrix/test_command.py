@@ -108,6 +108,29 @@ def test_a_kernel_without_a_record_is_refused(
     assert compiles.asked == []
 
 
+def test_a_version_that_is_given_twice_is_one_column(
+    tmp_path: Path, compiles: Compiles
+) -> None:
+    kernel = ship(tmp_path, "good")
+    again = f"--env={HERE}={sys.executable}"
+    result = matrix(kernel, "--json", again)
+    assert result.exit_code == 0, result.output
+    assert len(json.loads(result.stdout)) == 1
+    assert compiles.asked == ["good"]
+
+
+def test_two_interpreters_for_one_version_are_refused(
+    tmp_path: Path, compiles: Compiles
+) -> None:
+    other = tmp_path / "python"
+    other.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    other.chmod(0o755)
+    result = matrix(ship(tmp_path, "good"), f"--env={HERE}={other}")
+    assert result.exit_code == 1
+    assert result.stderr == f"{HERE}: two interpreters: {other}, {sys.executable}\n"
+    assert compiles.asked == []
+
+
 def test_without_a_version_there_is_nothing_to_do(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["matrix", str(tmp_path)])
     assert result.exit_code == 2

@@ -136,6 +136,19 @@ def test_without_the_network_the_cache_serves(
         environments.made("4.6.x", stub(tmp_path, offline=True))
 
 
+def test_a_release_of_the_cache_comes_before_its_previews(
+    tmp_path: Path, own_cache: Path
+) -> None:
+    for version in ("4.8.0.dev0", "4.8.0rc1"):
+        environments.made(version, stub(tmp_path, version))
+    offline = stub(tmp_path, offline=True)
+    assert environments.made("4.8.x", offline).dsl == "4.8.0rc1"
+    for version in ("4.8.0", "4.8.0.post1"):
+        environments.made(version, stub(tmp_path, version))
+        offline = stub(tmp_path, offline=True)
+        assert environments.made("4.8.x", offline).dsl == version
+
+
 def test_a_failed_installation_leaves_nothing(tmp_path: Path, own_cache: Path) -> None:
     with pytest.raises(EnvironmentProblem, match="ERROR: no network"):
         environments.made("4.7.1", stub(tmp_path, offline=True))

@@ -5,11 +5,12 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from fmha_gen import render, tree
-from fmha_gen.errors import CheckFailed
+from fmha_gen.errors import CheckFailed, EnvironmentProblem
 
 
 def kernel(value: int) -> str:
@@ -229,17 +230,19 @@ def test_dying_while_recovering_is_recovered_as_well(tmp_path, monkeypatch):
 
 
 CHILD = """
-import sys, time
+import sys, threading, time
 from pathlib import Path
 sys.path[:0] = {path!r}
 import test_tree
-root, last = Path(sys.argv[1]), int(sys.argv[2])
+root, last, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+for _ in range(threads):
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 count = 0
 def step(name):
     global count
     if count == last:
         print(name, flush=True)
-        time.sleep(60)
+        sys.stdin.readline()
     count += 1
 test_tree.update(root, step)
 print("done", flush=True)
@@ -247,11 +250,15 @@ time.sleep(60)
 """
 
 
-def child(root: Path, last: int) -> tuple["subprocess.Popen[str]", str]:
+def child(
+    root: Path, last: int, threads: int = 0
+) -> tuple["subprocess.Popen[str]", str]:
     code = CHILD.format(path=[str(Path(__file__).parent), *sys.path])
     process = subprocess.Popen(
-        [sys.executable, "-c", code, str(root), str(last)],
+        [sys.executable, "-c", code, str(root), str(last), str(threads)],
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         text=True,
     )
     assert process.stdout is not None
@@ -273,26 +280,81 @@ def test_sigkill(tmp_path_factory):
         process, reached = child(root, names.index(name))
         assert reached == name
         os.kill(process.pid, signal.SIGKILL)
-        process.wait()
+        process.communicate()
         with tree.exclusive(root):  # the lock died with its holder
             tree.recover(root)
         committed = names.index(name) > names.index("commit")
         assert contents(root) == (NEW if committed else OLD)
 
 
-def test_interrupt_after_the_commit_waits_for_the_renames(tmp_path_factory):
+@pytest.mark.parametrize("threads", [0, 1])  # a progress bar has one of its own
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupt_after_the_commit_waits_for_the_renames(
+    tmp_path_factory, number, threads
+):
     names = steps(tmp_path_factory)
     root = tmp_path_factory.mktemp("interrupted")
     write(root, OLD)
-    process, reached = child(root, names.index("delete gone.py"))
+    process, reached = child(root, names.index("delete gone.py"), threads)
     assert reached == "delete gone.py"
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     time.sleep(0.3)
-    assert process.poll() is None, "SIGINT was not held back"
-    process.kill()
-    process.wait()
-    assert process.stdout is not None
-    process.stdout.close()
+    assert process.poll() is None, "the signal was not held back"
+    out, _ = process.communicate("go on\n", timeout=60)
+    assert (process.returncode, out) == (-number, "")
+    assert contents(root) == NEW
+
+
+def test_signals_are_held_back_only_where_python_lets_us(tmp_path):
+    write(tmp_path, OLD)
+    before = signal.getsignal(signal.SIGINT)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(update, tmp_path).result()
+    assert contents(tmp_path) == NEW
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_file_where_a_folder_belongs_is_refused_before_anything_is_written(tmp_path):
+    write(tmp_path, {"a.py": OLD["a.py"], "records": "mine\n"})
+    before = contents(tmp_path)
+    with pytest.raises(CheckFailed, match="records: not a folder"):
+        update(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_what_cannot_be_staged_is_a_problem_of_the_machine(tmp_path):
+    write(tmp_path, {**OLD, tree.STAGE: "no folder\n"})
+    with pytest.raises(EnvironmentProblem, match="cannot write there: File exists"):
+        update(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("folder", [".", "records"])
+def test_a_folder_that_is_not_writable(tmp_path, folder):
+    write(tmp_path, OLD)
+    (tmp_path / folder).chmod(0o555)
+    try:
+        with pytest.raises(EnvironmentProblem, match="cannot write there: Permission"):
+            update(tmp_path)
+    finally:
+        (tmp_path / folder).chmod(0o755)
+    assert contents(tmp_path) == OLD
+
+
+def test_what_cannot_be_finished_can_be_later(tmp_path):
+    write(tmp_path, {"a.py": OLD["a.py"]})
+
+    def spoil(name: str) -> None:
+        if name == "replace records/b.json":
+            (tmp_path / "records").write_text("")
+
+    for step in (spoil, None):
+        with pytest.raises(EnvironmentProblem, match="cannot write there: File exists"):
+            update(tmp_path, step)
+    assert tree.interrupted(tmp_path)
+    (tmp_path / "records").unlink()
+    update(tmp_path)
+    assert contents(tmp_path) == NEW
 
 
 def test_two_that_replace_one_file_do_not_meet(

@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import ast
-import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -251,6 +248,36 @@ def test_an_edited_kernel_is_never_overwritten(source: Path, into: Path) -> None
     assert labels(into) == {}
 
 
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("\nSPEC = {", "\nSPEC: dict = {"),
+        ("\nSPEC = {", "\nSPEC = other = {"),
+        ("\nSPEC = {", "\nSPEC = dict() or {"),
+        ("\nSPEC = {", "\nOURS = {"),
+        ('    "head_dim": {', '    "head_dims": {'),
+        ("\nSPEC = {", "\n<<<<<<< ours\nSPEC = {"),
+    ],
+)
+def test_an_edit_that_nobody_can_read_stays_and_the_others_are_renewed(
+    source: Path, into: Path, old: str, new: str
+) -> None:
+    vendor(source, into, A, B, init=True)
+    edit(into / f"{A}.py", old, new)
+    mine = (into / f"{A}.py").read_text()
+    (into / records.path_of(A)).write_text("<<<<<<< ours\n")
+    for stem in (A, B):
+        rebuild(source, stem)
+    result = vendor(source, into)
+    assert [step.path for step in result.refused] == [f"{A}.py"]
+    assert (into / f"{A}.py").read_text() == mine
+    assert (into / f"{B}.py").read_text() == (source / f"{B}.py").read_text()
+    text = command.to_text(result, into)
+    assert "+QUAD = 8" in text
+    assert "-" + new.strip("\n").splitlines()[0] in text
+    assert labels(into) == {f"{A}.py": "edited", records.path_of(A): "edited"}
+
+
 @pytest.mark.parametrize("name", ["README.md", contents.PACKAGE, "LICENSE"])
 def test_other_files_that_were_edited_stay(source: Path, into: Path, name: str) -> None:
     vendor(source, into, A, init=True)
@@ -364,37 +391,83 @@ def test_what_cannot_be_vendored(source: Path, into: Path, tmp_path: Path) -> No
         assert not into.exists()
     with pytest.raises(CheckFailed, match="fmha-gen build writes there"):
         vendor(source, source, A)
-    with pytest.raises(CheckFailed, match="cannot have this name"):
-        vendor(source, tmp_path / "not-a-name", A, init=True)
+    for name in ("not-a-name", "lambda"):
+        with pytest.raises(CheckFailed, match="cannot have this name"):
+            vendor(source, tmp_path / name, A, init=True)
     (into / "README.md").mkdir(parents=True)
     with pytest.raises(CheckFailed, match=r"README.md: cannot be read"):
         vendor(source, into, A)
 
 
+def git(folder: Path, *arguments: str) -> str:
+    settings = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    command = ["git", "-C", folder, *settings, *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def committed(folder: Path, *options: str) -> str:
+    """Commit all that is there; the commit."""
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, *options, "commit", "--quiet", "--message", "x")
+    return git(folder, "rev-parse", "HEAD")
+
+
+def commit_of(into: Path) -> str:
+    lock = verify.read_lock(into)
+    assert lock is not None
+    return lock.source.removeprefix("fmha-gen==0.1.0 commit:")
+
+
 def test_the_lock_names_the_commit_of_what_it_holds(source: Path, into: Path) -> None:
-    def git(*arguments: str) -> str:
-        settings = ("-c", "user.name=x", "-c", "user.email=x@example.org")
-        command = ["git", "-C", source, *settings, *arguments]
-        done = subprocess.run(command, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
-
-    def first_line() -> str:
-        return (into / verify.LOCK).read_text().splitlines()[0]
-
     vendor(source, into, A)
-    assert first_line() == "fmha-gen==0.1.0 commit:uncommitted"
-    git("init", "--quiet")
-    git("add", ".")
-    git("commit", "--quiet", "--message", "x")
+    assert commit_of(into) == "uncommitted"
+    commit = committed(source)
     vendor(source, into)
-    commit = git("rev-parse", "HEAD")
-    assert first_line() == f"fmha-gen==0.1.0 commit:{commit}"
-    git("commit", "--quiet", "--allow-empty", "--message", "y")
+    assert commit_of(into) == commit
+    git(source, "commit", "--quiet", "--allow-empty", "--message", "y")
     vendor(source, into)
-    assert first_line() == f"fmha-gen==0.1.0 commit:{commit}"  # it has what we have
+    assert commit_of(into) == commit  # it has what we have
     rebuild(source, A)
     vendor(source, into)
-    assert first_line() == "fmha-gen==0.1.0 commit:uncommitted"
+    assert commit_of(into) == "uncommitted"
+
+
+def test_a_record_that_is_not_committed_is_in_no_commit(
+    source: Path, into: Path
+) -> None:
+    committed(source)
+    prove(source, A, compiled={})
+    vendor(source, into, A)
+    assert commit_of(into) == "uncommitted"
+
+
+GPG = """#!/bin/sh
+cat > /dev/null
+echo "gpg: a good signature" >&2
+printf "\\n[GNUPG:] SIG_CREATED \\n" >&2
+printf "%s\\n" "-----BEGIN PGP SIGNATURE-----" "" "x" "-----END PGP SIGNATURE-----"
+"""
+
+
+def test_the_commit_is_the_same_whatever_git_is_told_to_show(
+    source: Path, into: Path, tmp_path: Path
+) -> None:
+    gpg = tmp_path / "gpg"
+    gpg.write_text(GPG)
+    gpg.chmod(0o755)
+    (source / f"{B}.py").rename(tmp_path / "later")
+    commit = committed(source, "-c", f"gpg.program={gpg}", "-c", "commit.gpgSign=true")
+    (tmp_path / "later").rename(source / f"{B}.py")
+    git(source, "config", "gpg.program", str(gpg))
+    git(source, "config", "log.showSignature", "true")
+    git(source, "config", "status.showUntrackedFiles", "no")
+    assert "good signature" in git(source, "log", "-1", "--format=%H")
+    vendor(source, into, A)
+    assert commit_of(into) == commit
+    vendor(source, into, B)
+    assert commit_of(into) == "uncommitted"
 
 
 class Died(BaseException):
@@ -432,23 +505,6 @@ def test_dying_at_any_step_leaves_whole_files(
         monkeypatch.setattr(tree, "apply", real)
         vendor(source, trial, B)
         assert contents_of(trial) == new
-
-
-def test_killed_at_random_moments(source: Path, into: Path) -> None:
-    command_line = [
-        *(sys.executable, "-m", "fmha_gen.cli", "vendor", A, B, C, "--init"),
-        *("--from", str(source), "--into", str(into)),
-    ]
-    seconds = random.Random(1)
-    for _ in range(4):
-        shutil.rmtree(into, ignore_errors=True)
-        process = subprocess.Popen(command_line, stdout=subprocess.DEVNULL)
-        time.sleep(seconds.uniform(0.3, 2))
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert subprocess.run(command_line, capture_output=True).returncode == 0
-        assert labels(into) == {}
-        assert not (into / tree.STAGE).exists()
 
 
 def test_the_command(source: Path, into: Path) -> None:

@@ -191,6 +191,13 @@ def test_a_missing_file(copies: Path) -> None:
     assert finding.state == "missing"
 
 
+def test_a_folder_in_a_files_place_is_a_missing_file(copies: Path) -> None:
+    (copies / KERNEL).unlink()
+    (copies / KERNEL).mkdir()
+    assert (only(copies).state, only(copies).ok) == ("missing", False)
+    assert verify.main([str(copies)]) == 1
+
+
 def test_records_are_watched(copies: Path) -> None:
     record = json.loads((copies / RECORD).read_text())
     (copies / RECORD).write_text(json.dumps(record, sort_keys=True))
@@ -235,6 +242,19 @@ def test_out_of_date(copies: Path, tmp_path: Path) -> None:
     assert only(copies, newer.parent).label == "altered and out of date"
     (newer / KERNEL).unlink()  # no longer generated
     assert only(copies, newer.parent).label == "altered and out of date"
+
+
+def test_a_checkout_with_windows_line_ends_is_as_new(
+    copies: Path, tmp_path: Path
+) -> None:
+    newer = tmp_path / "generated"
+    newer.mkdir()
+    for name in (KERNEL, f"{OTHER}.py"):
+        (newer / name).write_bytes(text_of(name).replace("\n", "\r\n").encode())
+    assert {f.label for f in verify.verify([copies], newer)} == {"intact"}
+    edit(copies / KERNEL, "TILE_KV = 128 ", "TILE_KV = 112 ")
+    (copies / verify.LOCK).unlink()
+    assert [e.name for e in only(copies, newer).edits] == ["TILE_KV"]
 
 
 def test_statuses_and_json(copies: Path, capsys: pytest.CaptureFixture[str]) -> None:
