@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from fmha_gen.bench import plot, results
 from fmha_gen.bench.results import Cell, Report
-from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.errors import EnvironmentProblem, UsageProblem
 
 from .test_problems import problem
 from .test_results import report, timing
@@ -131,7 +131,7 @@ def test_what_cannot_be_drawn_is_refused_before_the_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plot.require(Path("bench.png"))
-    with pytest.raises(CheckFailed, match=r"bench\.jpg: the name must end in \.png"):
+    with pytest.raises(UsageProblem, match=r"bench\.jpg: the name must end in \.png"):
         plot.require(Path("bench.jpg"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(EnvironmentProblem, match=r"pip install 'fmha-gen\[plot\]'"):

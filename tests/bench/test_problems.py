@@ -10,7 +10,7 @@ import pytest
 from fmha_gen.bench import grid
 from fmha_gen.bench.grid import Row
 from fmha_gen.bench.problems import Problem, problems_for
-from fmha_gen.errors import CheckFailed
+from fmha_gen.errors import CheckFailed, UsageProblem
 
 ROOT = Path(__file__).parents[2]
 
@@ -187,7 +187,7 @@ def test_a_bad_grid_is_told_with_its_line(
 ) -> None:
     with pytest.raises(CheckFailed, match=message):
         load(tmp_path, text)
-    with pytest.raises(CheckFailed, match="cannot be read"):
+    with pytest.raises(UsageProblem, match="cannot be read"):
         grid.load(tmp_path / "none.csv")
 
 
