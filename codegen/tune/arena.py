@@ -22,8 +22,8 @@ from ..executor import Executor, Task
 from ..processes import Ending, Event, Ran, Worker, of_kind, ran, run_worker
 from .journal import Heat
 
-# A process has a limit for each of its phases; this one is for a process that hangs before them.
-WHOLE_SECONDS = 3600.0
+# A process has a limit for each phase; this one is for what hangs before them or waits for the GPU.
+WHOLE_SECONDS = 3600
 
 REQUEST = "request.json"
 

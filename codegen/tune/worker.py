@@ -36,7 +36,7 @@ from ..errors import one_line
 from ..gpu import find_gpu, visible
 from ..processes import Event
 from ..toolchain import COMPILE_SECONDS
-from .arena import MACHINE
+from .arena import MACHINE, WHOLE_SECONDS
 from .rounds import play
 
 NOBODY = (MACHINE, "a heat")  # who does what between phases
@@ -88,7 +88,7 @@ class Session:
         try:
             kernels = self._load()
             with Path(self._request.lock).open("w") as lock, torch.no_grad():
-                with self._phase(MACHINE, "wait for the GPU"):
+                with self._phase(MACHINE, "wait for the GPU", WHOLE_SECONDS):
                     fcntl.flock(lock, fcntl.LOCK_EX)
                 for name in self._request.check:
                     with self._phase(name, "check"):

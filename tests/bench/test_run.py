@@ -172,7 +172,7 @@ def test_a_run_is_shown_again_from_its_json(generated: tuple[Path, Path]) -> Non
     assert (outside / "again.json").read_text() == found.read_text()
     assert picture.exists()
     refused = invoke(found, "--record")
-    assert refused.exit_code == 1
+    assert refused.exit_code == 2
     assert refused.stderr.endswith("a run is only shown, with --plot and --json\n")
     for text in ("", "[]", "{}", '{"gpu": 1}'):
         found.write_text(text)

@@ -25,6 +25,7 @@ from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.bench.problems import Problem  # noqa: E402
 from fmha_gen.cases import Case  # noqa: E402
 from fmha_gen.tune import journal, worker  # noqa: E402
+from fmha_gen.tune.arena import MACHINE, WHOLE_SECONDS  # noqa: E402
 from fmha_gen.tune.rounds import score  # noqa: E402
 from unit.fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
 
@@ -112,8 +113,11 @@ def test_a_candidate_is_checked_and_then_timed_beside_the_incumbent(
     assert [len(rounds) for rounds in played.values()] == [3, 3]
     assert score(played, "new", "old").time == pytest.approx(0.9)
     phases = [(e["who"], e["phase"]) for e in found if e["event"] == "start"]
-    assert phases[:3] == [("old", "compile"), ("new", "compile"), ("new", "check")]
-    assert {phase for who, phase in phases[3:] if who} == {str(SMALL), str(LARGE)}
+    compiles, waits, checks = phases[:2], phases[2], phases[3]
+    assert compiles == [("old", "compile"), ("new", "compile")]
+    assert waits == (MACHINE, "wait for the GPU")
+    assert checks == ("new", "check")
+    assert {phase for who, phase in phases[4:] if who} == {str(SMALL), str(LARGE)}
 
 
 def test_every_problem_and_heat_has_dice_of_its_own_and_always_the_same(
@@ -195,7 +199,7 @@ def test_every_phase_has_its_limit_and_none_is_left_at_the_end(
     started = [event["limit"] for event in found if event["event"] == "start"]
     assert [limit for limit in alarms if limit] == started
     assert alarms[1::2] == [0] * len(started)
-    assert started[:3] == [worker.COMPILE_SECONDS] * 2 + [60]
+    assert started[:4] == [worker.COMPILE_SECONDS] * 2 + [WHOLE_SECONDS, 60]
 
 
 def test_the_checks_are_a_ragged_case_and_one_of_many_tiles(
