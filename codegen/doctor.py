@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import os
 import platform
 import sys
@@ -40,6 +41,7 @@ def examine() -> list[Finding]:
         ),
         _asked("emulator", _emulator, needed=False),
         _asked("GPU", _gpu, needed=False),
+        _asked("PyTorch", _pytorch, needed=False),
         _cache(),
     ]
 
@@ -108,7 +110,7 @@ def _emulator() -> str:
 
 
 def _gpu() -> str:
-    """Name and compute capability of the first GPU, asked of the driver."""
+    """Name, compute capability and newest CUDA of the first GPU, asked of the driver."""
     try:
         driver: Any = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -141,7 +143,17 @@ def _gpu() -> str:
         device,
     )
     name = call("cuDeviceGetName", 256, device).split(b"\0")[0].decode()
-    return f"{name}, sm_{major}{minor}, driver {call('cuDriverGetVersion')}"
+    newest = call("cuDriverGetVersion")
+    return f"{name}, sm_{major}{minor}, CUDA {newest // 1000}.{newest % 1000 // 10}"
+
+
+def _pytorch() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise EnvironmentProblem(
+            "validate, bench and tune need it: pip install 'fmha-gen[torch]'"
+        ) from error
 
 
 def _cache() -> Finding:

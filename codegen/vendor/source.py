@@ -82,6 +82,8 @@ def open_source(folder: Path) -> Source:
         raise CheckFailed(
             f"{folder}: not a folder that fmha-gen build wrote: no {manifest.FILE}"
         ) from error
+    except UnicodeDecodeError as error:
+        raise CheckFailed(f"{file}: not a lock; build again") from error
     tools = _TOOLS.fullmatch(lock.tools)
     if tools is None:
         raise CheckFailed(f"{file}:1: does not say which tools; build again")

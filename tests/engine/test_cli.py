@@ -168,6 +168,13 @@ def test_doctor_says_what_the_gpu_is_or_why_there_is_none():
     assert not gpu.needed
 
 
+def test_doctor_says_whether_pytorch_is_there(monkeypatch):
+    found = {"torch": "2.11.0"}
+    monkeypatch.setattr(doctor.importlib.metadata, "version", found.__getitem__)
+    (pytorch,) = (f for f in doctor.examine() if f.name == "PyTorch")
+    assert (pytorch.ok, pytorch.needed, pytorch.detail) == (True, False, "2.11.0")
+
+
 def test_doctor_says_whether_launches_can_be_captured(monkeypatch):
     def emulator():
         (found,) = (f for f in doctor.examine() if f.name == "emulator")

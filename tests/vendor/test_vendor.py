@@ -356,6 +356,10 @@ def without_lock(source: Path) -> None:
     (source / manifest.FILE).unlink()
 
 
+def another_lock(source: Path) -> None:
+    (source / manifest.FILE).write_bytes(b"\xff\n")
+
+
 def stale(source: Path) -> None:
     record = (source / records.path_of(A)).read_text()
     rebuild(source, A)
@@ -367,6 +371,7 @@ def stale(source: Path) -> None:
     [
         (damaged, "not as the last build left it"),
         (without_lock, "no MANIFEST.lock"),
+        (another_lock, "not a lock"),
         (stale, "its record is for another body"),
     ],
 )
