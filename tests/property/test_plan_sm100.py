@@ -107,8 +107,9 @@ def assert_sum_is_written_out(code: str, message: str) -> None:
     need, limit = map(
         int, re.findall(r" (\d+)(?= B| registers| columns|:)", message)[:2]
     )
-    parts = message.partition(": ")[2].split(" + ")
-    assert sum(int(part.split()[-1]) for part in parts) == need > limit
+    products = re.findall(r"\d+(?: \* \d+)*(?= \+|$)", message.partition(": ")[2])
+    parts = [math.prod(map(int, product.split(" * "))) for product in products]
+    assert sum(parts) == need > limit
     assert limit in limits[code]
 
 

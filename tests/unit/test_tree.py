@@ -230,8 +230,10 @@ def test_dying_while_recovering_is_recovered_as_well(tmp_path, monkeypatch):
 
 
 CHILD = """
-import sys, threading, time
+import signal, sys, threading, time
 from pathlib import Path
+# Who starts the tests in the background leaves ^C ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path[:0] = {path!r}
 import test_tree
 root, last, threads = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
