@@ -418,13 +418,9 @@ def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
 def _read_lock(out: Path) -> manifest.Manifest | None:
     path = out / manifest.FILE
     try:
-        return manifest.parse(path.read_text(encoding="utf-8"), str(path))
+        return manifest.load(path)
     except FileNotFoundError:
         return None
-    except UnicodeDecodeError as error:
-        raise CheckFailed(
-            f"{path}: not a lock ({error}); restore it from version control"
-        ) from error
 
 
 def _refusal(out: Path, change: tree.Change) -> str:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from . import evaluation, toolchain, tree
+from . import evaluation, files, toolchain
 from .errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .evaluation import (
     DEFAULT_OUT,
@@ -166,11 +166,8 @@ def emulate(
 def write_timeline(trace: Mapping[str, Any], file: Path | None) -> None:
     """Write the trace that was asked for."""
     assert file is not None
-    try:
-        tree.replace(file, (json.dumps(trace) + "\n").encode())
-    except OSError as error:
-        message = f"{file}: cannot be written: {error.strerror}"
-        raise EnvironmentProblem(message) from error
+    with files.writing(file):
+        files.replace(file, (json.dumps(trace) + "\n").encode())
 
 
 def judge(

@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import toolchain, tree
-from .errors import CheckFailed, EnvironmentProblem
+from . import files, toolchain, tree
+from .errors import CheckFailed
 from .executor import HERE, Executor, Task
 
 _LAUNCH = re.compile(r"^def launch\(\n(.*?)^\):$", re.MULTILINE | re.DOTALL)
@@ -83,7 +83,7 @@ def export(
     found = list(sources)
     toolchain.require_dsl()
     toolchain.require_ffi()
-    with _using(folder):
+    with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     todo = [source for source in found if not _is_right(source, folder)]
     tasks = [
@@ -128,7 +128,7 @@ def _files(source: Source, folder: Path) -> tuple[Path, Path]:
 
 def _is_right(source: Source, folder: Path) -> bool:
     object_file, header_file = _files(source, folder)
-    with _using(folder):
+    with files.writing(folder):
         if not (object_file.exists() and header_file.exists()):
             return False
         stated = header_file.read_text(encoding="utf-8", errors="replace")
@@ -137,21 +137,10 @@ def _is_right(source: Source, folder: Path) -> bool:
 
 def _write(source: Source, folder: Path, compiled: bytes) -> None:
     object_file, header_file = _files(source, folder)
-    with _using(folder):
+    with files.writing(folder):
         # The header is last: one that a crash leaves behind does not fit the object.
         tree.replace(object_file, compiled)
         tree.replace(header_file, header(source, compiled).encode())
-
-
-@contextlib.contextmanager
-def _using(folder: Path) -> Iterator[None]:
-    """Around what reads and writes there, and nothing else."""
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{folder}: cannot read and write there: {error.strerror}"
-        ) from error
 
 
 def _sha256(data: bytes) -> str:

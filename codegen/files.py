@@ -12,6 +12,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from .errors import EnvironmentProblem
+
+
+@contextlib.contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Say what the system refuses in a folder or file as a problem of the machine."""
+    try:
+        yield
+    except OSError as error:
+        raise EnvironmentProblem(
+            f"{place}: cannot write there: {error.strerror}"
+        ) from error
+
 
 def replace(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Write a file beside its place and rename it. Raises OSError.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import CheckFailed
 
@@ -50,6 +51,12 @@ def dump(manifest: Manifest) -> str:
         for file, entry in sorted(manifest.entries.items())
     ]
     return "\n".join([manifest.tools, *lines]) + "\n"
+
+
+def load(path: Path) -> Manifest:
+    """The lock in a file. Raises OSError, and CheckFailed as `parse` does."""
+    # What is no text is no entry either.
+    return parse(path.read_text(encoding="utf-8", errors="replace"), str(path))
 
 
 def parse(text: str, name: str = FILE) -> Manifest:

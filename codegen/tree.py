@@ -26,6 +26,7 @@ from typing import Literal
 
 from .errors import CheckFailed, EnvironmentProblem
 from .files import replace as replace
+from .files import writing
 from .render import body_digest, stated_digests
 
 STAGE = ".fmha-gen-stage"
@@ -94,7 +95,7 @@ def intact(text: str, recorded: str | None) -> bool:
 @contextlib.contextmanager
 def exclusive(root: Path, *, wait: bool = False) -> Iterator[None]:
     """Hold the output folder for this process; unless it waits, CheckFailed when another has it."""
-    with _writing(root):
+    with writing(root):
         root.mkdir(parents=True, exist_ok=True)
         handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -121,7 +122,7 @@ def recover(root: Path) -> None:
 
     Raises EnvironmentProblem when the folder cannot be written; then a later call may.
     """
-    with _writing(root):
+    with writing(root):
         if interrupted(root):
             _roll_forward(root, _no_step)
         _discard(root / STAGE)
@@ -139,7 +140,7 @@ def apply(
         return
     for change in changes:
         _require_folder(root, (root / _checked(change.path)).parent)
-    with _writing(root):
+    with writing(root):
         _apply(root, changes, step or _no_step)
 
 
@@ -219,17 +220,6 @@ def _uninterrupted() -> Iterator[None]:
             signal.signal(which, before[which])
         for number in held[:1]:
             signal.raise_signal(number)
-
-
-@contextlib.contextmanager
-def _writing(root: Path) -> Iterator[None]:
-    """Say what the system refuses as a problem of the machine."""
-    try:
-        yield
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{root}: cannot write there: {error.strerror}"
-        ) from error
 
 
 def _require_folder(root: Path, folder: Path) -> None:

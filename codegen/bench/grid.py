@@ -54,7 +54,7 @@ class Row:
 
 
 def load(path: Path) -> list[Row]:
-    """The rows of a grid file. Raises CheckFailed that names file and line."""
+    """The rows of a grid file. CheckFailed names file and line, UsageProblem the file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from ..errors import EnvironmentProblem, UsageProblem
+from ..errors import UsageProblem
+from ..files import replace, writing
 from ..plan import resolve
 from ..planning.kernel_plan import KernelPlan
 from ..spec import SpecFile
-from ..tree import replace
 from .cluster import cluster
 from .lanes import lanes
 from .maps import shared_memory, tensor_memory
@@ -35,12 +35,8 @@ def write(spec_files: Sequence[SpecFile], file: Path) -> None:
             f"{file}: a picture is of one kernel, but there are {len(spec_files)} specs"
         )
     text = render(resolve(spec_files[0]))
-    try:
+    with writing(file):
         replace(file, text.encode())
-    except OSError as error:
-        raise EnvironmentProblem(
-            f"{file}: cannot write there: {error.strerror}"
-        ) from error
 
 
 def page(plan: KernelPlan) -> Panel:

@@ -77,13 +77,11 @@ def open_source(folder: Path) -> Source:
     """The source that a folder is; raises CheckFailed when no build wrote it."""
     file = folder / manifest.FILE
     try:
-        lock = manifest.parse(file.read_text(encoding="utf-8"), str(file))
+        lock = manifest.load(file)
     except OSError as error:
         raise CheckFailed(
             f"{folder}: not a folder that fmha-gen build wrote: no {manifest.FILE}"
         ) from error
-    except UnicodeDecodeError as error:
-        raise CheckFailed(f"{file}: not a lock; build again") from error
     tools = _TOOLS.fullmatch(lock.tools)
     if tools is None:
         raise CheckFailed(f"{file}:1: does not say which tools; build again")
