@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which inputs a kernel is validated with: a pure function of its SPEC.
+"""Which problems a kernel is shown, in the emulator and on a GPU: a pure function of its plan.
 
-A case is data, so that a failing one can be named, listed and replayed. Lengths are those at which
-tiled kernels break: one row; one below, at and above the edge of a box or tile; and one that no
-tile divides.
+A case is data, so that a failing one can be named, listed and replayed. Lengths are stated in the
+kernel's own tiles, so that each has the tails it is there for. A persistent CTA gets several work
+tiles from a small problem when the kernel is told that the GPU has few SMs.
 """
 
 from __future__ import annotations
@@ -11,31 +11,47 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from .arch import ARCHITECTURES
 
-Data = Literal["normal", "huge_key", "uniform_1e4", "all_1e4"]
-Layout = Literal["bshd", "bhsd", "fused", "cache"]
-
-RAGGED_LENGTHS = (1, 63, 64, 65, 127, 129, 1000)
-LARGE_INPUT = (
-    1e4  # scores of 1e10, where rounding the scaled maximum moves exponents by tens
-)
-STEEP = 30.0  # softmax_scale times this: rows close to one-hot
-REPEATS = 20
-REPEATS_ELSEWHERE = 2
-
-# Query lengths that make an odd number of tiles of 128, 192 and 256 rows, and an even one.
-ODD_TILES_LENGTH = 545
-EVEN_TILES_LENGTH = 1000
+Data = Literal[
+    "normal",
+    "edges",
+    "future",
+    "huge_key",
+    "second_rows",
+    "negative",
+    "rising_9",
+    "rising_11",
+    "rising_20",
+    "first_at_minus_inf",
+    "all_at_minus_inf",
+    "uniform_1e4",
+    "all_1e4",
+]
+Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "plain"]
 
 DYNAMIC = "dynamic"
 
-# (q, kv), (batch, kv_heads): each ragged length on both sides, either side the longer one
-_RAGGED = (
-    ((1, 1), (1, 1)),
+STEEP = 30.0  # softmax_scale times this: rows close to one-hot
+LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
+REPEATS = 20
+REPEATS_ELSEWHERE = 2
+
+# More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
+# them: then some clusters run there, and the schedule of all is walked.
+MANY_BLOCKS = 48
+# A work tile of more KV blocks than this is long: few kinds of data are shown to it.
+LONG_TILE = 12
+
+# Lengths that make an odd number of tiles of 128, 192 and 256 rows, and an even one.
+ODD_TILES_LENGTH = 545
+EVEN_TILES_LENGTH = 1000
+
+# (q, kv), (batch, kv_heads): either side the longer one, by little and by much
+_LONGER = (
     ((1, 1000), (3, 2)),
     ((1000, 1), (1, 3)),
     ((63, 64), (3, 1)),
@@ -52,16 +68,56 @@ _RAGGED = (
 
 
 @dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
+
+    sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
+    starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
+    packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
+    number of SMs. slack: [log2] by which scores may exceed their reference. phases: of the ring
+    with the most stages, after which its barriers repeat.
+    """
+
+    q: int  # [rows]
+    kv: int  # [rows]
+    cluster: tuple[int, int]
+    sms_per_head: int = 0
+    q_releases: int = 2
+    packed: int = 1
+    single: bool = False
+    slack: float = 8.0
+    phases: int = 8
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def positions(self) -> int:
+        """Query rows of one head in a tile."""
+        return self.q // self.packed
+
+    @property
+    def cluster_rows(self) -> int:
+        """Query rows of one head that a cluster works on at a time."""
+        return self.positions * self.cluster[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a cluster works on at a time."""
+        return self.packed * self.cluster[1]
+
+
+@dataclass(frozen=True)
 class Case:
     """One call of a kernel.
 
-    batch, kv_heads: run-time counts; query heads are ``kv_heads * q_per_kv``.
-    q, kv: rows.
+    batch, kv_heads: run-time counts; query heads are ``kv_heads * q_per_kv``. q, kv: rows.
+    sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
+    emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
-    layout: how q, k and v lie in memory. ``bshd``: contiguous; ``bhsd``: transposed views;
-      ``fused``: slices of one qkv tensor; ``cache``: the first rows of a longer tensor, NaN after.
-    gaps: out has guards between its rows, heads and batches; otherwise it is contiguous.
-    repeats: launches that must agree bit for bit.
+    layout: see `inputs.place_tensors`. repeats: launches on a GPU that must agree bit for bit.
     """
 
     name: str
@@ -69,10 +125,12 @@ class Case:
     kv_heads: int
     q: int
     kv: int
+    sm_count: int | None = None
+    clusters: tuple[int, ...] | None = None
+    blocks: int = 1
     data: Data = "normal"
-    layout: Layout = "bshd"
+    layout: Layout = "own"
     scale_factor: float = 1.0
-    gaps: bool = True
     repeats: int = REPEATS_ELSEWHERE
 
     @property
@@ -85,11 +143,16 @@ class Case:
         """Scores per query head of a group: what the case costs, up to a factor of the spec."""
         return self.batch * self.kv_heads * self.q * self.kv
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the emulator runs it; what fills a GPU it only walks."""
+        return self.sm_count is not None
 
-def cases_for(spec: Mapping[str, Any]) -> tuple[Case, ...]:
+
+def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
     cases: dict[tuple[object, ...], Case] = {}
-    for case in _candidates(spec):
+    for case in _candidates(spec, tiles):
         shape = (case.batch, case.kv_heads, case.q, case.kv)
         call = (*shape, case.data, case.layout, case.scale_factor)
         same = cases.setdefault(call, case)
@@ -98,58 +161,242 @@ def cases_for(spec: Mapping[str, Any]) -> tuple[Case, ...]:
     return tuple(cases.values())
 
 
+def tiles_of(constants: Mapping[str, Any]) -> Tiles:
+    """How the kernel with these module-level constants cuts a problem."""
+    spec = constants["SPEC"]
+    return Tiles(
+        constants["TILE_Q"],
+        constants["TILE_KV"],
+        tuple(spec.get("cluster", [1, 1])),
+        sms_per_head=constants.get("SMS_PER_HEAD", 0),
+        q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
+        packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
+        single=spec.get("schedule") == "single",
+        slack=constants["RESCALE_SLACK"],
+        phases=max(n for name, n in constants.items() if name.endswith("_STAGES")),
+    )
+
+
 def smallest_ragged(cases: tuple[Case, ...]) -> Case:
     """The cheapest ordinary case with several rows on each side, or the cheapest of all."""
     ordinary = [
-        case for case in cases if min(case.q, case.kv) > 1 and case.data == "normal"
+        case
+        for case in cases
+        if min(case.q, case.kv) > 1 and case.data == "normal" and case.layout != "far"
     ]
     return min(ordinary or cases, key=lambda case: case.work)
 
 
-def query_tiles(case: Case, spec: Mapping[str, Any], tile: int) -> int:
-    """Work tiles of a case for a query tile of that many rows."""
-    return case.batch * case.kv_heads * tiles_of_kv_head(case.q, spec, tile)
+def work_tiles(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
+    """Work tiles of a case: what a cluster works on at a time."""
+    heads = case.kv_heads * int(spec["q_per_kv"]) // tiles.heads
+    return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
 
 
-def tiles_of_kv_head(q: int, spec: Mapping[str, Any], tile: int) -> int:
-    """Work tiles of the ``q`` rows of all query heads of a KV head, packed or each for itself."""
-    if spec.get("pack_gqa"):
-        return math.ceil(q * int(spec["q_per_kv"]) / tile)
-    return int(spec["q_per_kv"]) * math.ceil(q / tile)
+def residues(tile: int) -> tuple[int, ...]:
+    """What a length may leave to a tile where masks and tails err."""
+    return (0, 1, 2, tile // 2, tile - 2, tile - 1)
 
 
-def _candidates(spec: Mapping[str, Any]) -> Iterator[Case]:
-    def case(
-        tag: str, q: int, kv: int, batch: int, kv_heads: int, **options: Any
-    ) -> Case:
-        q, kv = _fixed_or(spec, "q", q), _fixed_or(spec, "kv", kv)
-        name = f"{tag}_b{batch}_hkv{kv_heads}_q{q}_kv{kv}"
-        return Case(name, batch, kv_heads, q, kv, **options)
+def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    yield from _tiled(spec, tiles)
+    yield from _magnitudes(spec, tiles)
+    if spec["seqlen"]["kv"] == DYNAMIC:
+        yield from _residues(spec, tiles)
+    yield from _calls(spec, tiles)
+    yield from _large(spec, tiles)
+
+
+def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Rings, waves and tails."""
+    rows, block = tiles.cluster_rows, tiles.kv
+    # Groups of many heads give a cluster its work tiles, a single head must have rows for it.
+    work_of_head = spec["q_per_kv"] // tiles.heads
+    group = work_of_head > 1
+    twice = rows if group else 2 * rows
+    ragged = twice - rows // 2 + 5
+
+    def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, *counts, **options)
+
+    fused, strided = ((1, 2), (2, 1)) if group else ((2, 1), (2, 2))
+    options: dict[str, Any] = {"layout": "bhsd", "data": "huge_key"}
+    yield case("ragged", ragged, 3 * block + block // 2 + 1, 1, 1, data="edges")
+    yield case("strided", 33, 3 * block - 7, *strided, **options)
+    if DYNAMIC not in spec["seqlen"].values():
+        return
+    second: dict[str, Any] = {"data": "second_rows"}
+    yield case("exact", twice, 3 * block, 1, 1, **second)
+    blocks = 1 if group else 2
+    odd = math.ceil(5 / work_of_head)
+    yield case(
+        "waves", max(rows - 1, 1), blocks * block + 1, 1, odd, clusters=3, **second
+    )
+    if group and not tiles.sms_per_head:
+        # Two query tiles of a head, which nothing above has; causal: see `sections`.
+        yield case("two_tiles", rows + rows // 2 + 1, block + 1, 1, 1)
+    if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
+        yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
+    if spec["seqlen"]["kv"] == DYNAMIC:
+        # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
+        # a few blocks must not wait for what the others hold back.
+        # Its scores are negative, which is when every block takes a new reference, and change
+        # their level from one pair of blocks to the next: `negative` has sevenths.
+        few = 5 if group else rows + 5
+        yield case("long_kv", few, 14 * block, 1, 1, data="negative")
+        # Causal: a warpgroup without a row has no masked block, in a tile after another, either.
+        # With a group of heads `long_kv` has such tiles.
+        if tiles.sms_per_head and not group:
+            yield case("few_rows", max(tiles.positions // 16, 1), 2 * block, 1, 2)
+        # Causal: rows of the last block, and one before it that not all rows see whole.
+        yield case("half", rows, rows + block + block // 2, 1, 1, **second)
+        # Sections of heads, the last one smaller than the others.
+        if tiles.sms_per_head:
+            kv_heads = math.ceil(3 / work_of_head)
+            heads = kv_heads * work_of_head
+            section = next(size for size in (2, 3, 5, 7) if heads % size)
+            clusters = section * tiles.sms_per_head // tiles.ctas
+            tail = rows + 1
+            yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
+        # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
+        # then does nothing else that the producer waits for imply that a Q stage is free. And more
+        # than arrivals free them: a barrier that counts one too few is then a phase ahead.
+        q = spec["seqlen"]["q"]
+        q_tiles = math.ceil((ragged if q == DYNAMIC else int(q)) / rows)
+        batch = math.ceil((tiles.q_releases + 1) / (q_tiles * work_of_head))
+        yield case("short_kv", ragged, block // 2 + 3, batch, 1, data="edges")
+        yield case("one_key", ragged, 1, 1, 1)
+        # More tiles than any ring has phases, of one CTA, of which each finds another head and
+        # batch where the one before was.
+        heads = max(3, math.ceil((2 * tiles.phases + 1) / (2 * work_of_head)))
+        yield case("tiles", max(tiles.positions - 3, 1), 7, 2, heads, layout="mixed")
+        if tiles.packed > 1:
+            # Few positions make a tile. Of a second one, some that do not reach the block that
+            # others begin with; and several tiles that see no key.
+            edge = 2 * block - tiles.positions - tiles.positions // 2
+            yield case("edge", 2 * rows, 2 * rows + edge, 1, 1, **second)
+            yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
+        yield case("one_by_one", 1, 1, 1, 1)
+    yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1, data="edges")
+    yield case("fused", block + 9, block + 9, *fused, layout="fused", data="edges")
+
+
+def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Scores that rise, are far from 0 or -inf, and scales."""
+    block, few = tiles.kv, min(tiles.positions, 33)
+
+    def case(tag: str, kv: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, few, kv, 1, 1, **options)
+
+    yield case("rising_11", 5 * block, data="rising_11")
+    if spec["mask"] == "causal":
+        yield case("future", 2 * block + 5, data="future")
+    yield case("minus_inf", 3 * block - 5, data="first_at_minus_inf")
+    yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    yield case("steep", 2 * block + 3, scale_factor=STEEP)
+    kv = spec["seqlen"]["kv"]
+    if kv != DYNAMIC and int(kv) > LONG_TILE * block:
+        return
+    yield case("rising_9", 5 * block, data="rising_9")
+    yield case("rising_20", 5 * block, data="rising_20")
+    yield case("flat", 2 * block - 3, scale_factor=0.37, data="edges")
+    yield case("logits_1e4", 2 * block + 9, scale_factor=LARGE_LOGITS)
+    yield case("uniform_1e4", 2 * block + 1, data="uniform_1e4")
+    yield case("all_1e4", block + 3, data="all_1e4")
+
+
+def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Every residue of kv (causal: of kv - q) to a KV tile, below a query tile's rows and above."""
+    below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
+    for side, q in (("below", below), ("above", above)):
+        for number, residue in enumerate(residues(tiles.kv)):
+            rows = q if spec["seqlen"]["q"] == DYNAMIC else int(spec["seqlen"]["q"])
+            kv = residue + (rows if spec["mask"] == "causal" else 0)
+            kv = kv if kv > tiles.kv // 2 else kv + tiles.kv
+            layout = ("own", "mixed", "bhsd")[number % 3]
+            tag = f"{side}_{residue}"
+            yield _fitted(spec, tiles, tag, q, kv, 1, 1, data="edges", layout=layout)
+
+
+def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Where tensors lie, and what `fmha` is left to decide."""
+    few = min(tiles.positions, 17)
+
+    def case(tag: Layout, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, few, kv, *counts, layout=tag, **options)
+
+    # On a GPU that has more SMs than there are work tiles.
+    yield case(
+        "far", tiles.kv // 2, 2, 2, clusters=ARCHITECTURES[spec["arch"]].sm_count
+    )
+    yield case("plain", tiles.kv - 1, 1, 2)
+    kv = spec["seqlen"]["kv"]
+    if kv == DYNAMIC or int(kv) <= LONG_TILE * tiles.kv:
+        yield case("cache", tiles.kv + 2, 2, 1)
+
+
+def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """As many work tiles as fill a GPU several times, and lengths as users have them."""
+
+    def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, *counts, fill=True, **options)
 
     def many(tag: str, q: int, kv: int, **options: Any) -> Case:
-        # So many that some CTA of a persistent grid takes a third work tile, for any tile.
-        gpu = ARCHITECTURES[spec["arch"]]
-        batch, q = 3, _fixed_or(spec, "q", q)
-        per_kv_head = batch * tiles_of_kv_head(q, spec, gpu.tallest_tile)
-        kv_heads = math.ceil((2 * gpu.sm_count + 1) / per_kv_head)
-        return case(tag, q, kv, batch, kv_heads, repeats=REPEATS, **options)
+        # So many that some CTA of a persistent grid takes a third work tile.
+        sms = ARCHITECTURES[spec["arch"]].sm_count
+        fixed = spec["seqlen"]["q"]
+        length = q if fixed == DYNAMIC else int(fixed)
+        of_head = 3 * math.ceil(length / tiles.cluster_rows)
+        heads = math.ceil((2 * (sms // tiles.ctas) + 1) / of_head)
+        kv_heads = math.ceil(heads * tiles.heads / spec["q_per_kv"])
+        return case(tag, q, kv, 3, kv_heads, repeats=REPEATS, **options)
 
-    for (q, kv), (batch, kv_heads) in _RAGGED:
-        yield case("plain", q, kv, batch, kv_heads)
+    for number, ((q, kv), counts) in enumerate(_LONGER):
+        yield case("plain", q, kv, *counts, data=("normal", "edges")[number % 2])
     yield case("steep", 129, 1000, 3, 1, scale_factor=STEEP, repeats=REPEATS)
-    yield case("steep", 1000, 1000, 1, 2, scale_factor=STEEP)
     yield case("huge_key", 129, 1000, 1, 2, data="huge_key")
-    yield case("uniform_1e4", 127, 129, 1, 1, data="uniform_1e4")
-    yield case("all_1e4", 65, 127, 1, 2, data="all_1e4")
-    yield case("bhsd", 129, 1000, 3, 2, layout="bhsd")
-    yield case("fused", 1000, 1000, 1, 3, layout="fused", gaps=False)
-    yield case("cache", 65, 129, 3, 2, layout="cache")
-    yield many("many_odd", ODD_TILES_LENGTH, 129, gaps=False)
-    yield many("many_even", EVEN_TILES_LENGTH, 1000)
-    yield many("many_one_block", ODD_TILES_LENGTH, 1)
+    yield case("fused", 1000, 1000, 1, 3, layout="fused")
+    yield many("many_odd", ODD_TILES_LENGTH, 129, layout="plain")
+    yield many("many_even", EVEN_TILES_LENGTH, 1000, data="edges")
+    yield many("many_one_block", ODD_TILES_LENGTH, 1, layout="mixed")
     yield case("long_kv", 129, 4097, 1, 1)
 
 
-def _fixed_or(spec: Mapping[str, Any], side: str, length: int) -> int:
-    fixed = spec["seqlen"][side]
-    return length if fixed == DYNAMIC else int(fixed)
+def _fitted(
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    tag: str,
+    q: int,
+    kv: int,
+    batch: int,
+    kv_heads: int,
+    *,
+    clusters: int = 1,
+    idle: int = 0,
+    fill: bool = False,
+    **options: Any,
+) -> Case:
+    """A case with the fixed lengths of the spec.
+
+    clusters: of the GPU that the kernel is told of, and idle: its SMs beyond them; the GPU is a
+    whole one if the case shall fill it.
+    """
+    q, kv = (
+        length if fixed == DYNAMIC else int(fixed)
+        for length, fixed in ((q, spec["seqlen"]["q"]), (kv, spec["seqlen"]["kv"]))
+    )
+    name = f"{tag}_b{batch}_hkv{kv_heads}_q{q}_kv{kv}"
+    made = Case(name, batch, kv_heads, q, kv, **options)
+    if fill:
+        return made
+    work, per_tile = work_tiles(made, spec, tiles), math.ceil(kv / tiles.kv)
+    running: tuple[int, ...] | None = None
+    if work * per_tile > MANY_BLOCKS and DYNAMIC not in spec["seqlen"].values():
+        # Every cluster has a work tile, or one has two.
+        two = tag == "strided" and not tiles.single
+        clusters = max(clusters, work // 2 if two else work)
+        last = clusters - 1
+        running = tuple(sorted({0, last // 2, last})) if tag == "ragged" else (last,)
+        work = len(running) * (1 + two)
+    sm_count = clusters * tiles.ctas + idle
+    return replace(made, sm_count=sm_count, clusters=running, blocks=work * per_tile)

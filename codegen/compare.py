@@ -1,108 +1,111 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The maths of a verdict, in operators that NumPy arrays and PyTorch tensors share.
+"""The verdict on a result, in operators that NumPy arrays and PyTorch tensors share.
 
-Arrays are float64 unless a docstring says otherwise. A finding is one sentence; an empty one means
-that the check held.
+Arrays are float64 unless a docstring says otherwise. A finding is one sentence that names rows and
+heads; an empty one means that the check held.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
-Array = Any  # numpy.ndarray or torch.Tensor
+from .reference import Array, Truth, namespace
 
-ERROR_RATIO_LIMIT = 1.5  # of the same computation done in 16 bits
-LSE_ABSOLUTE = 1e-3
-LSE_RELATIVE = 1e-4
-EXACT = 1e-12  # below this the rounding of the float64 truth itself shows
-
-
-@dataclass(frozen=True)
-class OutputVerdict:
-    """||x - ref|| / ||ref||; when ref is all zeros it is ||x||, and only 0 is right."""
-
-    error: float
-    reference_error: float
-    finding: str = ""
-
-    @property
-    def ratio(self) -> float:
-        """Error over the 16-bit reference's; infinite when only the reference is exact."""
-        if self.error == 0:
-            return 0.0
-        return (
-            self.error / self.reference_error if self.reference_error > 0 else math.inf
-        )
+# Of a head's mean squared error over its expectation, by Bernstein's inequality: a row's is at most
+# 6 times what is expected and has the variance 1.4, where one key has all the weight and only P's
+# and O's rounding are left; exp(-25) = 1e-11 is the chance of a false alarm.
+ROW_VARIANCE = 1.4
+LARGEST_ROW = 6.0
+EXPONENT = 25.0
 
 
 @dataclass(frozen=True)
-class LseVerdict:
-    """absolute: the largest |lse - ref|. of_tolerance: the largest share of what is allowed."""
+class Verdict:
+    """of_bound: the largest error over what it may be, at most 1. absolute: the largest error."""
 
+    of_bound: float
     absolute: float
-    of_tolerance: float
     finding: str = ""
 
 
-def relative_error(x: Array, reference: Array) -> float:
-    """||x - reference|| / ||reference|| (Frobenius), or ||x|| when the reference is zero."""
-    scale = _norm(reference)
-    return _norm(x - reference) / scale if scale > 0 else _norm(x)
+def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
+    """Compare O with the truth, by element and by head.
 
-
-def judge_output(out: Array, reference: Array, reference_16bit: Array) -> OutputVerdict:
-    """Compare O with float64, and its error with that of the same computation done in 16 bits."""
-    unwritten = _count(_is_nan(out))
-    if unwritten:
-        return OutputVerdict(
-            math.inf, math.inf, f"{unwritten} of {_size(out)} elements of out are NaN"
+    wanted: bool [batch, q, heads]; other rows are not looked at.
+    """
+    xp = namespace(out)
+    rows = _all_rows(out) if wanted is None else wanted
+    if wanted is not None:
+        out = xp.where(rows[..., None], out, truth.out)
+    unwritten = ((out != out) & (truth.out == truth.out)).any(-1)
+    if _count(unwritten & rows):
+        found = f"{rows_named(unwritten & rows)} of out: NaN"
+        return Verdict(math.inf, math.inf, found)
+    error = xp.abs(out - truth.out)
+    error = xp.where(error == error, error, xp.zeros_like(error))  # rows not wanted
+    ratio = _over(error, truth.out_bound)
+    of_head = _head_ratio(error, truth, rows)
+    worst = max(float(ratio.max()), float(of_head.max()))
+    absolute = float(error.max())
+    wrong = (ratio > 1.0).any(-1)
+    if _count(wrong):
+        b, row, head, column = place(ratio)
+        bound = float(truth.out_bound[b, row, head, column])
+        told = (
+            f"out[{b}, {row}, {head}, {column}] is {float(out[b, row, head, column]):.6g} "
+            f"instead of {float(truth.out[b, row, head, column]):.6g} +- {bound:.2g}"
         )
-    error = relative_error(out, reference)
-    if error <= EXACT and _norm(reference) > 0:
-        error = 0.0
-    reference_error = relative_error(reference_16bit, reference)
-    verdict = OutputVerdict(error, reference_error)
-    if error <= ERROR_RATIO_LIMIT * reference_error:
+        return Verdict(worst, absolute, f"{rows_named(wrong)} of out: wrong; {told}")
+    if worst > 1:
+        b, head = place(of_head)
+        told = f"head {head} of batch {b} of out: its mean square error is {worst:.3g} times"
+        return Verdict(worst, absolute, f"{told} what rounding explains")
+    return Verdict(worst, absolute)
+
+
+def judge_lse(lse: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
+    """Compare LSE with the truth; -inf is right exactly where the truth has it. wanted: as lse."""
+    xp = namespace(lse)
+    expected = truth.lse if wanted is None else xp.where(wanted, truth.lse, lse)
+    unwritten = (lse != lse) & (expected == expected)
+    if wanted is not None:
+        unwritten = unwritten & wanted
+    if _count(unwritten):
+        found = f"{rows_named(unwritten.swapaxes(1, 2))} of lse: NaN"
+        return Verdict(math.inf, math.inf, found)
+    empty = (expected == -math.inf) != (lse == -math.inf)
+    if _count(empty):
+        found = rows_named(empty.swapaxes(1, 2))
+        return Verdict(
+            math.inf,
+            math.inf,
+            f"{found} of lse: not -inf exactly where a row sees no key",
+        )
+    seen, zero = expected > -math.inf, xp.zeros_like(lse)  # else -inf, or not wanted
+    error = xp.abs(xp.where(seen, lse, zero) - xp.where(seen, expected, zero))
+    ratio = _over(error, truth.lse_bound)
+    verdict = Verdict(float(ratio.max()), float(error.max()))
+    if verdict.of_bound <= 1:
         return verdict
-    if _norm(reference) == 0:
-        finding = f"no row sees a key, but ||out|| is {error:.3g} instead of 0"
-    else:
-        limit = f"{ERROR_RATIO_LIMIT} x {reference_error:.3e}, the error in 16 bits"
-        finding = f"error {error:.3e} is more than {limit}"
-    return OutputVerdict(error, reference_error, finding)
+    b, head, row = place(ratio)
+    bound = float(truth.lse_bound[b, head, row])
+    told = (
+        f"lse[{b}, {head}, {row}] is {float(lse[b, head, row]):.8g} "
+        f"instead of {float(expected[b, head, row]):.8g} +- {bound:.2g}"
+    )
+    named = rows_named((ratio > 1.0).swapaxes(1, 2))
+    return Verdict(verdict.of_bound, verdict.absolute, f"{named} of lse: wrong; {told}")
 
 
-def judge_lse(lse: Array, reference: Array) -> LseVerdict:
-    """Compare LSE with float64; -inf is right exactly where the reference has it."""
-    unwritten = _count(_is_nan(lse))
-    if unwritten:
-        return LseVerdict(
-            math.inf, math.inf, f"{unwritten} of {_size(lse)} elements of lse are NaN"
-        )
-    empty = reference == -math.inf
-    if _count(empty != (lse == -math.inf)):
-        return LseVerdict(
-            math.inf, math.inf, "lse is not -inf exactly where a row sees no key"
-        )
-    rows = ~empty
-    if not _count(rows):
-        return LseVerdict(0.0, 0.0)
-    difference, expected = abs(lse[rows] - reference[rows]), abs(reference[rows])
-    # |x| / max(a, b) is the smaller of |x| / a and |x| / b
-    tolerance = LSE_RELATIVE * expected
-    tolerance = tolerance * (tolerance > LSE_ABSOLUTE) + LSE_ABSOLUTE * (
-        tolerance <= LSE_ABSOLUTE
-    )
-    absolute, of_tolerance = float(difference.max()), float(
-        (difference / tolerance).max()
-    )
-    if of_tolerance <= 1:
-        return LseVerdict(absolute, of_tolerance)
-    allowed = f"{LSE_ABSOLUTE:g} or {LSE_RELATIVE:g} of it"
-    finding = f"lse is off by {absolute:.3g}, {of_tolerance:.3g} times what is allowed ({allowed})"
-    return LseVerdict(absolute, of_tolerance, finding)
+def rows_named(wrong: Array) -> str:
+    """The rows where a bool [batch, q, heads] is true: the first one, and how many more."""
+    b, row, head = place(wrong)
+    text = f"row {row} of head {head}, batch {b}"
+    if (more := _count(wrong) - 1) == 0:
+        return text
+    heads, rows = _count(wrong.any(1)), _spans(wrong.any(2).any(0))
+    return f"{text} and {more} more (rows {rows} in {heads} heads)"
 
 
 def same_bits(name: str, what: str, bits: Array, expected: Array) -> str:
@@ -123,25 +126,61 @@ def outside_touched(name: str, storage: Array, inside: Array, pattern: int) -> s
         return ""
     return (
         f"{written} elements outside {name} were written, "
-        f"one at {_place(touched)} of its storage {list(touched.shape)}"
+        f"one at {list(place(touched))} of its storage {list(touched.shape)}"
     )
 
 
-def _place(mask: Array) -> list[int]:
-    position = int((mask.reshape(-1) * 1).argmax())
-    place: list[int] = []
-    for size in reversed(mask.shape):
-        place.insert(0, position % size)
+def place(x: Array) -> tuple[int, ...]:
+    """Where an array is largest; of a bool, where it is first true."""
+    position = int((x * 1).reshape(-1).argmax())
+    found: list[int] = []
+    for size in reversed(x.shape):
+        found.insert(0, position % size)
         position //= size
-    return place
+    return tuple(found)
 
 
-def _norm(x: Array) -> float:
-    return math.sqrt(float((x * x).sum()))
+def _all_rows(out: Array) -> Array:
+    return (out[..., 0] == 0) | True
 
 
-def _is_nan(x: Array) -> Array:
-    return x != x
+def _over(error: Array, bound: Array) -> Array:
+    """Their quotient: 0 where there is no error, infinite where none is allowed."""
+    xp = namespace(error)
+    zero = xp.zeros_like(error)
+    allowed = bound > 0
+    quotient = error / xp.where(allowed, bound, zero + 1.0)
+    refused = xp.where(error > 0, zero + math.inf, zero)
+    return xp.where(allowed | (error == 0), quotient, refused)
+
+
+def _head_ratio(error: Array, truth: Truth, rows: Array) -> Array:
+    """Of each [batch, head], its root mean square error over what it may be."""
+    xp = namespace(error)
+    chosen, zero = rows[..., None], xp.zeros_like(error)
+    squares, expected, shift = (
+        xp.where(chosen, x, zero).sum(3).sum(1)
+        for x in (error * error, truth.rms * truth.rms, truth.shift * truth.shift)
+    )
+    count = xp.where(rows, zero[..., 0] + 1.0, zero[..., 0]).sum(1)
+    count = xp.where(count > 0, count, count + 1.0)
+    slack = xp.sqrt(2 * EXPONENT * ROW_VARIANCE / count)
+    slack = slack + 2 * EXPONENT * LARGEST_ROW / (3 * count)
+    allowed = xp.sqrt(expected * (1.0 + slack)) + xp.sqrt(shift)
+    return _over(xp.sqrt(squares), allowed)
+
+
+def _spans(rows: Array) -> str:
+    """Indices where a bool is true, as `0 to 3, 7`; at most four of these."""
+    numbers = [number for number, is_true in enumerate(rows.tolist()) if is_true]
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    told = [f"{a}" if a == b else f"{a} to {b}" for a, b in spans[:4]]
+    return ", ".join(told + ["..."] * (len(spans) > 4))
 
 
 def _count(mask: Array) -> int:

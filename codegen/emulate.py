@@ -191,11 +191,11 @@ def judge(
         else:
             replays[Finding(HOST, text)] = ""
 
-    compared = [event for event in runs if not math.isnan(event["ratio"])]
-    worst = max(compared, key=lambda event: float(event["ratio"]), default=None)
-    with_lse = [event for event in compared if event["lse_of_tolerance"] is not None]
+    compared = [event for event in runs if not math.isnan(event["of_bound"])]
+    worst = max(compared, key=lambda event: float(event["of_bound"]), default=None)
+    with_lse = [event for event in compared if event["lse_of_bound"] is not None]
     lse_worst = max(
-        with_lse, key=lambda event: float(event["lse_of_tolerance"]), default=None
+        with_lse, key=lambda event: float(event["lse_of_bound"]), default=None
     )
     outcome = Outcome(
         kernel=kernel,
@@ -203,9 +203,9 @@ def judge(
         schedules=len({event["schedule"] for event in runs}),
         steps=sum(event["steps"] for event in runs),
         seconds=sum(event["seconds"] for event in runs),
-        worst=worst and rounded(worst, "case", "error", "reference_error", "ratio"),
+        worst=worst and rounded(worst, "case", "of_bound", "absolute"),
         lse_worst=lse_worst
-        and rounded(lse_worst, "case", "lse_absolute", "lse_of_tolerance"),
+        and rounded(lse_worst, "case", "lse_of_bound", "lse_absolute"),
         findings=tuple(replays),
         replays=replays,
         result=None,
@@ -263,7 +263,7 @@ COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "kernel": "left",
     "cases": "right",
     "schedules": "right",
-    "error": "right",  # over that of 16 bits, at most 1.5
+    "error": "right",  # over what it may be, at most 1
     "worst case": "left",
     "lse": "right",  # over what it may be, at most 1
     "steps": "right",
@@ -283,9 +283,9 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
         outcome.stem,
         str(outcome.cases),
         str(outcome.schedules),
-        f"{worst['ratio']:.2f}" if worst else "-",
+        f"{worst['of_bound']:.2f}" if worst else "-",
         worst["case"] if worst else "-",
-        f"{lse['of_tolerance']:.2f}" if lse else "-",
+        f"{lse['of_bound']:.2f}" if lse else "-",
         str(outcome.steps),
         f"{outcome.seconds:.1f}",
         _verdict(outcome),

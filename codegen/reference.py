@@ -1,123 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in PyTorch, by definition: the truth in float64, and the error a kernel is allowed.
+"""Attention by definition in float64, and how far from it a right kernel can be.
 
-Shapes: q [batch, q, heads, qk], k [batch, kv, kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a
-multiple of kv_heads. Causal is aligned bottom-right: query row i sees key j when
-``j <= i + kv - q``. A row that sees no key has O = 0 and LSE = -inf.
+One text for NumPy and for PyTorch, whose functions agree in all that is used here: the emulator
+and the GPU are held against the same truth. Shapes: q [batch, q, heads, qk], k [batch, kv,
+kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. Causal is aligned
+bottom-right: query row i sees key j when ``j <= i + kv - q``. A row whose keys all score -inf, or
+that sees none, has O = 0 and LSE = -inf.
+
+What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
+sums have fp32's errors.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
 
-import torch
-from torch.nn import functional
+import numpy as np
 
-BLOCK_SCORES = (
-    2**26
-)  # scores held at once: 512 MiB in float64, and a few copies of them
+Array = Any  # numpy.ndarray or torch.Tensor
+
+# Scores held at once; a few copies of them exist.
+BLOCK_SCORES: Mapping[str, int] = {"numpy": 2**21, "torch": 2**24}
+
+# An element's rounding errors are independent and each at most `unit` of its term: Hoeffding's
+# inequality gives 2 exp(-SIGMAS^2 / 2) = 3e-14 for the chance that their sum is larger than this
+# many of its standard deviations. A run has 10^6 elements, all validations together 10^11.
+SIGMAS = 8.0
+# Of fp32 scores. A product of head_dim terms is accumulated in steps of 16 with truncation: at most
+# 16 steps of 2^-23 of a partial sum, which is at most |q| |k|.
+SCORE_UNIT = 2.0**-20
+# Of fp32 sums: ex2.approx and lg2.approx are good to 2^-22, and a thread adds a quarter of a row.
+SUM_UNIT = 2.0**-21
+ADD_UNIT = 2.0**-26
+LSE_UNIT = 2.0**-22
+LARGEST_EXPONENT = 700.0  # of e in float64
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Of a 16-bit type. unit: half a last place of 1. floor: half the smallest number above 0."""
+
+    unit: float
+    floor: float
+
+
+ROUNDINGS: Mapping[str, Rounding] = {
+    "bf16": Rounding(2.0**-8, 2.0**-134),
+    "fp16": Rounding(2.0**-11, 2.0**-25),
+}
 
 
 class Attention(NamedTuple):
     """``out``: [batch, q, heads, v]. ``lse``: [batch, heads, q], natural logarithm."""
 
-    out: torch.Tensor
-    lse: torch.Tensor
+    out: Array
+    lse: Array
 
 
-class SixteenBit(NamedTuple):
-    """``out`` in the 16-bit dtype, and how it was computed: ``steps``, ``sdpa`` or ``rounding``."""
+class Truth(NamedTuple):
+    """`Attention` with what each element of a right kernel's result may be off by.
 
-    out: torch.Tensor
-    method: str
+    rms: as out, the standard deviation of its random error at most; shift: as out, the largest
+    error by scores and sums; both are 0 where only the exact value is right. lse_bound: as lse.
+    """
+
+    out: Array
+    lse: Array
+    rms: Array
+    shift: Array
+    lse_bound: Array
+
+    @property
+    def out_bound(self) -> Array:
+        """The largest error of each element of out."""
+        return SIGMAS * self.rms + self.shift
 
 
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    scale: float,
-    causal: bool,
-    dtype: torch.dtype = torch.float64,
-) -> Attention:
-    """Every step (scores, scale, mask, softmax, weighted sum) done and rounded in ``dtype``."""
-    batch, q_len, heads, _ = q.shape
-    kv_len, kv_heads = k.shape[1:3]
-    group = heads // kv_heads
-    out = torch.empty(batch, q_len, heads, v.shape[-1], dtype=dtype, device=q.device)
-    lse = torch.empty(batch, heads, q_len, dtype=dtype, device=q.device)
-    rows = min(q_len, max(1, BLOCK_SCORES // (group * kv_len)))
-    step = max(1, BLOCK_SCORES // (group * kv_len * rows))
-    for b in range(batch):
-        for first in range(0, kv_heads, step):
-            some = slice(first, min(first + step, kv_heads))
-            shared = slice(some.start * group, some.stop * group)
-            keys = _heads_first(k[b, :, some], group, dtype)
-            values = _heads_first(v[b, :, some], group, dtype)
-            for start in range(0, q_len, rows):
-                block = slice(start, min(start + rows, q_len))
-                queries = _heads_first(q[b, block, shared], 1, dtype)
-                scores = (queries @ keys.mT) * scale
-                if causal:
-                    seen = visible(q_len, kv_len, q.device, block)
-                    scores.masked_fill_(~seen, -math.inf)
-                weights = scores.softmax(-1)
-                if causal:
-                    weights.masked_fill_(
-                        ~seen.any(-1, keepdim=True), 0.0
-                    )  # softmax of nothing is NaN
-                out[b, block, shared] = (weights @ values).transpose(0, 1)
-                lse[b, shared, block] = scores.logsumexp(-1)
+def attention(q: Array, k: Array, v: Array, *, scale: float, causal: bool) -> Attention:
+    """The two results in float64."""
+    out, lse = _empty(q, k, v, 2)
+    for place, rows, keys in _blocks(q, k, v, scale=scale, causal=causal):
+        out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
 
-def sixteen_bit(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+def truth(
+    q: Array,
+    k: Array,
+    v: Array,
     *,
     scale: float,
     causal: bool,
-    truth: torch.Tensor,
-) -> SixteenBit:
-    """The same computation in the inputs' dtype.
+    dtype: str,
+    wanted: Array | None = None,
+) -> Truth:
+    """Results and bounds for a kernel of a 16-bit ``dtype``.
 
-    Where its scores overflow, PyTorch's own scaled_dot_product_attention in that dtype; where that
-    overflows too, ``truth`` rounded.
+    wanted: bool [batch, q, heads]; other rows may be left NaN, which saves the time for them.
     """
-    out = attention(q, k, v, scale=scale, causal=causal, dtype=q.dtype).out
-    if bool(out.isfinite().all()):
-        return SixteenBit(out, "steps")
-    out = _fused(q, k, v, scale=scale, causal=causal)
-    if bool(out.isfinite().all()):
-        return SixteenBit(out, "sdpa")
-    return SixteenBit(truth.to(q.dtype), "rounding")
+    rounding = ROUNDINGS[dtype]
+    made = _empty(q, k, v, 5)
+    for place, rows, keys in _blocks(
+        q, k, v, scale=scale, causal=causal, wanted=wanted
+    ):
+        out, lse = _out(rows, keys), _lse(rows)
+        errors = _errors(rows, keys, out, lse, rounding, scale)
+        for array, values in zip(made, (out, lse, *errors), strict=True):
+            array[place.out if array.ndim == 4 else place.lse] = values
+    return Truth(*made)
 
 
-def visible(
-    q_len: int, kv_len: int, device: torch.device, rows: slice = slice(None)
-) -> torch.Tensor:
-    """Which keys each of these query rows sees under the causal mask: bool [rows, kv_len]."""
-    row = torch.arange(q_len, device=device)[rows, None]
-    return torch.arange(kv_len, device=device)[None, :] <= row + (kv_len - q_len)
+def visible(q_len: int, kv_len: int, rows: slice = slice(None)) -> Any:
+    """Which keys each of these query rows sees under the causal mask: NumPy bool [rows, kv_len]."""
+    row = np.arange(q_len)[rows, None]
+    return np.arange(kv_len)[None, :] <= row + (kv_len - q_len)
 
 
-def _heads_first(x: torch.Tensor, group: int, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, heads, d] to [heads * group, rows, d]."""
-    return x.to(dtype).transpose(0, 1).repeat_interleave(group, dim=0)
+def namespace(x: Array) -> ModuleType:
+    """The module that has the functions of an array: numpy or torch."""
+    return importlib.import_module(type(x).__module__.partition(".")[0])
 
 
-def _fused(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float, causal: bool
-) -> torch.Tensor:
-    group = q.shape[2] // k.shape[2]
-    keys, values = (x.transpose(1, 2).repeat_interleave(group, dim=1) for x in (k, v))
-    seen = visible(q.shape[1], k.shape[1], q.device) if causal else None
-    out = functional.scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale
+class _Keys(NamedTuple):
+    """Of one KV head, float64: [kv, d]."""
+
+    k: Array
+    v: Array
+
+
+class _Rows(NamedTuple):
+    """Some query rows of the heads that share a KV head: q [heads, rows, d], the others
+    [heads, rows, kv] or, of a row, [heads, rows, 1]. weights sum to 1 where total is above 0.
+    """
+
+    q: Array
+    weights: Array
+    total: Array  # of exp(score - largest)
+    largest: Array  # score, -inf where there is none
+
+
+class _Place(NamedTuple):
+    """Where the results of some rows go."""
+
+    out: tuple[Any, ...]
+    lse: tuple[Any, ...]
+
+
+def _empty(q: Array, k: Array, v: Array, count: int) -> list[Array]:
+    """NaN for O, LSE, and then what else is of O's shape but the last, which is of LSE's."""
+    xp = namespace(q)
+    batch, q_len, heads, _ = q.shape
+    shapes = [(batch, q_len, heads, v.shape[-1]), (batch, heads, q_len)]
+    shapes += [shapes[0], shapes[0], shapes[1]]
+    options = {"device": q.device} if xp.__name__ == "torch" else {}
+    return [xp.full(s, math.nan, dtype=xp.float64, **options) for s in shapes[:count]]
+
+
+def _blocks(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    causal: bool,
+    wanted: Array | None = None,
+) -> Iterator[tuple[_Place, _Rows, _Keys]]:
+    xp = namespace(q)
+    batch, q_len, heads, _ = q.shape
+    kv_len, kv_heads = k.shape[1:3]
+    group = heads // kv_heads
+    step = max(1, BLOCK_SCORES[xp.__name__] // (group * kv_len))
+    for b in range(batch):
+        for kv_head in range(kv_heads):
+            shared = slice(kv_head * group, (kv_head + 1) * group)
+            keys = _Keys(_float64(k[b, :, kv_head]), _float64(v[b, :, kv_head]))
+            for start in range(0, q_len, step):
+                some = slice(start, min(start + step, q_len))
+                if wanted is not None and not bool(wanted[b, some, shared].any()):
+                    continue
+                queries = _float64(q[b, some, shared]).swapaxes(0, 1)
+                scores = (queries @ keys.k.swapaxes(0, 1)) * scale
+                if causal:
+                    seen = _like(visible(q_len, kv_len, some), scores)
+                    scores = xp.where(seen > 0, scores, _like(-math.inf, scores))
+                largest = xp.amax(scores, -1, keepdims=True)
+                shift = xp.where(largest == -math.inf, _like(0.0, scores), largest)
+                weights = xp.exp(scores - shift)
+                total = weights.sum(-1, keepdims=True)
+                weights = weights / xp.where(total > 0, total, _like(1.0, total))
+                place = _Place((b, some, shared), (b, shared, some))
+                yield place, _Rows(queries, weights, total, largest), keys
+
+
+def _out(rows: _Rows, keys: _Keys) -> Array:
+    return (rows.weights @ keys.v).swapaxes(0, 1)
+
+
+def _lse(rows: _Rows) -> Array:
+    xp = namespace(rows.total)
+    tiny = xp.where(rows.total > 0, rows.total, _like(1.0, rows.total))
+    return (rows.largest + xp.log(tiny))[..., 0]  # -inf where there is no key
+
+
+def _errors(
+    rows: _Rows, keys: _Keys, out: Array, lse: Array, rounding: Rounding, scale: float
+) -> tuple[Array, Array, Array]:
+    """rms, shift and lse_bound of some rows."""
+    xp = namespace(out)
+    seen = (rows.total > 0).swapaxes(0, 1) * _like(1.0, out)  # [rows, heads, 1]
+    o, w, v2 = out.swapaxes(0, 1), rows.weights, keys.v * keys.v
+    # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
+    variance = rounding.unit**2 / 3 * ((w * w) @ v2 + o * o)
+    variance = variance + rounding.floor**2 / 3 * (v2.sum(0) + 1.0)
+    rms = xp.sqrt(variance).swapaxes(0, 1) * seen
+
+    # exp(score) is off by a factor of exp(+-error); the weight moves from O towards V.
+    norms = xp.sqrt((keys.k * keys.k).sum(-1))
+    norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
+    lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
+    error = SCORE_UNIT * scale * lengths * norms
+    error = xp.where(error < LARGEST_EXPONENT, error, _like(LARGEST_EXPONENT, error))
+    moved = w * xp.expm1(error)
+    moved = xp.where(moved < 1.0, moved, _like(1.0, moved))
+    mass = moved.sum(-1, keepdims=True)
+    spread = moved @ v2 - 2.0 * o * (moved @ keys.v) + o * o * mass
+    spread = xp.where(spread > 0, spread, _like(0.0, spread))
+    moved = xp.sqrt(mass * spread).swapaxes(0, 1)  # Cauchy-Schwarz
+    shift = (moved + SUM_UNIT * xp.abs(out)) * seen
+
+    lse_bound = (w * error).sum(-1) + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
+    finite = xp.where(lse == -math.inf, _like(0.0, lse), lse)
+    lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
+    return rms, shift, lse_bound
+
+
+def _float64(x: Array) -> Array:
+    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double()
+
+
+def _like(value: Any, x: Array) -> Array:
+    """A number or a NumPy array as float64, where x is."""
+    return (
+        np.asarray(value, np.float64)
+        if isinstance(x, np.ndarray)
+        else x.new_tensor(value)
     )
-    if seen is not None:
-        out = out.masked_fill(~seen.any(-1, keepdim=True), 0.0)
-    return out.transpose(1, 2)

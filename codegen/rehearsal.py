@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import captures, toolchain
+from .cases import Case, Tiles, cases_for, tiles_of
 from .compare import judge_lse, judge_output, same_bits
 from .emulator import lower, machine, ptx, timeline
 from .emulator.launch import CaptureError, Launch
@@ -33,18 +34,8 @@ from .emulator.lower import UnsupportedInstruction
 from .emulator.report import Event
 from .emulator.scheduler import Completion, Order, Schedule
 from .errors import EnvironmentProblem
-from .numpy_attention import Attention, attention
-from .rehearsal_cases import Case, Tiles, cases_for
-from .tensors import (
-    FROM_BITS,
-    NAN16,
-    NAN32,
-    TO_BITS,
-    Problem,
-    arguments,
-    make_problem,
-    scale_of,
-)
+from .reference import Truth, truth
+from .tensors import FROM_BITS, NAN16, NAN32, Problem, arguments, make_problem, scale_of
 from .toolchain import Compiler
 
 # In the order in which the random schedules take them.
@@ -63,17 +54,17 @@ Run = Callable[..., machine.RunResult]
 class RunEvent:
     """What one case showed under one schedule; it held when there are no findings.
 
-    rows: of the output that were written and compared, of_rows: those that there are; fewer only
-    when not all clusters ran.
+    of_bound, lse_of_bound: the largest error of out and lse over what it may be; absolute,
+    lse_absolute: the largest errors. rows: of the output that were written and compared, of_rows:
+    those that there are; fewer only when not all clusters ran.
     """
 
     case: str
     schedule: str
-    error: float = math.nan
-    reference_error: float = math.nan
-    ratio: float = math.nan
+    of_bound: float = math.nan
+    absolute: float = math.nan
+    lse_of_bound: float | None = None
     lse_absolute: float | None = None
-    lse_of_tolerance: float | None = None
     rows: int = 0
     of_rows: int = 0
     steps: int = 0
@@ -132,20 +123,6 @@ def read_constants(text: str) -> dict[str, Any]:
     return found
 
 
-def tiles_of(constants: Mapping[str, Any]) -> Tiles:
-    """How the kernel with these constants cuts a problem."""
-    spec = constants["SPEC"]
-    return Tiles(
-        constants["TILE_Q"],
-        constants["TILE_KV"],
-        tuple(spec.get("cluster", [1, 1])),
-        sms_per_head=constants.get("SMS_PER_HEAD", 0),
-        q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
-        packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
-        single=spec.get("schedule") == "single",
-    )
-
-
 @dataclass(frozen=True)
 class Rehearsal:
     """A kernel that is ready to run a case."""
@@ -156,22 +133,26 @@ class Rehearsal:
     case: Case
     problem: Problem
     launch: Launch
+    truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
 
-    def truth(self) -> Attention:
-        """What the outputs must be close to."""
-        dtype = self.spec["dtype"]
-        q, k, v = (FROM_BITS[dtype](x.view) for x in self.problem.inputs)
-        return attention(
-            *(q, k, v),
-            scale=scale_of(self.spec),
-            causal=self.spec["mask"] == "causal",
-            round16=lambda x: FROM_BITS[dtype](TO_BITS[dtype](x)),
-        )
+    def truth(self, wanted: NDArray[np.bool_] | None = None) -> Truth:
+        """What the outputs must be close to, in wanted rows (bool [batch, q, heads]) at least."""
+        key = b"" if wanted is None else wanted.tobytes()
+        if key not in self.truths:
+            dtype = self.spec["dtype"]
+            q, k, v = (FROM_BITS[dtype](x.view) for x in self.problem.inputs)
+            self.truths[key] = truth(
+                *(q, k, v),
+                scale=scale_of(self.spec, self.case),
+                causal=self.spec["mask"] == "causal",
+                dtype=dtype,
+                wanted=wanted,
+            )
+        return self.truths[key]
 
     def run(
         self,
         schedule: Schedule,
-        truth: Attention,
         *,
         run: Run = machine.run,
         events: list[Event] | None = None,
@@ -189,7 +170,7 @@ class Rehearsal:
         result.seconds = time.perf_counter() - begin
         result.steps = ran.steps
         result.findings += map(str, ran.findings)
-        self._compare(result, truth)
+        self._compare(result)
         return result
 
     def _execute(
@@ -224,40 +205,40 @@ class Rehearsal:
             for tensor in tensors
         }
 
-    def _compare(self, result: RunEvent, truth: Attention) -> None:
+    def _compare(self, result: RunEvent) -> None:
         out, lse = self.problem.out.view, self.problem.lse
-        written = np.ones(out.shape[:3], np.bool_)
+        written: NDArray[np.bool_] | None = None
+        result.rows = result.of_rows = math.prod(out.shape[:3])
         if self.case.clusters is not None:
             written = (out != NAN16).any(-1)
-        result.rows, result.of_rows = int(written.sum()), written.size
-        if not result.rows:
-            result.findings.append("no row of out was written")
-            return
-        values = FROM_BITS[self.spec["dtype"]](out[written]).astype(np.float64)
-        verdict = judge_output(values, truth.out[written], truth.rounded[written])
-        result.error, result.reference_error = verdict.error, verdict.reference_error
-        result.ratio = verdict.ratio
+            result.rows = int(written.sum())
+            if not result.rows:
+                result.findings.append("no row of out was written")
+                return
+        truth = self.truth(written)
+        values = FROM_BITS[self.spec["dtype"]](out).astype(np.float64)
+        verdict = judge_output(values, truth, written)
+        result.of_bound, result.absolute = verdict.of_bound, verdict.absolute
         found = [verdict.finding]
         if lse is not None:
-            found += self._compare_lse(
-                result, written.transpose(0, 2, 1), truth, lse.view
-            )
+            found += self._compare_lse(result, truth, lse.view, written)
         found += [output.outside() for output in self.problem.outputs]
         result.findings += filter(None, found)
 
     def _compare_lse(
         self,
         result: RunEvent,
-        written: NDArray[np.bool_],
-        truth: Attention,
+        truth: Truth,
         bits: NDArray[Any],
+        written: NDArray[np.bool_] | None,
     ) -> Iterator[str]:
-        if ((bits != NAN32) & ~written).any():
-            yield "lse was written in rows where out was not"
-        values = bits[written].view(np.float32).astype(np.float64)
-        verdict = judge_lse(values, truth.lse[written])
-        result.lse_absolute = verdict.absolute
-        result.lse_of_tolerance = verdict.of_tolerance
+        if written is not None:
+            written = written.swapaxes(1, 2)
+            if ((bits != NAN32) & ~written).any():
+                yield "lse was written in rows where out was not"
+        values = np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
+        verdict = judge_lse(values, truth, written)
+        result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute
         yield verdict.finding
 
 
@@ -270,11 +251,10 @@ def rehearse(
     events: list[Event] | None = None,
 ) -> None:
     """One case under every schedule; a kernel's bits do not depend on the schedule."""
-    truth = rehearsal.truth()
     first: list[NDArray[Any]] = []
     for plan in plans:
         tell("start", {"case": rehearsal.case.name, "schedule": name_of(plan)})
-        result = rehearsal.run(plan, truth, run=run, events=events)
+        result = rehearsal.run(plan, run=run, events=events)
         found = [output.view.copy() for output in rehearsal.problem.outputs]
         if first and not result.findings:
             what = f"from the schedule {name_of(plans[0])}"
@@ -310,7 +290,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         constants = read_constants(options.kernel.read_text(encoding="utf-8"))
         spec = constants["SPEC"]
         tiles = tiles_of(constants)
-        cases = cases_for(spec, tiles)
+        cases = tuple(case for case in cases_for(spec, tiles) if case.emulated)
         if options.case is not None:
             chosen = [case for case in cases if case.name == options.case]
             if not chosen:
@@ -323,7 +303,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
         )
         if options.timeline:
             cases, plans = cases[:1], plans[:1]
-        problems = [make_problem(spec, case) for case in cases]
+        problems = [make_problem(spec, tiles, case) for case in cases]
         calls = [
             arguments(spec, case, problem)
             for case, problem in zip(cases, problems, strict=True)

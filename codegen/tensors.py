@@ -8,33 +8,29 @@ outputs that shows when it was written.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
+from .cases import Case, Tiles
 from .compare import outside_touched
 from .emulator import launch, numerics
 from .emulator.memory import GlobalMemory
-from .rehearsal_cases import Case
+from .inputs import GUARD, Layout, Placed, place_tensors, values
 
 Bits = NDArray[Any]
-Place = Callable[[Bits], Bits]
 
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 32  # between storages: no overrun reaches the next
-GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
+FAR_FIRST_ADDRESS = 0x2_0000_0000
+FAR_ADDRESS_STEP = 1 << 42
 GUARD_BYTE = 0xA5  # as floats: small normal numbers, neither zero nor NaN
 NAN16 = 0x7FFF  # in bf16 and fp16
 NAN32 = 0x7FC0_0000
-HUGE_KEY = 64.0
-ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
-# Of `negative` keys, for each seventh of a sequence, of which the last is taken first. 30 makes
-# scores near -200: where they rise by that and the reference is not renewed, P overflows.
-NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
 
 TO_BITS: Mapping[str, Callable[[Any], Any]] = {
     "bf16": numerics.bf16_rn,
@@ -47,57 +43,43 @@ FROM_BITS: Mapping[str, Callable[[Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class Storage:
-    """Contiguous bits at an address."""
-
-    name: str
-    address: int
-    bits: Bits
-
-
-@dataclass(frozen=True)
 class Tensor:
-    """A view of a storage."""
+    """A tensor's elements, where they are in their storage and at which address.
+
+    storage: the bits of the whole storage, None where it is too large to exist: then `view` is all
+    there is of it. view: the elements. address: of the first one.
+    """
 
     name: str
-    storage: Storage
+    placed: Placed
+    storage: Bits | None
     view: Bits
-
-    @property
-    def address(self) -> int:
-        """Of the view's first element."""
-        start, base = (
-            int(bits.__array_interface__["data"][0])
-            for bits in (self.view, self.storage.bits)
-        )
-        return self.storage.address + start - base
+    address: int
 
     @property
     def strides(self) -> tuple[int, ...]:
         """[elements]; a mode of one element is never stepped over, and gets what TMA takes."""
         return tuple(
-            GUARD if size == 1 else stride // self.view.itemsize
-            for size, stride in zip(self.view.shape, self.view.strides, strict=True)
+            GUARD if size == 1 else stride
+            for size, stride in zip(self.placed.shape, self.placed.strides, strict=True)
         )
-
-
-@dataclass(frozen=True)
-class Output(Tensor):
-    """A tensor that a kernel fills. place: from its storage, or one like it, to the view."""
-
-    place: Place
 
     def poison(self) -> None:
         """Guards outside and NaN inside: an element nobody writes is seen."""
-        self.storage.bits.view(np.uint8).fill(GUARD_BYTE)
+        if self.storage is not None:
+            self.storage.view(np.uint8).fill(GUARD_BYTE)
         self.view[...] = NAN16 if self.view.itemsize == 2 else NAN32
 
     def outside(self) -> str:
         """Finding when a guard was written."""
-        inside = np.zeros(self.storage.bits.shape, np.bool_)
-        self.place(inside)[...] = True
+        if (
+            self.storage is None
+        ):  # what is outside has no memory, and the emulator says so
+            return ""
+        inside = np.zeros(self.storage.shape, np.bool_)
+        _view(inside, self.placed)[...] = True
         pattern = int.from_bytes(bytes([GUARD_BYTE] * self.view.itemsize), "little")
-        return outside_touched(self.name, self.storage.bits, inside, pattern)
+        return outside_touched(self.name, self.storage, inside, pattern)
 
 
 @dataclass(frozen=True)
@@ -107,8 +89,8 @@ class Problem:
     q: Tensor
     k: Tensor
     v: Tensor
-    out: Output
-    lse: Output | None
+    out: Tensor
+    lse: Tensor | None
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -116,132 +98,68 @@ class Problem:
         return self.q, self.k, self.v
 
     @property
-    def outputs(self) -> tuple[Output, ...]:
+    def outputs(self) -> tuple[Tensor, ...]:
         """What is written."""
         return (self.out,) if self.lse is None else (self.out, self.lse)
 
     def memory(self) -> GlobalMemory:
         """All storages at their addresses; the inputs' cannot be written."""
         memory = GlobalMemory()
-        storages = {x.storage.name: x.storage for x in self.inputs}
-        for storage in storages.values():
-            memory.add(storage.name, storage.address, storage.bits, writable=False)
-        for output in self.outputs:
-            storage = output.storage
-            memory.add(storage.name, storage.address, storage.bits)
+        added: set[str] = set()
+        for tensor in (*self.inputs, *self.outputs):
+            writable = tensor in self.outputs
+            placed, width = tensor.placed, tensor.view.itemsize
+            if tensor.storage is None:
+                strides = tuple(stride * width for stride in placed.strides)
+                memory.add_strided(
+                    tensor.name, tensor.address, tensor.view, strides, writable=writable
+                )
+            elif placed.storage not in added:
+                added.add(placed.storage)
+                first = tensor.address - placed.offset * width
+                memory.add(placed.storage, first, tensor.storage, writable=writable)
         return memory
 
 
-class _Addresses:
-    """Makes storages, far apart."""
-
-    def __init__(self) -> None:
-        self._next = FIRST_ADDRESS
-
-    def storage(
-        self, name: str, shape: tuple[int, ...], bits: type[Any], fill: int = 0
-    ) -> Storage:
-        address, self._next = self._next, self._next + ADDRESS_STEP
-        return Storage(name, address, np.full(shape, fill, bits))
-
-
-def make_problem(spec: Mapping[str, Any], case: Case) -> Problem:
+def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     """Tensors of a case with its inputs' values; the outputs hold nothing yet."""
-    addresses = _Addresses()
-    inputs = _inputs(spec, case, addresses)
-    random = np.random.default_rng(case.seed)
-    for name, tensor in inputs.items():
-        values = random.standard_normal(tensor.view.shape, np.float32)
-        if case.data == "huge_key" and name == "k":
-            # Late in the order of the blocks, which are taken from the last one on: what was
-            # summed before must be rescaled.
-            values[:, case.kv // 4] *= HUGE_KEY
-        # Two keys in turn move the reference of each thread's second row, never of its first: what
-        # a warp does for the one row alone must not hide behind the other.
-        if case.data == "second_rows" and name == "q":
-            values = np.abs(values)
-            values[:, _rows_of_tiles(spec, values) // ROW_GROUP % 2 == 0] *= -1
-        if case.data == "second_rows" and name == "k":
-            for key, factor in ((case.kv // 2, 1), (case.kv // 4, 2)):
-                values[:, key] = np.abs(values[:, key]) * factor * HUGE_KEY
-        if case.data == "negative" and name in ("q", "k"):
-            values = np.abs(values)
-        if case.data == "negative" and name == "k":
-            parts = np.array_split(values, len(NEGATIVE_LEVELS), axis=1)
-            for part, level in zip(parts, NEGATIVE_LEVELS, strict=True):
-                part *= -level
-        tensor.view[...] = TO_BITS[spec["dtype"]](values)
-    out, lse = _outputs(spec, case, addresses)
-    return Problem(inputs["q"], inputs["k"], inputs["v"], out, lse)
+    tensors = _place(place_tensors(spec, case))
+    for name, numbers in values(spec, tiles, case).items():
+        tensors[name].view[...] = TO_BITS[spec["dtype"]](numbers)
+    q, k, v, out = (tensors[name] for name in ("q", "k", "v", "out"))
+    return Problem(q, k, v, out, tensors.get("lse"))
 
 
-def _rows_of_tiles(spec: Mapping[str, Any], q: NDArray[Any]) -> NDArray[Any]:
-    """Where a row (position, head) of Q is in the tiles of its head, or of its packed group."""
-    rows, heads = np.arange(q.shape[1])[:, None], np.arange(q.shape[2])
-    if not spec.get("pack_gqa"):
-        return np.broadcast_to(rows, q.shape[1:3])
-    group: int = spec["q_per_kv"]
-    return rows * group + heads % group
-
-
-def _inputs(
-    spec: Mapping[str, Any], case: Case, addresses: _Addresses
-) -> dict[str, Tensor]:
-    heads, dims = case.kv_heads * spec["q_per_kv"], spec["head_dim"]
-    shapes = {
-        "q": (case.batch, case.q, heads, dims["qk"]),
-        "k": (case.batch, case.kv, case.kv_heads, dims["qk"]),
-        "v": (case.batch, case.kv, case.kv_heads, dims["v"]),
+def _place(layout: Layout) -> dict[str, Tensor]:
+    addresses = {
+        storage: (
+            FIRST_ADDRESS + number * ADDRESS_STEP
+            if layout.guarded
+            else FAR_FIRST_ADDRESS + number * FAR_ADDRESS_STEP
+        )
+        for number, storage in enumerate(layout.storages)
     }
-    inputs: dict[str, Tensor] = {}
-    if case.layout == "bhsd":
-        for name, (batch, rows, count, dim) in shapes.items():
-            shape = (batch, count, rows, dim)
-            storage = addresses.storage(name, shape, np.uint16, NAN16)
-            inputs[name] = Tensor(name, storage, storage.bits.transpose(0, 2, 1, 3))
-        return inputs
-    groups: list[tuple[str, ...]] = [("q",), ("k",), ("v",)]
-    if case.layout == "fused":
-        groups = [("q", "k", "v")] if case.q == case.kv else [("q",), ("k", "v")]
-    for names in groups:
-        batch, rows, _, _ = shapes[names[0]]
-        widths = [math.prod(shapes[name][2:]) for name in names]
-        shape3 = (batch, rows, sum(widths))
-        storage = addresses.storage("".join(names), shape3, np.uint16, NAN16)
-        parts = np.split(storage.bits, np.cumsum(widths)[:-1], axis=-1)
-        for name, part in zip(names, parts, strict=True):
-            inputs[name] = Tensor(name, storage, part.reshape(shapes[name]))
-    return inputs
+    storages: dict[str, Bits] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, placed in layout.tensors.items():
+        kind = np.uint32 if name == "lse" else np.uint16
+        address = addresses[placed.storage] + placed.offset * np.dtype(kind).itemsize
+        if not layout.guarded:
+            view = np.full(placed.shape, NAN16, kind)
+            tensors[name] = Tensor(name, placed, None, view, address)
+            continue
+        if placed.storage not in storages:
+            size = layout.storages[placed.storage]
+            storages[placed.storage] = np.full(size, NAN16, kind)
+        storage = storages[placed.storage]
+        view = _view(storage, placed)
+        tensors[name] = Tensor(name, placed, storage, view, address)
+    return tensors
 
 
-def _outputs(
-    spec: Mapping[str, Any], case: Case, addresses: _Addresses
-) -> tuple[Output, Output | None]:
-    heads = case.kv_heads * spec["q_per_kv"]
-    batches, rows, heads = case.batch + 2, case.q + 2, heads + 2  # with guards
-    columns = spec["head_dim"]["v"] + 2 * GUARD
-
-    def output(
-        name: str, shape: tuple[int, ...], bits: type[Any], place: Place
-    ) -> Output:
-        storage = addresses.storage(name, shape, bits)
-        return Output(name, storage, place(storage.bits), place)
-
-    if case.layout == "bhsd":
-        shape = (batches, heads, rows, columns)
-        out = output("out", shape, np.uint16, lambda x: _inner(x).transpose(0, 2, 1, 3))
-    else:
-        out = output("out", (batches, rows, heads, columns), np.uint16, _inner)
-    if not spec["lse"]:
-        return out, None
-    shape3 = (batches, heads, case.q + 2 * GUARD)
-    return out, output("lse", shape3, np.uint32, _inner)
-
-
-def _inner(storage: Bits) -> Bits:
-    """What guards leave: one row on each side of every mode, `GUARD` elements of the last."""
-    inner = (*[slice(1, -1)] * (storage.ndim - 1), slice(GUARD, -GUARD))
-    return storage[inner]
+def _view(storage: Bits, placed: Placed) -> Bits:
+    steps = tuple(stride * storage.itemsize for stride in placed.strides)
+    return as_strided(storage[placed.offset :], placed.shape, steps)
 
 
 def arguments(
@@ -249,8 +167,8 @@ def arguments(
 ) -> dict[str, launch.Argument]:
     """What `launch` of a generated kernel takes, by name; a kernel takes some of these."""
     return {
-        "softmax_scale": launch.float32(scale_of(spec)),
-        "sm_count": launch.int32(case.sm_count),
+        "softmax_scale": launch.float32(scale_of(spec, case)),
+        "sm_count": launch.int32(case.sm_count or 1),
         "stream": launch.stream(),
     } | {
         tensor.name: launch.tensor(
@@ -260,6 +178,6 @@ def arguments(
     }
 
 
-def scale_of(spec: Mapping[str, Any]) -> float:
-    """The softmax scale of a rehearsal: the kernels' default."""
-    return float(spec["head_dim"]["qk"] ** -0.5)
+def scale_of(spec: Mapping[str, Any], case: Case) -> float:
+    """The softmax scale of a case."""
+    return float(spec["head_dim"]["qk"] ** -0.5) * case.scale_factor

@@ -9,13 +9,14 @@ or only ``environment`` when this machine cannot run the kernel, ``unknown_case`
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -23,9 +24,18 @@ from typing import Any, Protocol
 import torch
 
 from .arch import ARCHITECTURES
-from .cases import DYNAMIC, LARGE_INPUT, REPEATS, Case, cases_for, smallest_ragged
+from .cases import (
+    DYNAMIC,
+    REPEATS,
+    Case,
+    Tiles,
+    cases_for,
+    smallest_ragged,
+    tiles_of,
+)
 from .compare import judge_lse, judge_output, outside_touched, same_bits
-from .reference import attention, sixteen_bit
+from .inputs import Placed, place_tensors, values
+from .reference import truth
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,10 +44,6 @@ MISUSE = "misuse"  # the name under which they are replayed
 GUARD_BYTE = (
     0xA5  # as 16-bit and 32-bit floats: small normal numbers, neither zero nor NaN
 )
-GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
-DENSE_GUARD = 4096  # elements before and after a contiguous output
-CACHE_SPARE_ROWS = 37
-HUGE_KEY = 64.0
 DELAY_CYCLES = (
     20_000_000  # about 10 ms: long enough for a launch on a wrong stream to overtake
 )
@@ -92,33 +98,18 @@ class CudaDevice:
         return x.cpu()
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Views of q, k and v, and the tensors that they are views of."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    storages: tuple[torch.Tensor, ...]
-
-
 class Guarded:
-    """An output inside a larger tensor of guard bytes."""
+    """An output inside a larger tensor, of which the rest holds guard bytes where it is watched."""
 
-    def __init__(
-        self,
-        name: str,
-        storage: torch.Tensor,
-        place: Callable[[torch.Tensor], torch.Tensor],
-    ) -> None:
-        """``place`` maps the storage to the view that is handed to the kernel."""
-        self.name = name
-        self._words = bits(storage)
-        storage.view(torch.uint8).fill_(GUARD_BYTE)
-        self._pattern = int(self._words.reshape(-1)[0])
-        self._inside = torch.zeros_like(storage, dtype=torch.bool)
-        place(self._inside).fill_(True)
-        self.view = place(storage)
+    def __init__(self, storage: torch.Tensor, placed: Placed, *, watched: bool) -> None:
+        """storage: one-dimensional, all of it."""
+        self.name = placed.name
+        self.view = _view(storage, placed)
+        self._words = bits(storage) if watched else None
+        if watched:
+            storage.view(torch.uint8).fill_(GUARD_BYTE)
+            self._inside = torch.zeros_like(storage, dtype=torch.bool)
+            _view(self._inside, placed).fill_(True)
 
     def poison(self) -> None:
         """Fill with NaN, so that an element nobody writes is seen."""
@@ -130,20 +121,38 @@ class Guarded:
 
     def outside(self) -> str:
         """Finding when a guard was written."""
-        return outside_touched(self.name, self._words, self._inside, self._pattern)
+        if self._words is None:
+            return ""
+        pattern = int.from_bytes(
+            bytes([GUARD_BYTE] * self._words.itemsize), "little", signed=True
+        )
+        return outside_touched(self.name, self._words, self._inside, pattern)
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Views of a case's q, k and v with the memory that they are views of, and its outputs."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    given: tuple[torch.Tensor, ...]
+    outputs: tuple[Guarded, ...]
 
 
 @dataclass
 class CaseResult:
-    """What one case showed; it passed when there are no findings."""
+    """What one case showed; it passed when there are no findings.
+
+    of_bound, lse_of_bound: the largest error of out and lse over what it may be; absolute,
+    lse_absolute: the largest errors.
+    """
 
     case: str
-    error: float = math.nan
-    reference_error: float = math.nan
-    reference: str = ""
-    ratio: float = math.nan
+    of_bound: float = math.nan
+    absolute: float = math.nan
+    lse_of_bound: float | None = None
     lse_absolute: float | None = None
-    lse_of_tolerance: float | None = None
     repeats: int = 0
     findings: list[str] = field(default_factory=list)
 
@@ -177,132 +186,83 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 # --- inputs and outputs --------------------------------------------------------------
 
 
-def make_inputs(spec: Mapping[str, Any], case: Case, device: str) -> Inputs:
-    """q, k and v of a case; memory around them is NaN."""
-    dtype, heads = DTYPES[spec["dtype"]], case.kv_heads * spec["q_per_kv"]
-    d_qk, d_v = spec["head_dim"]["qk"], spec["head_dim"]["v"]
-    shapes = {
-        "q": (case.batch, case.q, heads, d_qk),
-        "k": (case.batch, case.kv, case.kv_heads, d_qk),
-        "v": (case.batch, case.kv, case.kv_heads, d_v),
+def make_tensors(
+    spec: Mapping[str, Any], tiles: Tiles, case: Case, device: str
+) -> Tensors:
+    """All tensors of a case; memory around the inputs is NaN, the outputs hold nothing yet."""
+    layout = place_tensors(spec, case)
+    storages: dict[str, torch.Tensor] = {}
+    for placed in layout.tensors.values():
+        dtype = torch.float32 if placed.name == "lse" else DTYPES[spec["dtype"]]
+        if placed.storage not in storages:
+            size = layout.storages[placed.storage]
+            storages[placed.storage] = torch.empty(size, dtype=dtype, device=device)
+            if layout.guarded:
+                storages[placed.storage].fill_(math.nan)
+    inputs = {
+        name: _view(storages[layout.tensors[name].storage], layout.tensors[name])
+        for name in ("q", "k", "v")
     }
-
-    def blank(*shape: int) -> torch.Tensor:
-        return torch.full(shape, math.nan, dtype=dtype, device=device)
-
-    storages: list[torch.Tensor] = []
-    views: dict[str, torch.Tensor] = {}
-    if case.layout == "fused":
-        groups = [("q", "k", "v")] if case.q == case.kv else [("q",), ("k", "v")]
-        for names in groups:
-            widths = [shapes[name][2] * shapes[name][3] for name in names]
-            storages.append(blank(*shapes[names[0]][:2], sum(widths)))
-            for name, part in zip(
-                names, storages[-1].split(widths, dim=-1), strict=True
-            ):
-                views[name] = part.unflatten(-1, shapes[name][2:])
-    else:
-        for name, (batch, rows, count, dim) in shapes.items():
-            if case.layout == "bhsd":
-                storages.append(blank(batch, count, rows, dim))
-                views[name] = storages[-1].transpose(1, 2)
-            else:
-                spare = CACHE_SPARE_ROWS if case.layout == "cache" else 0
-                storages.append(blank(batch, rows + spare, count, dim))
-                views[name] = storages[-1][:, :rows]
-
-    generator = torch.Generator(device).manual_seed(case.seed)
-    for name, shape in shapes.items():
-        views[name].copy_(_values(case, name, shape, generator))
-    return Inputs(views["q"], views["k"], views["v"], tuple(storages))
-
-
-def _values(
-    case: Case, name: str, shape: tuple[int, ...], generator: torch.Generator
-) -> torch.Tensor:
-    device = generator.device
-    if case.data == "all_1e4":
-        return torch.full(shape, LARGE_INPUT, device=device)
-    if case.data == "uniform_1e4":
-        return torch.empty(shape, device=device).uniform_(
-            -LARGE_INPUT, LARGE_INPUT, generator=generator
-        )
-    values = torch.randn(shape, generator=generator, device=device)
-    if case.data == "huge_key" and name == "k":
-        values[
-            :, case.kv * 3 // 4
-        ] *= HUGE_KEY  # late, so that what was summed before must be rescaled
-    return values
-
-
-def make_out(spec: Mapping[str, Any], case: Case, device: str) -> Guarded:
-    """Out of a case, [batch, q, heads, v], laid out like its inputs."""
-    dtype = DTYPES[spec["dtype"]]
-    heads, dim = case.kv_heads * spec["q_per_kv"], spec["head_dim"]["v"]
-    if not case.gaps:
-        return _dense("out", (case.batch, case.q, heads, dim), dtype, device)
-    if case.layout == "bhsd":
-        size = (case.batch + 2, heads + 2, case.q + 2, dim + 2 * GUARD)
-    else:
-        size = (case.batch + 2, case.q + 2, heads + 2, dim + 2 * GUARD)
-
-    def place(storage: torch.Tensor) -> torch.Tensor:
-        view = storage[1:-1, 1:-1, 1:-1, GUARD:-GUARD]
-        return view.transpose(1, 2) if case.layout == "bhsd" else view
-
-    return Guarded("out", torch.empty(size, dtype=dtype, device=device), place)
-
-
-def make_lse(
-    spec: Mapping[str, Any], case: Case, device: str, *, gaps: bool
-) -> Guarded:
-    """Lse of a case, fp32 [batch, heads, q]."""
-    heads = case.kv_heads * spec["q_per_kv"]
-    if not gaps:
-        return _dense("lse", (case.batch, heads, case.q), torch.float32, device)
-    size = (case.batch + 2, heads + 2, case.q + 2 * GUARD)
-    storage = torch.empty(size, dtype=torch.float32, device=device)
-    return Guarded("lse", storage, lambda x: x[1:-1, 1:-1, GUARD:-GUARD])
-
-
-def _dense(
-    name: str, shape: tuple[int, ...], dtype: torch.dtype, device: str
-) -> Guarded:
-    storage = torch.empty(
-        math.prod(shape) + 2 * DENSE_GUARD, dtype=dtype, device=device
+    for name, numbers in values(spec, tiles, case).items():
+        inputs[name].copy_(torch.from_numpy(numbers))
+    read = {layout.tensors[name].storage for name in inputs}
+    return Tensors(
+        **inputs,
+        # What lies beside inputs that are far apart is not looked at: it is gigabytes.
+        given=tuple(
+            (storages[name] for name in sorted(read))
+            if layout.guarded
+            else inputs.values()
+        ),
+        outputs=tuple(
+            Guarded(storages[placed.storage], placed, watched=layout.guarded)
+            for name, placed in layout.tensors.items()
+            if name not in inputs
+        ),
     )
-    return Guarded(name, storage, lambda x: x[DENSE_GUARD:-DENSE_GUARD].view(shape))
+
+
+def _view(storage: torch.Tensor, placed: Placed) -> torch.Tensor:
+    return storage.as_strided(placed.shape, placed.strides, placed.offset)
+
+
+@contextlib.contextmanager
+def told(kernel: Any, sm_count: int | None) -> Iterator[None]:
+    """Within it a kernel believes that the GPU has that many SMs; None: as many as it has."""
+    before = kernel.sm_count
+    if sm_count is not None:
+        kernel.sm_count = lambda _device: sm_count
+    try:
+        yield
+    finally:
+        kernel.sm_count = before
 
 
 # --- one case ------------------------------------------------------------------------
 
 
 def check_case(
-    kernel: Any,
-    case: Case,
-    device: Device,
-    *,
-    strided_lse: bool,
-    first_launch_only: bool = False,
+    kernel: Any, case: Case, device: Device, *, first_launch_only: bool = False
 ) -> CaseResult:
     """Run a case and everything that must hold for it. Raises what the kernel raises."""
+    with told(kernel, case.sm_count):
+        return _check_case(kernel, case, device, first_launch_only)
+
+
+def _check_case(
+    kernel: Any, case: Case, device: Device, first_launch_only: bool
+) -> CaseResult:
     spec = kernel.SPEC
     result = CaseResult(case.name)
-    inputs = make_inputs(spec, case, device.name)
-    given = [bits(storage).clone() for storage in inputs.storages]
-    out = make_out(spec, case, device.name)
-    outputs = [out]
-    if spec["lse"]:
-        outputs.append(
-            make_lse(spec, case, device.name, gaps=case.gaps and strided_lse)
-        )
-    default_scale = spec["head_dim"]["qk"] ** -0.5
-    scale = default_scale * case.scale_factor
+    tensors = make_tensors(spec, tiles_of(vars_of(kernel)), case, device.name)
+    given = [bits(x).clone() for x in tensors.given]
+    outputs = tensors.outputs
+    scale = spec["head_dim"]["qk"] ** -0.5 * case.scale_factor
     options: dict[str, Any] = {} if case.scale_factor == 1 else {"softmax_scale": scale}
     into = {output.name: output.view for output in outputs}
 
-    def launch(q: torch.Tensor = inputs.q) -> object:
-        return kernel.fmha(q, inputs.k, inputs.v, **options, **into)
+    def launch(q: torch.Tensor = tensors.q) -> object:
+        return kernel.fmha(q, tensors.k, tensors.v, **options, **into)
 
     def poison() -> None:
         for output in outputs:
@@ -322,7 +282,7 @@ def check_case(
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    _judge(result, inputs, outputs, scale=scale, causal=spec["mask"] == "causal")
+    _judge(result, spec, tensors, scale=scale)
 
     result.repeats = 1
     if first_launch_only:
@@ -341,44 +301,44 @@ def check_case(
     compare("under graph replay")
 
     if case.repeats == REPEATS:
-        late = torch.full_like(inputs.q, math.nan)
+        late = torch.full_like(tensors.q, math.nan)
         poison()
-        device.on_late_stream(lambda: launch(late.copy_(inputs.q)))
+        device.on_late_stream(lambda: launch(late.copy_(tensors.q)))
         compare("on another stream, whose earlier work writes q")
-    if not case.gaps:
-        returned = kernel.fmha(inputs.q, inputs.k, inputs.v, **options)
+    if case.layout == "plain":
+        returned = kernel.fmha(tensors.q, tensors.k, tensors.v, **options)
         device.synchronize()
         result.findings += _judge_returned(returned, outputs, first)
 
     result.findings += filter(None, (output.outside() for output in outputs))
-    for storage, before in zip(inputs.storages, given, strict=True):
+    for x, before in zip(tensors.given, given, strict=True):
         result.findings += filter(
-            None, [same_bits("an input", "after the launches", bits(storage), before)]
+            None, [same_bits("an input", "after the launches", bits(x), before)]
         )
     return result
 
 
+def vars_of(kernel: Any) -> Mapping[str, Any]:
+    """The constants of a kernel's module."""
+    return {name: getattr(kernel, name) for name in dir(kernel) if name.isupper()}
+
+
 def _judge(
-    result: CaseResult,
-    inputs: Inputs,
-    outputs: Sequence[Guarded],
-    *,
-    scale: float,
-    causal: bool,
+    result: CaseResult, spec: Mapping[str, Any], tensors: Tensors, *, scale: float
 ) -> None:
-    q, k, v = inputs.q, inputs.k, inputs.v
-    truth = attention(q, k, v, scale=scale, causal=causal)
-    allowed = sixteen_bit(q, k, v, scale=scale, causal=causal, truth=truth.out)
-    output = judge_output(outputs[0].view.double(), truth.out, allowed.out.double())
-    result.error, result.reference_error = output.error, output.reference_error
-    result.ratio, result.reference = output.ratio, allowed.method
+    expected = truth(
+        *(tensors.q, tensors.k, tensors.v),
+        scale=scale,
+        causal=spec["mask"] == "causal",
+        dtype=spec["dtype"],
+    )
+    out, *rest = tensors.outputs
+    output = judge_output(out.view.double(), expected)
+    result.of_bound, result.absolute = output.of_bound, output.absolute
     result.findings += filter(None, [output.finding])
-    for lse in outputs[1:]:
-        verdict = judge_lse(lse.view.double(), truth.lse)
-        result.lse_absolute, result.lse_of_tolerance = (
-            verdict.absolute,
-            verdict.of_tolerance,
-        )
+    for lse in rest:
+        verdict = judge_lse(lse.view.double(), expected)
+        result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute
         result.findings += filter(None, [verdict.finding])
 
 
@@ -398,25 +358,6 @@ def _judge_returned(
         yield from filter(None, [same_bits(output.name, what, bits(x), wanted)])
 
 
-def warm_up(kernel: Any, device: Device) -> bool:
-    """Call once; whether lse may have gaps between rows: a kernel may refuse it by ValueError."""
-    spec = kernel.SPEC
-    case = replace(
-        misuse_case(spec), gaps=True
-    )  # several heads: with one there is no gap
-    inputs = make_inputs(spec, case, device.name)
-    outputs = [make_out(spec, case, device.name)]
-    if spec["lse"]:
-        outputs.append(make_lse(spec, case, device.name, gaps=True))
-    into = {output.name: output.view for output in outputs}
-    try:
-        kernel.fmha(inputs.q, inputs.k, inputs.v, **into)
-    except ValueError as error:  # of anything but lse: the cases will tell
-        return not _names(str(error), ("lse",))
-    device.synchronize()
-    return True
-
-
 # --- misuse --------------------------------------------------------------------------
 
 
@@ -426,7 +367,7 @@ def misuse_case(spec: Mapping[str, Any]) -> Case:
         fallback if spec["seqlen"][side] == DYNAMIC else int(spec["seqlen"][side])
         for side, fallback in (("q", 96), ("kv", 160))
     )
-    return Case(MISUSE, batch=2, kv_heads=2, q=q, kv=kv, gaps=False)
+    return Case(MISUSE, batch=2, kv_heads=2, q=q, kv=kv, layout="plain")
 
 
 def misuses(
@@ -561,50 +502,45 @@ def events(
 ) -> Iterator[dict[str, Any]]:
     """All checks of a kernel, as they happen; ``only``: one case, or the misuses."""
     spec = kernel.SPEC
-    cases = cases_for(spec)
+    tiles = tiles_of(vars_of(kernel))
+    cases = cases_for(spec, tiles)
     names = [*(case.name for case in cases), MISUSE]
     if only is not None and only not in names:
         yield {"event": "unknown_case", "names": names}
         return
     yield {"event": "start", "case": "compile"}
     kernel.compile()
-    yield {"event": "start", "case": "warm-up"}
-    strided_lse = warm_up(kernel, device)
     for case in cases:
         if only in (None, case.name):
             yield {"event": "start", "case": case.name}
             try:
-                result = check_case(kernel, case, device, strided_lse=strided_lse)
+                result = check_case(kernel, case, device)
             except ValueError as error:  # the next case may still run
                 result = CaseResult(case.name, findings=[f"refused: {error}"])
+            except torch.OutOfMemoryError as error:
+                message = f"{case.name} needs more memory than is free: {error}"
+                yield {"event": "environment", "message": message}
+                return
             yield {"event": "case", **asdict(result)}
     if only in (None, MISUSE):
         yield {"event": "start", "case": MISUSE}
-        case = misuse_case(spec)
-        inputs = make_inputs(spec, case, device.name)
-        good = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
-        good["out"] = make_out(spec, case, device.name).view
-        if spec["lse"]:
-            good["lse"] = make_lse(spec, case, device.name, gaps=False).view
+        tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)
+        good = {"q": tensors.q, "k": tensors.k, "v": tensors.v}
+        good |= {output.name: output.view for output in tensors.outputs}
         kernel.fmha(**good)
         device.synchronize()
         for misuse in misuses(spec, good, device):
             finding = check_misuse(kernel, misuse, device)
             yield {"event": "misuse", "name": misuse.name, "finding": finding}
-    guards = (
-        "none"
-        if not spec["lse"]
-        else "between rows" if strided_lse else "before and after"
-    )
-    yield {"event": "end", "lse_guards": guards}
+    yield {"event": "end"}
 
 
 def memcheck_events(kernel: Any, device: Device) -> Iterator[dict[str, Any]]:
     """One launch of one small case, for a tool that watches the process."""
-    case = smallest_ragged(cases_for(kernel.SPEC))
+    case = smallest_ragged(cases_for(kernel.SPEC, tiles_of(vars_of(kernel))))
     yield {"event": "start", "case": case.name}
     kernel.compile()
-    result = check_case(kernel, case, device, strided_lse=False, first_launch_only=True)
+    result = check_case(kernel, case, device, first_launch_only=True)
     yield {"event": "case", **asdict(result)}
 
 

@@ -44,7 +44,7 @@ SANITIZER_SLOWDOWN = 3  # more time for the same process under compute-sanitizer
 SANITIZER = "compute-sanitizer"
 MEMCHECK = "memcheck"  # its tool, and how its findings begin
 SANITIZER_FOUND_ERRORS = 86  # the exit status that we ask it for
-PHASES = ("import", "compile", "warm-up")  # of a process, before its first case
+PHASES = ("import", "compile")  # of a process, before its first case
 
 
 @dataclass(frozen=True)
@@ -232,20 +232,19 @@ def judge(
         findings.append(Finding(memcheck.case, f"{MEMCHECK}: {memcheck.problem}"))
 
     # A NaN is a case that was refused: it has findings instead of numbers.
-    judged = [event for event in cases if not math.isnan(event["ratio"])]
-    worst = max(judged, key=lambda event: float(event["ratio"]), default=None)
-    with_lse = [event for event in judged if event["lse_of_tolerance"] is not None]
+    judged = [event for event in cases if not math.isnan(event["of_bound"])]
+    worst = max(judged, key=lambda event: float(event["of_bound"]), default=None)
+    with_lse = [event for event in judged if event["lse_of_bound"] is not None]
     lse_worst = max(
-        with_lse, key=lambda event: float(event["lse_of_tolerance"]), default=None
+        with_lse, key=lambda event: float(event["lse_of_bound"]), default=None
     )
     repeats = max((event["repeats"] for event in cases), default=0)
     outcome = Outcome(
         kernel=kernel,
         cases=len(cases),
-        worst=worst
-        and rounded(worst, "case", "error", "reference_error", "ratio", "reference"),
+        worst=worst and rounded(worst, "case", "of_bound", "absolute"),
         lse_worst=lse_worst
-        and rounded(lse_worst, "case", "lse_absolute", "lse_of_tolerance"),
+        and rounded(lse_worst, "case", "lse_of_bound", "lse_absolute"),
         repeats=repeats,
         findings=tuple(findings),
         result=None,
@@ -261,7 +260,6 @@ def judge(
         "misuses": len(of_kind(found, "misuse")),
         "worst": outcome.worst,
         "lse_worst": outcome.lse_worst,
-        "lse_guards": ended[-1]["lse_guards"],
         "repeats": repeats,
         "sanitizer": memcheck
         and {"tool": MEMCHECK, "case": memcheck.case, "errors": 0},
@@ -320,7 +318,7 @@ def judge_memcheck(found: Sequence[Event], ending: Ending, log: str) -> Memcheck
 COLUMNS: Mapping[str, Literal["left", "right"]] = {
     "kernel": "left",
     "cases": "right",
-    "error": "right",  # over that of 16 bits, at most 1.5
+    "error": "right",  # over what it may be, at most 1
     "worst case": "left",
     "lse": "right",  # over what it may be, at most 1
     "repeats": "right",
@@ -339,9 +337,9 @@ def _row(outcome: Outcome) -> tuple[str, ...]:
     return (
         outcome.stem,
         str(outcome.cases),
-        f"{worst['ratio']:.2f}" if worst else "-",
+        f"{worst['of_bound']:.2f}" if worst else "-",
         worst["case"] if worst else "-",
-        f"{lse['of_tolerance']:.2f}" if lse else "-",
+        f"{lse['of_bound']:.2f}" if lse else "-",
         str(outcome.repeats),
         "clean" if result and result["sanitizer"] else "-",
         "FAILED" if outcome.findings else RUNG if result else "held",

@@ -31,7 +31,7 @@ from .. import trial
 from ..bench import contenders, timing
 from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
-from ..cases import REPEATS, Case, cases_for
+from ..cases import REPEATS, Case, cases_for, tiles_of
 from ..errors import one_line
 from ..gpu import find_gpu, visible
 from ..processes import Event
@@ -152,23 +152,22 @@ class Session:
 
 def check(kernel: Any, device: trial.Device) -> None:
     """Raise Wrong when a kernel is wrong in one of its `check_cases`."""
-    strided_lse = trial.warm_up(kernel, device)
-    for case in check_cases(kernel.SPEC):
-        result = trial.check_case(kernel, case, device, strided_lse=strided_lse)
+    for case in check_cases(kernel):
+        result = trial.check_case(kernel, case, device)
         if result.findings:
             raise Wrong(f"wrong: {case.name}: {result.findings[0]}")
 
 
-def check_cases(spec: Mapping[str, Any]) -> tuple[Case, ...]:
+def check_cases(kernel: Any) -> tuple[Case, ...]:
     """Of the cases of validate: the largest ragged one, and the one with the most work tiles."""
-    cases = cases_for(spec)
+    cases = cases_for(kernel.SPEC, tiles_of(trial.vars_of(kernel)))
     ragged = max(filter(_is_plain, cases), key=lambda case: case.work)
     return tuple(dict.fromkeys([ragged, max(cases, key=lambda case: case.work)]))
 
 
 def _is_plain(case: Case) -> bool:
     """Whether all but its lengths is ordinary."""
-    ordinary = case.layout == "bshd" and case.data == "normal" and case.gaps
+    ordinary = case.layout == "own" and case.data == "normal"
     return ordinary and case.scale_factor == 1.0 and case.repeats < REPEATS
 
 
