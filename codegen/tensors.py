@@ -24,6 +24,7 @@ from .rehearsal_cases import Case
 Bits = NDArray[Any]
 Place = Callable[[Bits], Bits]
 
+STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 32  # between storages: no overrun reaches the next
 GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
@@ -244,20 +245,18 @@ def _inner(storage: Bits) -> Bits:
     return storage[inner]
 
 
-def arguments(
-    spec: Mapping[str, Any], case: Case, problem: Problem
-) -> dict[str, launch.Argument]:
-    """What `launch` of a generated kernel takes, by name; a kernel takes some of these."""
-    return {
-        "softmax_scale": launch.float32(scale_of(spec)),
-        "sm_count": launch.int32(case.sm_count),
-        "stream": launch.stream(),
-    } | {
-        tensor.name: launch.tensor(
-            tensor.address, tensor.view.shape[:3], tensor.strides[:3]
+def arguments(spec: Mapping[str, Any], case: Case, problem: Problem) -> launch.Call:
+    """The call of a generated kernel's `fmha` with a case's tensors, to a stream of its own."""
+    tensors = {
+        tensor.name: launch.tensor_at(
+            spec["dtype"] if tensor.view.itemsize == 2 else "fp32",
+            tensor.address,
+            tensor.view.shape,
+            tensor.strides,
         )
         for tensor in (*problem.inputs, *problem.outputs)
     }
+    return launch.call(tensors, sm_count=case.sm_count, stream=STREAM)
 
 
 def scale_of(spec: Mapping[str, Any]) -> float:
