@@ -314,7 +314,7 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
                 if options.python
                 else toolchain.own_compiler()
             )
-            text, launches = captures.capture(
+            text, launches = captures.checked(
                 options.kernel, calls, arch=spec["arch"], compiler=compiler
             )
         except EnvironmentProblem as error:

@@ -24,6 +24,9 @@ from .inputs import GUARD, Layout, Placed, place_tensors, values
 
 Bits = NDArray[Any]
 
+STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
+STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
+DEFAULT_SMS = 132  # of a case that leaves it to the GPU
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 32  # between storages: no overrun reaches the next
 FAR_FIRST_ADDRESS = 0x2_0000_0000
@@ -162,20 +165,30 @@ def _view(storage: Bits, placed: Placed) -> Bits:
     return as_strided(storage[placed.offset :], placed.shape, steps)
 
 
-def arguments(
-    spec: Mapping[str, Any], case: Case, problem: Problem
-) -> dict[str, launch.Argument]:
-    """What `launch` of a generated kernel takes, by name; a kernel takes some of these."""
-    return {
-        "softmax_scale": launch.float32(scale_of(spec, case)),
-        "sm_count": launch.int32(case.sm_count or 1),
-        "stream": launch.stream(),
-    } | {
-        tensor.name: launch.tensor(
-            tensor.address, tensor.view.shape[:3], tensor.strides[:3]
+def arguments(spec: Mapping[str, Any], case: Case, problem: Problem) -> launch.Call:
+    """The call of a generated kernel's `fmha` with a case's tensors.
+
+    It goes to a stream of its own; those with layout ``plain`` are PyTorch's, which makes the
+    outputs and has a current stream.
+    """
+    tensors = {
+        tensor.name: launch.tensor_at(
+            spec["dtype"] if tensor.view.itemsize == 2 else "fp32",
+            tensor.address,
+            tensor.view.shape,
+            tensor.strides,
         )
         for tensor in (*problem.inputs, *problem.outputs)
     }
+    options: dict[str, Any] = {"stream": STREAM}
+    if case.layout == "plain":
+        outputs = [output.name for output in problem.outputs]
+        made = {name: tensors.pop(name)["address"] for name in outputs}
+        options = {"torch": {"stream": STREAM, **made}}
+    if case.scale_factor != 1:
+        options["softmax_scale"] = scale_of(spec, case)
+    options["keywords"] = case.layout == "bhsd"
+    return launch.call(tensors, sm_count=case.sm_count or DEFAULT_SMS, **options)
 
 
 def scale_of(spec: Mapping[str, Any], case: Case) -> float:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process behind `launch.HostProgram`: compiles a module, runs its host function, tells.
 
-``python -m fmha_gen.emulator.host_process MODULE.py`` writes a line of JSON when the module is
-compiled; then each line read, a list of arguments, is answered by a line with the launches that
-the host function made of them. The environment, `CUTE_DSL_LIBS` above all, is set by the caller.
+``python -m fmha_gen.emulator.host_process MODULE.py [--ffi]`` writes a line of JSON when the module
+is compiled; then each line read, a call of `fmha` (see `launch.call`) or a list of arguments of the
+host function, is answered by a line with what it launched. The environment, `CUTE_DSL_LIBS` above
+all, is set by the caller.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ import re
 import struct
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, TextIO
 
-from . import elf
-from .launch import LIBRARIES, RUNTIME_FUNCTIONS, Argument, Launch
+from . import dlpack, elf
+from .launch import LIBRARIES, RUNTIME_FUNCTIONS, Argument, Called, Launch
 from .ptx import Module, parse
 
 SUCCESS = 0  # cudaSuccess
@@ -64,6 +65,16 @@ class _Config(ctypes.Structure):
 
 _Pointers = ctypes.POINTER(ctypes.c_void_p)
 _IntOut = ctypes.POINTER(ctypes.c_int)
+_OfLibrary = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+_OfLibraryAndDevice = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
+_RaiseParts = ctypes.CFUNCTYPE(
+    None, ctypes.c_char_p, ctypes.POINTER(ctypes.c_char_p), ctypes.c_int
+)
+
+# The number of a GPU with n multiprocessors is this + n: host code may remember by number what it
+# asked of a device.
+FIRST_DEVICE = 1000
+OUTPUT_OF_RANK = {4: "out", 3: "lse"}  # what host code has PyTorch make
 
 
 class Runtime:
@@ -75,7 +86,9 @@ class Runtime:
         self.problems: list[str] = []
         self.module: Module | None = None  # once it is compiled
         self._names: list[ctypes.Array[ctypes.c_char]] = []
-        self._device = DEVICES[major]
+        self.device = 0  # the current one
+        self._loaded: list[Any] = []
+        self._attributes = DEVICES[major]
         self._library = ctypes.CDLL(library)
         table = (ctypes.c_void_p * len(RUNTIME_FUNCTIONS)).in_dll(
             self._library, elf.TABLE
@@ -96,7 +109,7 @@ class Runtime:
             "_cudaLibraryGetKernel": c_function(
                 self._get_kernel, _Pointers, address, ctypes.c_char_p
             ),
-            "_cudaGetDevice": c_function(self._store_zero, _IntOut),
+            "_cudaGetDevice": c_function(self._get_device, _IntOut),
             "_cudaDeviceGetAttribute": c_function(
                 self._device_attribute, _IntOut, integer, integer
             ),
@@ -112,6 +125,14 @@ class Runtime:
             "_cudaLaunchKernel": c_function(self._launch_plain),
             "_cudaLaunchKernelEx": c_function(
                 self._launch, ctypes.POINTER(_Config), address, _Pointers
+            ),
+            "_cudaSetDevice": c_function(self._set_device, integer),
+            "cuda_dialect_init_library_once": c_function(
+                self._init_once, _Pointers, _OfLibrary, _OfLibraryAndDevice, address
+            ),
+            "cuda_dialect_unload_library_once": c_function(self._ignore),
+            "CuteDSLRT_TVMFFISetRaisedCudaError": c_function(
+                self._raise, _RaiseParts, integer
             ),
         }
 
@@ -148,10 +169,50 @@ class Runtime:
     def _ignore(self) -> int:
         return SUCCESS
 
-    def _device_attribute(self, value: Any, attribute: int, _device: int) -> int:
-        if attribute not in self._device:
-            raise ValueError(f"the host asked for device attribute {attribute}")
-        value[0] = self._device[attribute]
+    def attribute(self, attribute: int, device: int) -> int:
+        """Of a device, as the driver and the runtime number both."""
+        if attribute not in self._attributes:
+            raise KeyError(f"the host asked for device attribute {attribute}")
+        if attribute == MULTIPROCESSORS and device > FIRST_DEVICE:
+            return device - FIRST_DEVICE
+        return self._attributes[attribute]
+
+    def _device_attribute(self, value: Any, attribute: int, device: int) -> int:
+        value[0] = self.attribute(attribute, device)
+        return SUCCESS
+
+    def _get_device(self, value: Any) -> int:
+        value[0] = self.device
+        return SUCCESS
+
+    def _set_device(self, device: int) -> int:
+        if device != self.device:
+            raise ValueError(f"the host left device {self.device} for {device}")
+        return SUCCESS
+
+    def _init_once(
+        self,
+        state: Any,
+        init: Callable[[int], int],
+        load: Callable[[int, int], int],
+        _tell: int,
+    ) -> int:
+        """Load the module at its first launch; `state` is null until then."""
+        if not state[0]:
+            library = ctypes.c_void_p()
+            self._loaded.append(library)
+            for status in (
+                init(ctypes.addressof(library)),
+                load(ctypes.addressof(library), self.device),
+            ):
+                if status != SUCCESS:
+                    raise ValueError(f"the module does not load: {status}")
+            state[0] = library.value
+        return SUCCESS
+
+    def _raise(self, tell: Callable[..., None], code: int) -> int:
+        text = (ctypes.c_char_p * 1)(f"CUDA runtime error {code}".encode())
+        tell(b"RuntimeError", text, len(text))
         return SUCCESS
 
     def _launch_plain(self) -> int:
@@ -180,6 +241,7 @@ class Runtime:
                 cluster=cluster,
                 smem_bytes=config.smem_bytes,
                 params=bytes(params),
+                stream=config.stream or 0,
             )
         )
         return SUCCESS
@@ -234,6 +296,36 @@ def to_dsl(argument: Argument, expected: Any) -> Any:
     raise ValueError(f"no such kind of argument: {kind}")
 
 
+def stand_in_for_the_driver(runtime: Runtime) -> None:
+    """What host code asks the driver from Python is answered as the runtime answers it."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    success = driver.CUresult.CUDA_SUCCESS
+
+    def attribute(key: Any, device: Any) -> tuple[Any, int]:
+        return success, runtime.attribute(int(key), int(device))
+
+    driver.cuCtxGetDevice = lambda: (success, driver.CUdevice(runtime.device))
+    driver.cuDeviceGetAttribute = attribute
+
+
+class Compiled:
+    """Stands in for `cute.compile`, and keeps what that makes."""
+
+    def __init__(self, compile_: Any) -> None:
+        """compile_: the DSL's."""
+        self._compile = compile_
+        self.last: Any = None
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        """Compile, as the DSL does."""
+        self.last = self._compile(*arguments, **options)
+        return self.last
+
+    def __getattr__(self, name: str) -> Any:
+        """What else the DSL's has."""
+        return getattr(self._compile, name)
+
+
 def load(path: Path) -> ModuleType:
     """Import a file under its stem."""
     found = importlib.util.spec_from_file_location(path.stem, path)
@@ -245,7 +337,86 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
+class Caller:
+    """Calls `fmha` of a module as a call says."""
+
+    def __init__(self, module: Any, runtime: Runtime) -> None:
+        """module: loaded and compiled."""
+        self._module, self._runtime = module, runtime
+
+    def __call__(self, made: Mapping[str, Any]) -> Called:
+        """What came of it; raises what `fmha` raised, but for ValueError."""
+        device = self._runtime.device = FIRST_DEVICE + made["sm_count"]
+        allocated: dict[str, Any] = {}
+
+        def allocate(shape: tuple[int, ...], dtype: str) -> Mapping[str, Any]:
+            name = OUTPUT_OF_RANK[len(shape)]
+            if name in allocated:
+                raise RuntimeError(f"{name} was allocated twice")
+            steps = [1]
+            for size in reversed(shape[1:]):
+                steps.insert(0, steps[0] * size)
+            told: dict[str, Any] = {
+                "dtype": dtype,
+                "address": made["torch"][name],
+                "shape": list(shape),
+                "strides": steps,
+                "byte_offset": 0,
+                "device": None,
+            }
+            allocated[name] = told
+            return told
+
+        def tensor(told: Mapping[str, Any]) -> dlpack.Tensor:
+            if made["torch"]:
+                return dlpack.TorchTensor(told, device, allocate)
+            return dlpack.Tensor(told, device)
+
+        tensors = {name: tensor(told) for name, told in made["tensors"].items()}
+        inputs = [tensors.pop(name) for name in "qkv"]
+        options: dict[str, Any] = dict(tensors)
+        if made["softmax_scale"] is not None:
+            options["softmax_scale"] = made["softmax_scale"]
+        stream = made["stream"]
+        if stream is not None:
+            as_object = made["stream_object"]
+            options["stream"] = (
+                SimpleNamespace(cuda_stream=stream) if as_object else stream
+            )
+        if made["keywords"]:
+            options |= zip("qkv", inputs, strict=True)
+            inputs = []
+        torch = made["torch"] and dlpack.torch_module(device, made["torch"]["stream"])
+        refusal, result = "", ()
+        with dlpack.replaced(sys.modules, "torch", torch):
+            try:
+                result = self._module.fmha(*inputs, **options)
+            except ValueError as error:
+                refusal = str(error)
+        launches = self._runtime.launches
+        expected = 0 if refusal else 1
+        if len(launches) != expected:
+            raise RuntimeError(
+                f"expected {expected} launches, there were {len(launches)}"
+            )
+        return Called(
+            launch=launches[0] if launches else None,
+            refusal=refusal,
+            returned=_addresses(result),
+            allocated=allocated,
+        )
+
+
+def _addresses(result: Any) -> tuple[int, ...]:
+    """Of what `fmha` returned, one tensor or several."""
+    tensors = result if isinstance(result, tuple) else (result,)
+    for tensor in tensors:
+        if not isinstance(tensor, dlpack.Tensor):
+            raise RuntimeError(f"fmha returned {tensor!r}, which is no tensor")
+    return tuple(tensor.first for tensor in tensors)
+
+
+def serve(path: Path, requests: Iterable[str], answers: TextIO, *, ffi: bool) -> None:
     """Compile, then answer each request."""
 
     def answer(data: dict[str, Any]) -> None:
@@ -256,40 +427,51 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     major = int(re.sub(r"\D", "", arch)) // 10
     # Before anything imports the DSL, which loads the library too.
     runtime = Runtime(os.environ[LIBRARIES], major)
-    # TVM-FFI would call the same host code through more of the DSL's library than we stand for.
-    sys.modules["tvm_ffi"] = None  # type: ignore[assignment]
+    if not ffi:
+        sys.modules["tvm_ffi"] = None  # type: ignore[assignment]
+    cute: Any = importlib.import_module("cutlass.cute")
+    compiled = cute.compile = Compiled(cute.compile)
+    stand_in_for_the_driver(runtime)
     module: Any = load(path)
-    compiled = module.compile()
-    compiled.num_devices = 1  # it would ask the driver
-    ptx = compiled.artifacts.PTX
+    module.compile()
+    program = compiled.last
+    program.num_devices = 1  # it would ask the driver
+    ptx = program.artifacts.PTX
     runtime.module = parse(ptx)
-    names = list(compiled.execution_args.signature.parameters)
+    names = list(program.execution_args.signature.parameters)
     tensors = module.arguments() if hasattr(module, "arguments") else {}
     expected = [tensors.get(name) for name in names]
-    answer({"ptx": ptx, "parameters": names})
-    for request in requests:
+    caller = Caller(module, runtime)
+    has_ffi = getattr(module, "HAS_FFI", False)
+    answer({"ptx": ptx, "parameters": names, "has_ffi": has_ffi})
+    for line in requests:
         runtime.launches.clear()
         runtime.problems.clear()
-        failure = ""
+        failure, data = "", {}
+        request = json.loads(line)
         try:
-            compiled(*map(to_dsl, json.loads(request), expected))
+            if isinstance(request, dict):
+                data = caller(request).to_json()
+            elif hasattr(module, "fmha"):
+                raise TypeError("the module has fmha, which is to be called")
+            else:
+                program(*map(to_dsl, request, expected))
+                launches = [launch.to_json() for launch in runtime.launches]
+                data = {"launches": launches}
         except Exception as error:
             failure = "".join(
                 traceback.format_exception_only(type(error), error)
             ).strip()
         if runtime.problems:
             failure = "; ".join(runtime.problems)
-        if failure:
-            answer({"error": failure})
-        else:
-            answer({"launches": [launch.to_json() for launch in runtime.launches]})
+        answer({"error": failure} if failure else data)
 
 
 def main() -> None:
     """Serve on what were standard input and output; whatever else prints goes to standard error."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(Path(sys.argv[1]), sys.stdin, answers)
+    serve(Path(sys.argv[1]), sys.stdin, answers, ffi="--ffi" in sys.argv[2:])
 
 
 if __name__ == "__main__":

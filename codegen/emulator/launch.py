@@ -4,6 +4,10 @@
 The host function that the DSL compiles to machine code computes the grid and the TMA descriptors
 and calls the CUDA runtime through a library that `CUTE_DSL_LIBS` names. A process of our own
 (`host_process`) puts a library of ours there, whose functions write down what they are asked.
+
+A generated kernel is called as its users call it, by `fmha` with DLPack tensors: `HostProgram.call`
+of a `call`. A module that has no `fmha` is launched with the arguments of its host function:
+`HostProgram.launch`.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +40,11 @@ RUNTIME_FUNCTIONS = (
     "_cudaOccupancyMaxActiveBlocksPerMultiprocessor",
     "_cudaLaunchKernel",
     "_cudaLaunchKernelEx",
+    # What they call besides through TVM-FFI.
+    "_cudaSetDevice",
+    "cuda_dialect_init_library_once",
+    "cuda_dialect_unload_library_once",
+    "CuteDSLRT_TVMFFISetRaisedCudaError",
 )
 LIBRARIES = "CUTE_DSL_LIBS"
 TIMEOUT = 120.0  # [s] for one answer; a compile takes 2 to 5
@@ -42,6 +52,8 @@ LAST_LINES = 8  # of a process that failed, shown
 
 Dim3 = tuple[int, int, int]
 Argument = tuple[str, Any]
+Call = Mapping[str, Any]  # plain data, made by `call`
+TensorAt = Mapping[str, Any]  # plain data, made by `tensor_at`
 
 
 class CaptureError(Exception):
@@ -50,7 +62,10 @@ class CaptureError(Exception):
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel launch. params: the parameters one after another, each aligned as PTX says."""
+    """One kernel launch.
+
+    params: the parameters one after another, each aligned as PTX says. stream: a raw handle.
+    """
 
     kernel: str
     grid: Dim3
@@ -58,6 +73,7 @@ class Launch:
     cluster: Dim3
     smem_bytes: int  # dynamic shared memory of a CTA
     params: bytes
+    stream: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""
@@ -68,6 +84,100 @@ class Launch:
         """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
         dims = {name: tuple(data[name]) for name in ("grid", "block", "cluster")}
         return cls(**{**data, **dims, "params": bytes.fromhex(data["params"])})
+
+
+@dataclass(frozen=True)
+class Called:
+    """What one call of `fmha` did.
+
+    launch: None where it refused. refusal: what its ValueError says, else empty. returned:
+    addresses of the first elements of the tensors it returned, in order. allocated: what it had
+    PyTorch make, by name, as `tensor_at` describes it.
+    """
+
+    launch: Launch | None
+    refusal: str
+    returned: tuple[int, ...]
+    allocated: Mapping[str, TensorAt]
+
+    @property
+    def launched(self) -> Launch:
+        """The launch; CaptureError where it refused."""
+        if self.launch is None:
+            raise CaptureError(f"fmha refused: {self.refusal}")
+        return self.launch
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `json` takes."""
+        launch = self.launch and self.launch.to_json()
+        return {**asdict(self), "launch": launch}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Called:
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
+        launch = data["launch"] and Launch.from_json(data["launch"])
+        returned = tuple(data["returned"])
+        return cls(**{**data, "launch": launch, "returned": returned})
+
+
+def tensor_at(
+    dtype: str,
+    address: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    *,
+    byte_offset: int = 0,
+    device: tuple[int, int] | None = None,
+) -> TensorAt:
+    """A tensor that a call takes, of memory that need not be there.
+
+    dtype: bf16, fp16 or fp32. address, byte_offset: [bytes], as DLPack has them. strides:
+    [elements]. device: DLPack's type and number; the call's GPU when None.
+    """
+    return {
+        "dtype": dtype,
+        "address": address,
+        "shape": list(shape),
+        "strides": list(strides),
+        "byte_offset": byte_offset,
+        "device": device and list(device),
+    }
+
+
+def call(
+    tensors: Mapping[str, TensorAt],
+    *,
+    sm_count: int,
+    softmax_scale: float | None = None,
+    stream: int | None = None,
+    stream_object: bool = False,
+    keywords: bool = False,
+    torch: Mapping[str, int] | None = None,
+) -> Call:
+    """A call of `fmha`.
+
+    tensors: ``q``, ``k``, ``v``, and ``out`` and ``lse`` where they are given. softmax_scale,
+    stream: left out when None. stream_object: the stream comes as an object with the attribute
+    ``cuda_stream``, else as a number. keywords: q, k and v come by name. torch: the tensors are
+    those of a stand-in for PyTorch, whose current ``stream`` this is, and which makes ``out`` and
+    ``lse`` at these addresses where they are asked of it.
+    """
+    return {
+        "tensors": dict(tensors),
+        "sm_count": sm_count,
+        "softmax_scale": softmax_scale,
+        "stream": stream,
+        "stream_object": stream_object,
+        "keywords": keywords,
+        "torch": torch and dict(torch),
+    }
+
+
+def expected_stream(made: Call) -> int:
+    """The stream that a call must launch to."""
+    if made["stream"] is not None:
+        return int(made["stream"])
+    return int(made["torch"]["stream"]) if made["torch"] else 0
 
 
 def pointer(dtype: str, address: int, align: int) -> Argument:
@@ -104,6 +214,7 @@ class HostProgram:
     """A compiled kernel module, ready to be launched any number of times with other arguments.
 
     ptx: of its one kernel. parameters: what its host function takes, by name and in order.
+    has_ffi: whether calls of `fmha` go through TVM-FFI.
     """
 
     def __init__(self, process: _Process) -> None:
@@ -112,6 +223,15 @@ class HostProgram:
         compiled = process.answer()
         self.ptx: str = compiled["ptx"]
         self.parameters: tuple[str, ...] = tuple(compiled["parameters"])
+        self.has_ffi: bool = compiled["has_ffi"]
+
+    def call(self, made: Call) -> Called:
+        """Call `fmha`, which must launch once, or raise ValueError and launch nothing.
+
+        Raises CaptureError for anything else.
+        """
+        self._process.send(made)
+        return Called.from_json(self._process.answer())
 
     def launch(self, arguments: Mapping[str, Argument]) -> Launch:
         """Run the host function and return its one launch; arguments it does not take are left out.
@@ -135,12 +255,14 @@ def open_host_program(
     arch: str = "sm_90a",
     timeout: float = TIMEOUT,
     python: str = sys.executable,
+    ffi: bool = False,
 ) -> Iterator[HostProgram]:
     """Compile a module in a process of its own, which ends with this context.
 
-    module: a Python file whose ``compile()`` returns what ``cute.compile`` made of a host function
+    module: a Python file whose ``compile()`` has ``cute.compile`` make something of a host function
     that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
-    the interpreter whose DSL compiles; of this package it needs nothing installed.
+    the interpreter whose DSL compiles; of this package it needs nothing installed. ffi: whether the
+    module finds TVM-FFI, where that interpreter has it.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
@@ -148,12 +270,17 @@ def open_host_program(
     ):
         work = Path(folder)
         library = write_runtime(work)
+        # Away from what lies beside the module: an exported .o, or anything that shadows a module.
+        copy = work / "module" / module.name
+        copy.parent.mkdir()
+        shutil.copyfile(module, copy)
         child = subprocess.Popen(
             [
                 python,
                 "-m",
                 f"{__package__}.host_process",
-                str(module.resolve()),
+                str(copy),
+                *(["--ffi"] if ffi else []),
             ],
             cwd=work,
             env=_environment(arch, library, work) | _found_by(python, work),

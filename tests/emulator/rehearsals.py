@@ -26,11 +26,11 @@ def rehearsals(path: Path) -> tuple[str, list[Rehearsal]]:
         arguments(spec, case, problem)
         for case, problem in zip(cases, problems, strict=True)
     ]
-    text, launches = captures.capture(path, calls, arch=spec["arch"])
+    text, called = captures.capture(path, calls, arch=spec["arch"])
     program = lower(ptx.parse(text))
     ready = [
-        Rehearsal(spec, tiles, program, case, problem, launch)
-        for case, problem, launch in zip(cases, problems, launches, strict=True)
+        Rehearsal(spec, tiles, program, case, problem, each.launched)
+        for case, problem, each in zip(cases, problems, called, strict=True)
     ]
     return text, ready
 

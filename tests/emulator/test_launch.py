@@ -122,7 +122,8 @@ PAIR = ROOT / "generated" / "sm90_d128_bf16_causal_c2x1_kvmc_lse.py"
 
 @pytest.fixture(scope="module")
 def pair():
-    with open_host_program(PAIR) as opened:
+    with open_host_program(PAIR, ffi=True) as opened:
+        assert opened.has_ffi
         yield opened
 
 
@@ -132,7 +133,8 @@ def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
     spec = constants["SPEC"]
     case = Case("x", batch=3, kv_heads=2, q=300, kv=301, sm_count=5, layout=layout)
     problem = tensors.make_problem(spec, case)
-    captured = pair.launch(tensors.arguments(spec, case, problem))
+    captured = pair.call(tensors.arguments(spec, case, problem)).launched
+    assert captured.stream == tensors.STREAM
 
     (spec_file,) = load_specs([ROOT / "specs" / f"{PAIR.stem}.yaml"])
     plan = resolve(spec_file)
@@ -168,16 +170,17 @@ def test_a_capture_is_remembered(tmp_path, monkeypatch):
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "cache"))
     kernel = DATA / "add_vectors.py"
     calls = [arguments(), arguments(blocks=launch.int32(3))]
-    ptx_text, launches = captures.capture(kernel, calls, arch="sm90")
+    capture = captures.capture_launches
+    ptx_text, launches = capture(kernel, calls, arch="sm90")
     assert [found.grid[0] for found in launches] == [2, 3]
 
     def refuse(*_arguments, **_options):
         raise AssertionError("compiled again")
 
     monkeypatch.setattr(captures, "open_host_program", refuse)
-    assert captures.capture(kernel, calls[1:], arch="sm90") == (ptx_text, launches[1:])
+    assert capture(kernel, calls[1:], arch="sm90") == (ptx_text, launches[1:])
     with pytest.raises(AssertionError, match="compiled again"):
         other = [arguments(blocks=launch.int32(4))]
-        captures.capture(kernel, other, arch="sm90")
+        capture(kernel, other, arch="sm90")
     with pytest.raises(AssertionError, match="compiled again"):
-        captures.capture(broken(tmp_path, "MORE = 1"), calls, arch="sm90")
+        capture(broken(tmp_path, "MORE = 1"), calls, arch="sm90")

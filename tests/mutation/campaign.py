@@ -137,7 +137,8 @@ class Subject:
             arguments(self.spec, case, problem)
             for case, problem in zip(self.cases, self.problems, strict=True)
         ]
-        return captures.capture(path, calls, arch=self.spec["arch"])
+        text, called = captures.capture(path, calls, arch=self.spec["arch"])
+        return text, [each.launched for each in called]
 
     def mutants(self, kind: str) -> Iterator[Mutant]:
         """All mutants of one kind."""

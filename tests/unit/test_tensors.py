@@ -6,6 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fmha_gen import tensors
+from fmha_gen.emulator import launch
 from fmha_gen.emulator.memory import MemoryFault
 from fmha_gen.rehearsal_cases import Case
 
@@ -137,11 +138,16 @@ def test_a_huge_key_is_the_one_of_its_case():
 def test_what_a_kernel_is_told():
     case, made = problem()
     found = tensors.arguments(SPEC, case, made)
-    sizes, steps = made.v.view.shape[:3], made.v.strides[:3]
-    assert found["v"] == ("tensor", [made.v.address, *sizes, *steps])
+    told = found["tensors"]
+    assert told["v"] == launch.tensor_at(
+        SPEC["dtype"], made.v.address, made.v.view.shape, made.v.strides
+    )
     assert made.lse is not None
-    lse = [made.lse.address, *made.lse.view.shape, *made.lse.strides]
-    assert found["lse"] == ("tensor", lse)
-    assert found["softmax_scale"] == ("float32", 0.125)
+    assert told["lse"] == launch.tensor_at(
+        "fp32", made.lse.address, made.lse.view.shape, made.lse.strides
+    )
+    assert found["softmax_scale"] is None, "the default is the kernel's"
+    assert found["stream"] not in (None, 0)
+    assert found["sm_count"] == case.sm_count
     case, made = problem(lse=False)
-    assert "lse" not in tensors.arguments(SPEC, case, made)
+    assert "lse" not in tensors.arguments(SPEC, case, made)["tensors"]

@@ -74,7 +74,7 @@ class Kernel:
             for name, dtype in dtypes.items()
         }
         call |= {**scalars, "stream": launch.stream()}
-        text, (self.launch,) = captures.capture(path, [call], arch="sm100")
+        text, (self.launch,) = captures.capture_launches(path, [call], arch="sm100")
         self.program = lower(ptx.parse(text))
 
     def run(self, schedule: Schedule) -> tuple[np.ndarray, tuple]:

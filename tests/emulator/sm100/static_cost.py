@@ -11,6 +11,7 @@ ours is the larger one, a star says so. Softmax: a row of 128 columns. The other
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fmha_gen import captures, rehearsal, sass, toolchain
+from fmha_gen.cases import DYNAMIC
 from fmha_gen.emulator import launch
 
 from . import harness
@@ -83,24 +85,38 @@ def resources(
 
 def shared_bytes(path: Path, spec: Mapping[str, Any]) -> int:
     """Dynamic shared memory of a launch, of whatever size."""
-    heads, length = spec["q_per_kv"], 256
-    dims = spec["head_dim"]
-
-    def bshd(heads: int, dim: int) -> launch.Argument:
-        strides = (length * heads * dim, heads * dim, dim)
-        return launch.tensor(1 << 40, (1, length, heads), strides)
-
-    call = {
-        "q": bshd(heads, dims["qk"]),
-        "k": bshd(1, dims["qk"]),
-        "v": bshd(1, dims["v"]),
-        "out": bshd(heads, dims["v"]),
-        "lse": launch.tensor(1 << 40, (1, heads, length), (heads * length, length, 1)),
-        "softmax_scale": launch.float32(1.0),
-        "sm_count": launch.int32(148),
-        "stream": launch.stream(),
+    heads = spec["q_per_kv"]
+    length = {
+        side: 256 if fixed == DYNAMIC else int(fixed)
+        for side, fixed in spec["seqlen"].items()
     }
-    _, (found,) = captures.capture(path, [call], arch="sm100")
+    shapes = {
+        "q": (1, length["q"], heads, spec["head_dim"]["qk"]),
+        "k": (1, length["kv"], 1, spec["head_dim"]["qk"]),
+        "v": (1, length["kv"], 1, spec["head_dim"]["v"]),
+        "out": (1, length["q"], heads, spec["head_dim"]["v"]),
+    }
+    if spec["lse"]:
+        shapes["lse"] = (1, heads, length["q"])
+    dtypes = dict.fromkeys(shapes, spec["dtype"]) | {"lse": "fp32"}
+    steps = {
+        name: [math.prod(shape[mode + 1 :]) for mode in range(len(shape))]
+        for name, shape in shapes.items()
+    }
+    if path.stem != PEER.stem:
+        tensors = {
+            name: launch.tensor_at(dtypes[name], place << 40, shape, steps[name])
+            for place, (name, shape) in enumerate(shapes.items(), start=1)
+        }
+        call = launch.call(tensors, sm_count=148)
+        _, (called,) = captures.capture(path, [call], arch="sm100")
+        return called.launched.smem_bytes
+    arguments = {
+        name: launch.tensor(1 << 40, shape[:3], steps[name][:3])
+        for name, shape in shapes.items()
+    }
+    arguments |= {"softmax_scale": launch.float32(1.0), "stream": launch.stream()}
+    _, (found,) = captures.capture_launches(path, [arguments], arch="sm100")
     return found.smem_bytes
 
 

@@ -35,9 +35,9 @@ def make(stem, fill):
     for tensor, changed in zip(problem.inputs, fill(*values), strict=True):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](changed)
     call = tensors.arguments(spec, case, problem)
-    text, (launch,) = captures.capture(path, [call], arch="sm100")
+    text, (called,) = captures.capture(path, [call], arch="sm100")
     program = lower(ptx.parse(text))
-    return rehearsal.Rehearsal(spec, tiles, program, case, problem, launch)
+    return rehearsal.Rehearsal(spec, tiles, program, case, problem, called.launched)
 
 
 def outputs(kernel):

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that only say where they are: DLPack's structures over addresses that no memory backs.
+
+`fmha` of a generated kernel takes them in the host process, as it takes anybody's tensors; those
+of a stand-in for PyTorch have the methods of `torch.Tensor` that host code may ask for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+CUDA = 2  # kDLCUDA
+FLOAT, BFLOAT = 2, 4  # kDLFloat, kDLBfloat
+# name -> (code, bits)
+TYPES = {"bf16": (BFLOAT, 16), "fp16": (FLOAT, 16), "fp32": (FLOAT, 32)}
+VERSION = (1, 1)
+_NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
+
+
+class _Tensor(ctypes.Structure):
+    """DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor."""
+
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
+
+
+class _Versioned(ctypes.Structure):
+    """DLManagedTensorVersioned."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+        ("flags", ctypes.c_uint64),
+        ("tensor", _Tensor),
+    )
+
+
+_new_capsule = ctypes.PYFUNCTYPE(
+    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
+)(("PyCapsule_New", ctypes.pythonapi))
+
+
+class Tensor:
+    """A tensor of a call; see `launch.tensor_at` for what describes it."""
+
+    def __init__(self, told: Mapping[str, Any], device: int) -> None:
+        """device: the CUDA device it is on unless `told` says another."""
+        self.dtype = str(told["dtype"])
+        self.address, self.byte_offset = told["address"], told["byte_offset"]
+        self.shape, self._strides = tuple(told["shape"]), tuple(told["strides"])
+        self.place: tuple[int, int] = tuple(told["device"] or (CUDA, device))
+        self._exported: list[Any] = []  # the structures live as long as their tensor
+
+    @property
+    def first(self) -> int:
+        """The address of the first element."""
+        return int(self.address + self.byte_offset)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Type and number."""
+        return self.place
+
+    def __dlpack__(
+        self, *, max_version: tuple[int, int] | None = None, **_options: Any
+    ) -> Any:
+        """A capsule, versioned for whoever knows versions."""
+        sizes = ctypes.c_int64 * len(self.shape)
+        code, bits = TYPES[self.dtype]
+        tensor = _Tensor(
+            data=self.address,
+            device=self.place,
+            ndim=len(self.shape),
+            code=code,
+            bits=bits,
+            lanes=1,
+            shape=sizes(*self.shape),
+            strides=sizes(*self._strides),
+            byte_offset=self.byte_offset,
+        )
+        managed: _Managed | _Versioned
+        managed, name = _Managed(tensor=tensor), _NAME
+        if max_version is not None and max_version[0] >= VERSION[0]:
+            managed, name = _Versioned(version=VERSION, tensor=tensor), _VERSIONED_NAME
+        self._exported.append(managed)
+        return _new_capsule(ctypes.addressof(managed), name, None)
+
+
+class TorchTensor(Tensor):
+    """Poses as a `torch.Tensor`, whose data pointer holds the offset already."""
+
+    requires_grad = False
+    is_cuda = True
+
+    def __init__(
+        self,
+        told: Mapping[str, Any],
+        device: int,
+        allocate: Callable[[tuple[int, ...], str], Mapping[str, Any]],
+    ) -> None:
+        """allocate: shape, dtype -> what describes a new tensor."""
+        first = {"address": told["address"] + told["byte_offset"], "byte_offset": 0}
+        super().__init__({**told, **first}, device)
+        self._allocate = allocate
+        self.ndim = len(self.shape)
+        self.device = SimpleNamespace(type="cuda", index=self.place[1])
+
+    def stride(self, mode: int | None = None) -> Any:
+        """[elements], of all modes or of one."""
+        return self._strides if mode is None else self._strides[mode]
+
+    def size(self, mode: int | None = None) -> Any:
+        """[elements], of all modes or of one."""
+        return self.shape if mode is None else self.shape[mode]
+
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        """[bytes]."""
+        return TYPES[self.dtype][1] // 8
+
+    def data_ptr(self) -> int:
+        """The address of the first element."""
+        return self.first
+
+    def get_device(self) -> int:
+        """The number of its device."""
+        return self.place[1]
+
+    def new_empty(self, *shape: Any, dtype: str | None = None) -> TorchTensor:
+        """A contiguous tensor beside this one, of its type or another."""
+        sizes = tuple(shape[0] if len(shape) == 1 else shape)
+        told = self._allocate(sizes, dtype or self.dtype)
+        return TorchTensor(told, self.place[1], self._allocate)
+
+
+def torch_module(device: int, stream: int) -> ModuleType:
+    """A stand-in for PyTorch, whose current device and stream are these."""
+    torch: Any = ModuleType("torch")
+    torch.Tensor = TorchTensor
+    torch.bfloat16, torch.float16, torch.float32 = TYPES
+    torch.cuda = SimpleNamespace(
+        current_device=lambda: device,
+        current_stream=lambda _device=None: SimpleNamespace(
+            cuda_stream=stream if _device in (None, device) else 0
+        ),
+    )
+    torch._C = SimpleNamespace(
+        _cuda_getCurrentRawStream=lambda index: stream if index == device else 0
+    )
+    found: ModuleType = torch
+    return found
+
+
+@contextmanager
+def replaced(mapping: Any, name: str, value: Any) -> Iterator[None]:
+    """A mapping with another value, or with none, where `value` is None, until the end."""
+    known = mapping.get(name)
+    mapping.pop(name, None)
+    if value is not None:
+        mapping[name] = value
+    try:
+        yield
+    finally:
+        mapping.pop(name, None)
+        if known is not None:
+            mapping[name] = known
