@@ -13,12 +13,14 @@ A kernel whose schedule depends on data has no skeleton.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+from .gates import ALIGNED_NONE, alignment, is_gate
 from .ptx import (
     Address,
+    Guard,
     Immediate,
     Instruction,
     Module,
@@ -277,8 +279,15 @@ def _rebuild(module: Module, kept: _Slice) -> Module:
             (place,) = ways[place]
         return place
 
-    ways = [tuple(map(final, each)) for each in ways]
+    ways = [tuple(dict.fromkeys(map(final, each))) for each in ways]
     start = final(0)
+    _guard_short_ways(module, blocks, bodies, ways)
+    order = sorted(_reached(start, ways))
+    return _join_up(module, blocks, bodies, ways, order, start)
+
+
+def _reached(start: int, ways: list[tuple[int, ...]]) -> set[int]:
+    """The blocks that one gets to from the first one."""
     reached = {start}
     waiting = [start]
     while waiting:
@@ -286,8 +295,45 @@ def _rebuild(module: Module, kept: _Slice) -> Module:
             if way != _EXIT and way not in reached:
                 reached.add(way)
                 waiting.append(way)
-    order = [place for place in range(len(blocks)) if place in reached]
-    return _join_up(module, blocks, bodies, ways, order, start)
+    return reached
+
+
+def _guard_short_ways(
+    module: Module,
+    blocks: list[_Block],
+    bodies: list[list[Instruction]],
+    ways: list[tuple[int, ...]],
+) -> None:
+    """Guards instead of branches around a few instructions: what an elected lane does, mostly.
+
+    A block that a branch only jumps over becomes guarded instructions of the block before it.
+    """
+    before = Counter(way for each in ways for way in each)
+    for place in reversed(range(len(blocks))):
+        if len(ways[place]) != 2:
+            continue
+        over, inner = ways[place]
+        guard = module.instructions[blocks[place].end - 1].guard
+        assert guard is not None  # it has two ways
+        if (
+            before[inner] == 1
+            and ways[inner] == (over,)
+            and inner != place
+            and all(_may_be_guarded(each, guard) for each in bodies[inner])
+        ):
+            runs = Guard(guard.register, not guard.negated)
+            bodies[place] += [replace(each, guard=runs) for each in bodies[inner]]
+            ways[place] = (over,)
+            before[over] -= 1
+
+
+def _may_be_guarded(instruction: Instruction, guard: Guard) -> bool:
+    return (
+        instruction.guard is None
+        and not is_gate(instruction)
+        and alignment(instruction) == ALIGNED_NONE
+        and guard.register.name not in _split(instruction)[0]
+    )
 
 
 def _body(module: Module, block: _Block, kept: set[int]) -> list[Instruction]:
