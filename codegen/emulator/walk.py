@@ -7,7 +7,6 @@ says what it covers. So tensors need no memory: any size, any strides, anywhere.
 
 from __future__ import annotations
 
-import itertools
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,15 @@ from .ptx import Module
 from .report import Fault, Finding, Kind
 from .scheduler import Schedule
 from .skeleton import skeleton
-from .tma import TensorMap
+from .tma import SHARED_ALIGNMENT, TensorMap
 
 if TYPE_CHECKING:
     from .launch import Launch
 
 I64 = NDArray[np.int64]
+
+_KEYS = 5
+"""Numbers of a box that say who moved it: cluster, cta, by, warp, line."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,12 @@ class Boxes:
 
     Box n is [begin[n], end[n]) along each axis, what is outside the tensor cut off; empty when all
     is. cluster: by number, x fastest. cta: rank in the cluster, of a load the CTA that received it.
+    by, warp: rank of the CTA whose warp issued it, and that warp.
     """
 
     cluster: I64
     cta: I64
+    by: I64
     warp: I64
     line: I64
     begin: I64
@@ -95,8 +99,9 @@ class Boxes:
     def where(self, chosen: NDArray[Any]) -> Boxes:
         """Those of a mask, or of an array of numbers."""
         return Boxes(
-            *(self.cluster[chosen], self.cta[chosen], self.warp[chosen]),
-            *(self.line[chosen], self.begin[chosen], self.end[chosen]),
+            *(self.cluster[chosen], self.cta[chosen], self.by[chosen]),
+            *(self.warp[chosen], self.line[chosen]),
+            *(self.begin[chosen], self.end[chosen]),
         )
 
 
@@ -201,10 +206,9 @@ class Walker(Machine):
     ) -> tuple[int, range]:
         known = self._describes(tensor_map)
         record = self._loads[id(known.tensor_map)]
-        cluster, _, warp, line = self._now(receivers[0])
         for cta in receivers:
-            cta.shared.check_region(place, tensor_map.box_bytes, 128)
-            record.append((cluster, cta.rank, warp, line, *coordinates))
+            cta.shared.check_region(place, tensor_map.box_bytes, SHARED_ALIGNMENT)
+            record.append((*self._now(cta), *coordinates))
         return tensor_map.box_bytes, range(place, place + tensor_map.box_bytes)
 
     def store_box(
@@ -243,7 +247,7 @@ class Walker(Machine):
             end[:, axis] = index[:, axis] + nbytes // tensor.itemsize
             if (end[:, axis] > tensor.sizes[axis]).any():
                 raise Fault(Kind.OUT_OF_BOUNDS, f"{nbytes} bytes leave {tensor.name}")
-        who = np.broadcast_to(np.array(self._now(cta), np.int64), (len(index), 4))
+        who = np.broadcast_to(np.array(self._now(cta), np.int64), (len(index), _KEYS))
         self._lanes[tensor.name].append((who, index, end))
 
     def result(self, clusters: Collection[int] | None) -> Walk:
@@ -259,13 +263,13 @@ class Walker(Machine):
             self._collect(self._stores, self._lanes),
         )
 
-    def _now(self, cta: Cta) -> tuple[int, int, int, int]:
-        """(cluster, rank, warp, line) of what happens."""
+    def _now(self, cta: Cta) -> tuple[int, int, int, int, int]:
+        """What `Boxes` say of a box of this CTA's that moves now."""
         grid, size = self.launch.grid, self.launch.cluster
         x, y, z = (place // edge for place, edge in zip(cta.index, size, strict=True))
         wide, high = grid[0] // size[0], grid[1] // size[1]
         line = self.program.instructions[self.index].line
-        return x + wide * (y + high * z), cta.rank, self.actor[1], line
+        return x + wide * (y + high * z), cta.rank, *self.actor, line
 
     def _describes(self, tensor_map: TensorMap) -> _Mapped:
         known = self._mapped.get(id(tensor_map))
@@ -297,7 +301,7 @@ class Walker(Machine):
             known = self._mapped[key]
             numbers = np.array(record, np.int64)
             parts[known.tensor.name].append(
-                (numbers[:, :4], *known.boxes(numbers[:, 4:]))
+                (numbers[:, :_KEYS], *known.boxes(numbers[:, _KEYS:]))
             )
         for name, found in lanes.items():
             parts[name] += found
