@@ -151,9 +151,8 @@ class Copies:
     ) -> Callable[[], None]:
         def complete() -> None:
             self._group.here(index, number)
-            memories = [cta.shared for cta, _ in receivers]
-            nbytes, touched = tma.load(
-                tensor_map, coordinates, self._group.machine.memory, memories, place
+            nbytes, touched = self._group.machine.load_box(
+                tensor_map, coordinates, [cta for cta, _ in receivers], place
             )
             self._group.machine.count("tensor load bytes", nbytes)
             self._note_global(tensor_map, coordinates, operation, stored=False)
@@ -232,12 +231,8 @@ class Copies:
     ) -> Callable[[], None]:
         def complete() -> None:
             self._group.here(index, number)
-            touched = tma.store(
-                tensor_map,
-                coordinates,
-                self._group.machine.memory,
-                self._group.cta.shared,
-                place,
+            touched = self._group.machine.store_box(
+                tensor_map, coordinates, self._group.cta, place
             )
             operation, shadow = store.operation, self._group.cta.shadow
             if operation is not None and shadow is not None:

@@ -69,7 +69,8 @@ class Block:
 class Program:
     """A lowered module: blocks, and their functions as they are asked for."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, turns: bool = True) -> None:
+        """turns: whether a block ends after what other warps can see; see `gates.is_signal`."""
         self.module = module
         self.instructions = module.instructions
         self.slots: dict[str, int] = {}
@@ -90,7 +91,7 @@ class Program:
         self._constants: dict[tuple[int, str], str] = {}
         self._functions: dict[tuple[int, str], BlockFunction] = {}
         self._collect_registers()
-        self.blocks = _split_blocks(self)
+        self.blocks = _split_blocks(self, turns)
         self._check_opcodes()
 
     def whole(self, block: Block) -> BlockFunction:
@@ -262,12 +263,13 @@ def _place_shared(variables: Sequence[SharedVariable]) -> tuple[dict[str, int], 
     return placed, end
 
 
-def _split_blocks(program: Program) -> list[Block]:
+def _split_blocks(program: Program, turns: bool) -> list[Block]:
     instructions = program.instructions
     labels = program.module.labels
     leaders = {0, *labels.values()}
     for index, instruction in enumerate(instructions):
-        if instruction.opcode in ("bra", "ret", "exit") or is_signal(instruction):
+        signal = turns and is_signal(instruction)
+        if signal or instruction.opcode in ("bra", "ret", "exit"):
             leaders.add(index + 1)
         if is_gate(instruction):
             leaders.add(index)
@@ -320,6 +322,6 @@ def _after_gate(program: Program, index: int, *, masked: bool) -> list[str]:
     return emitter.lines
 
 
-def lower(module: Module) -> Program:
+def lower(module: Module, *, turns: bool = True) -> Program:
     """Splits a module into blocks; raises UnsupportedInstruction for what the model lacks."""
-    return Program(module)
+    return Program(module, turns=turns)

@@ -42,8 +42,10 @@ from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
 from .timeline import most_telling
+from . import tma
 from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
+from .writes import Writer, Writes
 from .wgmma import DescriptorError
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ class RunResult:
     steps: int
     """[warp instructions]"""
     statistics: Mapping[str, int] = field(default_factory=dict)
+    writes: Writes = field(default_factory=Writes)
+    """How often each byte of the writable buffers was written, and by whom."""
 
 
 def run(
@@ -99,7 +103,10 @@ def run(
         *(checks, timeline, max_steps, tiles or {}),
     )
     machine.run(clusters)
-    return RunResult(tuple(machine.findings), machine.steps, dict(machine.statistics))
+    statistics = dict(machine.statistics)
+    return RunResult(
+        tuple(machine.findings), machine.steps, statistics, machine.writes
+    )
 
 
 class Machine:
@@ -127,6 +134,7 @@ class Machine:
         self.rng = random.Random(schedule.seed)
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
+        self.writes = Writes()
         self.statistics: Counter[str] = Counter()
         self.steps = 0
         self.index = 0
@@ -210,6 +218,48 @@ class Machine:
     def count(self, what: str, amount: int) -> None:
         """Adds to a statistic."""
         self.statistics[what] += amount
+
+    def load_box(
+        self,
+        tensor_map: TensorMap,
+        coordinates: Sequence[int],
+        receivers: Sequence[Cta],
+        place: int,
+    ) -> tuple[int, range]:
+        """A TMA load completes: as `tma.load`, into the same place of each CTA."""
+        memories = [cta.shared for cta in receivers]
+        return tma.load(tensor_map, coordinates, self.memory, memories, place)
+
+    def store_box(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
+    ) -> range:
+        """A TMA store completes: as `tma.store`; its writes are counted."""
+        touched = tma.store(tensor_map, coordinates, self.memory, cta.shared, place)
+        part = tma.in_bounds(tensor_map, coordinates, self.memory, stored=True)
+        if part is not None:
+            self.writes.note(*part, self._who(cta))
+        return touched
+
+    def store_lanes(
+        self,
+        cta: Cta,
+        addresses: NDArray[np.int64],
+        width: int,
+        values: Sequence[NDArray[Any]],
+        mask: NDArray[np.bool_],
+    ) -> None:
+        """st.global: as `GlobalMemory.store`; its writes are counted."""
+        self.memory.store(addresses, width, values, mask)
+        nbytes = width * len(values)
+        for buffer, _, offsets in self.memory.split(addresses, nbytes, mask):
+            self.writes.note(buffer, offsets // nbytes, nbytes, self._who(cta))
+
+    def _who(self, cta: Cta) -> Writer:
+        """Who writes to global memory now."""
+        x, y, z = cta.index
+        wide, high, _ = self.launch.grid
+        line = self.program.instructions[self.index].line
+        return Writer(x + wide * (y + high * z), self.actor[1], line)
 
     def param(self, offset: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """128 lanes of a parameter's value."""

@@ -104,7 +104,8 @@ class MBarriers:
             lanes = np.flatnonzero(mask & WARP_MASKS[number])
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
-            for address in np.unique(base[lanes]).tolist():
+            several = len(lanes) > 1
+            for address in (np.unique(base[lanes]) if several else base[lanes]).tolist():
                 arriving = lanes[base[lanes] == address]
                 barrier = self.find(address + offset, warp)
                 away = cluster.locate(address + offset)[0] is not self._group.cta

@@ -180,6 +180,79 @@ class Buffer:
         """The address after the last byte."""
         return self.address + len(self.bytes)
 
+    def locate(self, addresses: I64, nbytes: int) -> tuple[NDArray[np.bool_], I64]:
+        """Which accesses lie in it, and at which of its bytes each begins."""
+        offsets = addresses - self.address
+        return (offsets >= 0) & (offsets + nbytes <= len(self.bytes)), offsets
+
+
+@dataclass(frozen=True)
+class StridedBuffer(Buffer):
+    """A tensor whose elements lie anywhere: `bytes` has only them, close together.
+
+    axes: of those that are not part of a run, the widest stride first, (bytes between two elements
+    in the address space, elements, bytes between them in `bytes`). run: [bytes] that are neighbours
+    in both.
+    """
+
+    axes: tuple[tuple[int, int, int], ...] = ()
+    run: int = 0
+
+    @property
+    def end(self) -> int:
+        """The address after the last byte."""
+        steps = sum(stride * (size - 1) for stride, size, _ in self.axes)
+        return self.address + steps + self.run
+
+    def locate(self, addresses: I64, nbytes: int) -> tuple[NDArray[np.bool_], I64]:
+        """Which accesses lie in one run of it, and at which byte of `bytes` each begins."""
+        rest = addresses - self.address
+        inside = rest >= 0
+        offsets = np.zeros_like(rest)
+        for stride, size, step in self.axes:
+            index, rest = np.divmod(rest, stride)
+            inside &= index < size
+            offsets += index * step
+        offsets += rest
+        inside &= rest + nbytes <= self.run
+        # What is aligned in the address space must be so in `bytes`, too: it is read as words.
+        word = min(nbytes & -nbytes, max(_TYPE))
+        if (offsets[inside] % word).any():
+            raise ValueError(
+                f"the elements of {self.name} are too close together for words of {word} bytes"
+            )
+        return inside, offsets
+
+
+def _strided(
+    name: str,
+    address: int,
+    array: NDArray[Any],
+    address_strides: Sequence[int],
+    writable: bool,
+) -> StridedBuffer:
+    axes = sorted(
+        (stride, size, step)
+        for stride, size, step in zip(
+            address_strides, array.shape, array.strides, strict=True
+        )
+        if size > 1
+    )
+    run = span = array.itemsize
+    outer = []
+    for stride, size, step in axes:
+        if stride < span:
+            raise ValueError(
+                f"buffer {name}: a stride of {stride} bytes, smaller than the {span} bytes below it"
+            )
+        if stride == step == run and not outer:
+            run *= size
+        else:
+            outer.append((stride, size, step))
+        span = stride * (size - 1) + span
+    flat = array.reshape(-1).view(np.uint8)
+    return StridedBuffer(name, address, flat, writable, tuple(reversed(outer)), run)
+
 
 class GlobalMemory:
     """Named buffers at addresses; there is nothing between them."""
@@ -197,13 +270,35 @@ class GlobalMemory:
         if address % 16:
             raise ValueError(f"buffer {name} is not aligned to 16 bytes: {address:#x}")
         flat = array.reshape(-1).view(np.uint8)
-        place = bisect.bisect(self._starts, address)
-        buffer = Buffer(name, address, flat, writable)
+        return self._insert(Buffer(name, address, flat, writable))
+
+    def add_strided(
+        self,
+        name: str,
+        address: int,
+        array: NDArray[Any],
+        address_strides: Sequence[int],
+        *,
+        writable: bool = True,
+    ) -> Buffer:
+        """Put element (i, j, ...) of a contiguous array at address + i address_strides[0] + ...
+
+        The strides, in bytes, may be as large as one likes: nothing is between the elements, and
+        who touches it gets a MemoryFault. Each must be at least what the smaller ones span.
+        """
+        if not array.flags.c_contiguous:
+            raise ValueError(f"buffer {name} is not contiguous")
+        if address % array.itemsize:
+            raise ValueError(f"buffer {name} is not aligned: {address:#x}")
+        return self._insert(_strided(name, address, array, address_strides, writable))
+
+    def _insert(self, buffer: Buffer) -> Buffer:
+        place = bisect.bisect(self._starts, buffer.address)
         for other in self.buffers[max(place - 1, 0) : place + 1]:
-            if address < other.end and other.address < buffer.end:
-                raise ValueError(f"buffer {name} overlaps buffer {other.name}")
+            if buffer.address < other.end and other.address < buffer.end:
+                raise ValueError(f"buffer {buffer.name} overlaps buffer {other.name}")
         self.buffers.insert(place, buffer)
-        self._starts.insert(place, address)
+        self._starts.insert(place, buffer.address)
         return buffer
 
     def find(self, address: int, nbytes: int) -> tuple[Buffer, int]:
@@ -211,10 +306,21 @@ class GlobalMemory:
         place = bisect.bisect(self._starts, address) - 1
         if place >= 0:
             buffer = self.buffers[place]
-            offset = address - buffer.address
-            if offset + nbytes <= len(buffer.bytes):
-                return buffer, offset
+            if isinstance(buffer, StridedBuffer):
+                inside, offsets = buffer.locate(np.array([address]), nbytes)
+                if inside[0]:
+                    return buffer, int(offsets[0])
+            elif address - buffer.address + nbytes <= len(buffer.bytes):
+                return buffer, address - buffer.address
         raise MemoryFault("global", address, nbytes, self._nearest(place, address))
+
+    def strided(self, address: int) -> StridedBuffer | None:
+        """The buffer around an address if it is a strided one."""
+        place = bisect.bisect(self._starts, address) - 1
+        buffer = self.buffers[place] if place >= 0 else None
+        if isinstance(buffer, StridedBuffer) and address < buffer.end:
+            return buffer
+        return None
 
     def load(
         self, addresses: I64, width: int, count: int, mask: Mask | None = None
@@ -255,8 +361,7 @@ class GlobalMemory:
         parts = []
         while lanes.size:
             buffer, _ = self.find(int(addresses[lanes[0]]), nbytes)
-            offset = addresses[lanes] - buffer.address
-            inside = (offset >= 0) & (offset + nbytes <= len(buffer.bytes))
+            inside, offset = buffer.locate(addresses[lanes], nbytes)
             parts.append((buffer, lanes[inside], offset[inside]))
             lanes = lanes[~inside]
         return parts
@@ -267,4 +372,6 @@ class GlobalMemory:
         before = self.buffers[max(place, 0)]
         if address < before.address:
             return f"{before.address - address} bytes before {before.name}"
+        if address < before.end and isinstance(before, StridedBuffer):
+            return f"between the elements of {before.name}, or beyond the end of its run"
         return f"{address - before.end} bytes after the end of {before.name}"

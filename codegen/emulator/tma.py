@@ -197,17 +197,16 @@ def load(
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
     if part.empty:
         block = np.zeros(len(moved.offsets), _WORD[part.granule])
-    else:
+    elif part.full and not memory.strided(tensor_map.address + part.low):
         buffer, base = memory.find(tensor_map.address + part.low, part.high - part.low)
-        source = buffer.words[part.granule]
         first = (base - part.low + part.first) // part.granule
-        if part.full:
-            block = source[moved.permuted + first]
-        else:
-            dense = np.zeros(moved.shape, source.dtype)
-            offsets = moved.offsets.reshape(moved.shape)[part.slices]
-            dense[part.slices] = source[offsets + first]
-            block = dense.reshape(-1)[moved.permutation]
+        block = buffer.words[part.granule][moved.permuted + first]
+    else:
+        buffer, words = _words_in_bounds(tensor_map, part, moved, memory)
+        source = buffer.words[part.granule]
+        dense = np.zeros(moved.shape, source.dtype)
+        dense[part.slices] = source[words]
+        block = dense.reshape(-1)[moved.permutation]
     for target in targets:
         target.words[part.granule][_words(region, part.granule)] = block
     return len(region), region
@@ -236,17 +235,14 @@ def store(
     if part.empty:
         return region
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
-    nbytes = part.high - part.low
-    buffer, base = memory.find(tensor_map.address + part.low, nbytes)
+    buffer, words = _words_in_bounds(tensor_map, part, moved, memory)
     if not buffer.writable:
-        address = tensor_map.address + part.low
+        address, nbytes = tensor_map.address + part.low, part.high - part.low
         raise MemoryFault("global", address, nbytes, f"{buffer.name} is read-only")
     block = shared.words[part.granule][_words(region, part.granule)]
     # The permutation is its own inverse: it XORs a column number with what the row number gives.
     dense = block[moved.permutation].reshape(moved.shape)[part.slices]
-    offsets = moved.offsets.reshape(moved.shape)[part.slices]
-    first = (base - part.low + part.first) // part.granule
-    buffer.words[part.granule][offsets + first] = dense
+    buffer.words[part.granule][words] = dense
     return region
 
 
@@ -265,11 +261,33 @@ def in_bounds(
     part = _clip(tensor_map, coordinates, whole_chunks=stored)
     if part.empty:
         return None
-    buffer, base = memory.find(tensor_map.address + part.low, part.high - part.low)
     moved = _moved(tensor_map, part.granule, 0)
-    first = (base - part.low + part.first) // part.granule
+    buffer, words = _words_in_bounds(tensor_map, part, moved, memory)
+    return buffer, words.reshape(-1), part.granule
+
+
+def _words_in_bounds(
+    tensor_map: TensorMap, part: _Part, moved: _Moved, memory: GlobalMemory
+) -> tuple[Buffer, I64]:
+    """The buffer of what is in bounds of a box, and the numbers of its words, in the box's shape.
+
+    MemoryFault when that is not in one buffer.
+    """
+    low = tensor_map.address + part.low
     offsets = moved.offsets.reshape(moved.shape)[part.slices]
-    return buffer, offsets.reshape(-1) + first, part.granule
+    strided = memory.strided(low)
+    if strided is None:
+        buffer, base = memory.find(low, part.high - part.low)
+        words: I64 = offsets + (base - part.low + part.first) // part.granule
+        return buffer, words
+    # Dimension 0 is contiguous: where its first granules are says all.
+    rows = tensor_map.address + part.first + offsets[..., 0] * part.granule
+    nbytes = offsets.shape[-1] * part.granule
+    inside, starts = strided.locate(rows.reshape(-1), nbytes)
+    if not inside.all():
+        memory.find(int(rows.reshape(-1)[np.argmin(inside)]), nbytes)  # raises
+    columns = np.arange(offsets.shape[-1], dtype=np.int64)
+    return strided, starts.reshape(rows.shape)[..., None] // part.granule + columns
 
 
 _PERIOD = 1024  # [bytes] after which every swizzle repeats
