@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .emulator.walk import Boxes, Extent, Walk
-from .rehearsal_cases import Tiles
+from .cases import Tiles
 
 I64 = NDArray[np.int64]
 
