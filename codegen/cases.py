@@ -320,7 +320,7 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Where tensors lie, and what `fmha` is left to decide."""
-    few = min(tiles.positions, 17)
+    few = max(min(tiles.positions, 17), 2)
 
     def case(tag: Layout, kv: int, *counts: int, **options: Any) -> Case:
         return _fitted(spec, tiles, tag, few, kv, *counts, layout=tag, **options)
@@ -329,7 +329,7 @@ def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "far", tiles.kv // 2, 2, 2, clusters=ARCHITECTURES[spec["arch"]].sm_count
     )
-    yield case("plain", tiles.kv - 1, 1, 2)
+    yield case("plain", tiles.kv - 1, 2, 2)
     kv = spec["seqlen"]["kv"]
     if kv == DYNAMIC or int(kv) <= LONG_TILE * tiles.kv:
         yield case("cache", tiles.kv + 2, 2, 1)
