@@ -21,8 +21,9 @@ from .cases import Tiles
 
 I64 = NDArray[np.int64]
 
+MOST_CTAS = 16  # of a cluster
 MOST_FINDINGS = 8  # of each check, that are worded
-MOST_BLOCKS = 20_000
+MOST_BLOCKS = 10_000
 """(work tile, KV block) pairs that are walked in seconds: one takes about a millisecond."""
 
 
@@ -59,25 +60,21 @@ def extent(
     )
 
 
-def blocks_of(
-    tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes, clusters: int | None = None
-) -> int:
-    """(Work tile, KV block) pairs of a problem, or of as many of `clusters` work tiles."""
+def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
+    """(Work tile, KV block) pairs of a problem."""
     plan = _Plan(tiles, spec, sizes)
-    per_head = [plan.blocks(tile) for tile in range(plan.tiles_of_head)]
-    heads = sizes.batch * plan.heads // tiles.heads
-    return heads * sum(per_head)
+    per_head = sum(map(plan.blocks, range(plan.tiles_of_head)))
+    return sizes.batch * (plan.heads // tiles.heads) * per_head
 
 
-def refusal(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> str:
-    """Why a problem is not walked; empty when it is."""
-    plan = _Plan(tiles, spec, sizes)
-    most = (
-        sizes.batch * plan.heads // tiles.heads * plan.tiles_of_head * plan.most_blocks
-    )
-    if most > 2 * MOST_BLOCKS:
-        return f"up to {most} KV blocks of all work tiles: more than {2 * MOST_BLOCKS}"
-    return ""
+def refusal(
+    tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes, share: float = 1.0
+) -> str:
+    """Why a problem is not walked; empty when it is. share: of the clusters that would run."""
+    blocks = int(blocks_of(tiles, spec, sizes) * share)
+    if blocks <= MOST_BLOCKS:
+        return ""
+    return f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
 
 
 def schedule_findings(
@@ -110,11 +107,6 @@ class _Plan:
     def tiles_of_head(self) -> int:
         """Work tiles of a cluster in a head."""
         return -(-self.sizes.q // self.tiles.cluster_rows)
-
-    @property
-    def most_blocks(self) -> int:
-        """Of a work tile."""
-        return max(1, -(-self.sizes.kv // self.tiles.kv))
 
     def blocks(self, tile: int) -> int:
         """KV blocks that a cluster's work tile needs; one when its rows see no key."""
@@ -443,15 +435,12 @@ def _coverage(
     return least, most
 
 
-def _owners(boxes: Boxes, shape: tuple[int, int, int]) -> I64:
+def _owners(boxes: Boxes, shape: tuple[int, int, int]) -> NDArray[np.int32]:
     """The CTA of each row [batch, row, head], a number; -1 where there is none."""
-    owners = np.full(int(np.prod(shape)), -1, np.int64)
+    owners = np.full(int(np.prod(shape)), -1, np.int32)
     found = _rows(boxes, shape)
     owners[found.rows] = (boxes.cluster * MOST_CTAS + boxes.cta)[found.box]
     return owners.reshape(shape)
-
-
-MOST_CTAS = 16  # of a cluster
 
 
 def _who_covers(boxes: Boxes, batch: int, row: int, head: int) -> list[str]:

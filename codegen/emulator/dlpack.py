@@ -114,7 +114,6 @@ class TorchTensor(Tensor):
     """Poses as a `torch.Tensor`, whose data pointer holds the offset already."""
 
     requires_grad = False
-    is_cuda = True
 
     def __init__(
         self,
@@ -127,7 +126,11 @@ class TorchTensor(Tensor):
         super().__init__({**told, **first}, device)
         self._allocate = allocate
         self.ndim = len(self.shape)
-        self.device = SimpleNamespace(type="cuda", index=self.place[1])
+        self.itemsize = TYPES[self.dtype][1] // 8
+        self.is_cuda = self.place[0] == CUDA
+        self.device = SimpleNamespace(
+            type="cuda" if self.is_cuda else "cpu", index=self.place[1]
+        )
 
     def stride(self, mode: int | None = None) -> Any:
         """[elements], of all modes or of one."""
@@ -143,7 +146,7 @@ class TorchTensor(Tensor):
 
     def element_size(self) -> int:
         """[bytes]."""
-        return TYPES[self.dtype][1] // 8
+        return self.itemsize
 
     def data_ptr(self) -> int:
         """The address of the first element."""

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launches of generated kernels, walked, over tensors that nothing backs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmha_gen import captures
+from fmha_gen.emulator import launch, ptx
+from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
+from fmha_gen.rehearsal import read_constants, tiles_of
+from fmha_gen.schedule_check import schedule_findings
+
+GENERATED = Path(__file__).resolve().parents[2] / "generated"
+FIRST_ADDRESS, STEP = 0x7F00_0000_0000, 1 << 40
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of a problem; a fixed length of the kernel replaces it."""
+
+    batch: int
+    kv_heads: int
+    q: int
+    kv: int
+    sm_count: int
+
+
+def fitted(spec: dict[str, Any], size: Size) -> Size:
+    """With the kernel's fixed lengths."""
+    q, kv = (
+        length if spec["seqlen"][side] == "dynamic" else spec["seqlen"][side]
+        for side, length in (("q", size.q), ("kv", size.kv))
+    )
+    return Size(size.batch, size.kv_heads, q, kv, size.sm_count)
+
+
+def extents(spec: dict[str, Any], size: Size) -> list[Extent]:
+    """The kernel's tensors, contiguous and far apart."""
+    heads, dims = size.kv_heads * spec["q_per_kv"], spec["head_dim"]
+    shapes = {
+        "q": (size.batch, size.q, heads, dims["qk"]),
+        "k": (size.batch, size.kv, size.kv_heads, dims["qk"]),
+        "v": (size.batch, size.kv, size.kv_heads, dims["v"]),
+        "out": (size.batch, size.q, heads, dims["v"]),
+    }
+    if spec["lse"]:
+        shapes["lse"] = (size.batch, heads, size.q)
+    found = []
+    for number, (name, shape) in enumerate(shapes.items()):
+        itemsize = 4 if name == "lse" else 2
+        strides = [itemsize]
+        for edge in reversed(shape[1:]):
+            strides.insert(0, strides[0] * edge)
+        address = FIRST_ADDRESS + number * STEP
+        found.append(Extent(name, address, shape, tuple(strides), itemsize))
+    return found
+
+
+def call(spec: dict[str, Any], size: Size) -> dict[str, launch.Argument]:
+    """The kernel's arguments."""
+    tensors = {
+        tensor.name: launch.tensor(
+            tensor.address,
+            tensor.sizes[:3],
+            [
+                stride // tensor.itemsize if count > 1 else 8
+                for stride, count in zip(
+                    tensor.strides[:3], tensor.sizes[:3], strict=True
+                )
+            ],
+        )
+        for tensor in extents(spec, size)
+    }
+    return tensors | {
+        "softmax_scale": launch.float32(0.125),
+        "sm_count": launch.int32(size.sm_count),
+        "stream": launch.stream(),
+    }
+
+
+def walks(
+    path: Path, sizes: Sequence[Size], clusters: Sequence[int] | None = None
+) -> list[tuple[Walk, list[str]]]:
+    """Of each size: what the CTAs did, and what is wrong with it."""
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    sizes = [fitted(spec, size) for size in sizes]
+    calls = [call(spec, size) for size in sizes]
+    text, launches = captures.capture(path, calls, arch=spec["arch"])
+    program = prepare(ptx.parse(text))
+    found = []
+    for size, each in zip(sizes, launches, strict=True):
+        tensors = extents(spec, size)
+        packed = (1,) if tiles.packed > 1 else ()
+        cut = {
+            tensor.address: (
+                (1, tiles.kv)
+                if tensor.name in ("k", "v")
+                else (1, *packed, tiles.cluster_rows)
+            )
+            for tensor in tensors
+        }
+        seen = walk(program, each, tensors, clusters=clusters, tiles=cut)
+        found.append((seen, schedule_findings(seen, tiles, spec, size)))
+    return found
