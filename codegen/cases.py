@@ -21,6 +21,7 @@ Data = Literal[
     "edges",
     "future",
     "huge_key",
+    "peaks",
     "second_rows",
     "negative",
     "rising_9",
@@ -34,8 +35,10 @@ Data = Literal[
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "plain"]
 
 DYNAMIC = "dynamic"
+WALK = "walk"  # in place of the name of a schedule, where only the schedule runs
 
 STEEP = 30.0  # softmax_scale times this: rows close to one-hot
+FLAT = 2.0**-10  # such that the weights of a row are nearly alike
 LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
 REPEATS = 20
 REPEATS_ELSEWHERE = 2
@@ -153,11 +156,9 @@ def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
     cases: dict[tuple[object, ...], Case] = {}
     for case in _candidates(spec, tiles):
-        shape = (case.batch, case.kv_heads, case.q, case.kv)
-        call = (*shape, case.data, case.layout, case.scale_factor)
-        same = cases.setdefault(call, case)
+        same = cases.setdefault(_call(case), case)
         if case.repeats > same.repeats:  # of two same calls the stricter one stays
-            cases[call] = case
+            cases[_call(case)] = case
     return tuple(cases.values())
 
 
@@ -205,6 +206,35 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield from _residues(spec, tiles)
     yield from _calls(spec, tiles)
     yield from _large(spec, tiles)
+
+
+def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """Problems of which only the schedule runs: on GPUs of any size, and more than 2^16 of things.
+
+    At least two batches and three KV heads; fewer work tiles than SMs, and many more.
+    """
+    sms, made = ARCHITECTURES[spec["arch"]].sm_count, []
+
+    def walk(tag: str, q: int, kv: int, *counts: int, sm_count: int = sms) -> None:
+        case = _fitted(spec, tiles, tag, q, kv, *counts, layout="mixed")
+        made.append(replace(case, sm_count=sm_count, clusters=None))
+
+    rows, block, kv = tiles.cluster_rows, tiles.kv, spec["seqlen"]["kv"]
+    is_long = kv != DYNAMIC and int(kv) > LONG_TILE * block
+    counts = (1, 1) if is_long else (3, 5)
+    for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
+        walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
+    walk("whole", 2 * rows, 5 * block, 2, 3)
+    if DYNAMIC in spec["seqlen"].values():
+        walk("long_q", 2**16 + rows, 1, 1, 1)
+        walk("long_kv", 1, 2**16 + block, 1, 1)
+    return tuple({_call(case): case for case in made}.values())
+
+
+def _call(case: Case) -> tuple[object, ...]:
+    """What makes a call another one."""
+    shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
+    return (*shape, case.data, case.layout, case.scale_factor)
 
 
 def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -278,15 +308,16 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1, data="edges")
-    yield case("fused", block + 9, block + 9, *fused, layout="fused", data="edges")
+    options = {"layout": "fused", "data": "edges", "scale_factor": 1.3}
+    yield case("fused", block + 9, block + 9, *fused, **options)
 
 
 def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Scores that rise, are far from 0 or -inf, and scales."""
     block, few = tiles.kv, min(tiles.positions, 33)
 
-    def case(tag: str, kv: int, **options: Any) -> Case:
-        return _fitted(spec, tiles, tag, few, kv, 1, 1, **options)
+    def case(tag: str, kv: int, q: int = few, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, 1, 1, **options)
 
     yield case("rising_11", 5 * block, data="rising_11")
     if spec["mask"] == "causal":
@@ -294,28 +325,37 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("minus_inf", 3 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
     yield case("steep", 2 * block + 3, scale_factor=STEEP)
+    whole = {"q": tiles.positions, "data": "peaks"}
+    yield case("peaks", 2 * block, **whole)
     kv = spec["seqlen"]["kv"]
     if kv != DYNAMIC and int(kv) > LONG_TILE * block:
         return
     yield case("rising_9", 5 * block, data="rising_9")
     yield case("rising_20", 5 * block, data="rising_20")
-    yield case("flat", 2 * block - 3, scale_factor=0.37, data="edges")
+    yield case("flat", 2 * block - 3, scale_factor=FLAT)
     yield case("logits_1e4", 2 * block + 9, scale_factor=LARGE_LOGITS)
     yield case("uniform_1e4", 2 * block + 1, data="uniform_1e4")
     yield case("all_1e4", block + 3, data="all_1e4")
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
-    """Every residue of kv (causal: of kv - q) to a KV tile, below a query tile's rows and above."""
+    """Every residue of kv to a KV tile, with a causal mask of kv - q, too.
+
+    For less rows than a query tile has, and for more.
+    """
+    causal = spec["mask"] == "causal"
     below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
-    for side, q in (("below", below), ("above", above)):
+    kinds = [("below", below, causal), ("above", above, causal)]
+    kinds += [("tail", min(5, tiles.positions), False)] * causal
+    for tag, rows, of_difference in kinds:
+        fixed = spec["seqlen"]["q"]
+        q = rows if fixed == DYNAMIC else int(fixed)
         for number, residue in enumerate(residues(tiles.kv)):
-            rows = q if spec["seqlen"]["q"] == DYNAMIC else int(spec["seqlen"]["q"])
-            kv = residue + (rows if spec["mask"] == "causal" else 0)
+            kv = residue + q * of_difference
             kv = kv if kv > tiles.kv // 2 else kv + tiles.kv
             layout = ("own", "mixed", "bhsd")[number % 3]
-            tag = f"{side}_{residue}"
-            yield _fitted(spec, tiles, tag, q, kv, 1, 1, data="edges", layout=layout)
+            name = f"{tag}_{residue}"
+            yield _fitted(spec, tiles, name, q, kv, 1, 1, data="edges", layout=layout)
 
 
 def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from . import evaluation, files, toolchain
+from .cases import WALK
 from .errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .evaluation import (
     DEFAULT_OUT,
@@ -200,7 +201,7 @@ def judge(
     outcome = Outcome(
         kernel=kernel,
         cases=len({event["case"] for event in runs}),
-        schedules=len({event["schedule"] for event in runs}),
+        schedules=len({event["schedule"] for event in runs} - {WALK}),
         steps=sum(event["steps"] for event in runs),
         seconds=sum(event["seconds"] for event in runs),
         worst=worst and rounded(worst, "case", "of_bound", "absolute"),
@@ -217,6 +218,8 @@ def judge(
         "dsl": about["dsl"],
         "ptx_sha256": about["ptx_sha256"],
         "cases": outcome.cases,
+        "walks": len([event for event in runs if event["schedule"] == WALK]),
+        "not_walked": about["not_walked"],
         "schedules": ended[-1]["schedules"],
         "worst": outcome.worst,
         "lse_worst": outcome.lse_worst,
@@ -254,6 +257,8 @@ def _findings(runs: Sequence[Event]) -> dict[Finding, str]:
 
 
 def _replay_options(event: Event) -> str:
+    if event["schedule"] == WALK:
+        return f"--case {event['case']}"
     completion, _, seed = event["schedule"].partition("-")
     found = f"--case {event['case']} --completion {completion}"
     return f"{found} --seed {seed}" if seed else found

@@ -36,6 +36,8 @@ NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
 LARGE_INPUT = (
     1e4  # scores of 1e10, where rounding the scaled maximum moves exponents by tens
 )
+PEAK = 400.0  # of the scores of `peaks`, far more than the others'
+PEAK_STEP = 5  # columns from row to row: odd, so that all columns have their turn
 SHARED_DIMS = 4  # of Q and K, where all keys are alike or at a level
 SHARED_KEY = 1.5
 FAR_BELOW = (
@@ -205,6 +207,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     )
     if case.data == "edges":
         _edges(spec, tiles, q, k, random)
+    if case.data == "peaks":
+        _peaks(spec, tiles, q, k)
     if case.data == "future":
         _levels(q, k, np.arange(case.kv) * FUTURE_STEP)
     if case.data in RISES:
@@ -274,6 +278,20 @@ def _edges(
     q[:, below] *= QUIET
     depth = FAR_BELOW * math.sqrt(head_dim) / (SHARED_DIMS * SHARED_KEY)
     q[:, below, :SHARED_DIMS] = -depth
+
+
+def _peaks(spec: Mapping[str, Any], tiles: Tiles, q: F32, k: F32) -> None:
+    """Each row has a key that is all it sees, row by row in another column of the KV tiles."""
+    q_len, kv = q.shape[1], k.shape[1]
+    rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
+    last = (
+        rows + (kv - q_len) if spec["mask"] == "causal" else np.full_like(rows, kv - 1)
+    )
+    back = (rows * PEAK_STEP + heads) % tiles.kv
+    keys = np.clip(np.clip(last, 0, kv - 1) - back, 0, kv - 1)
+    for head in heads:
+        chosen = k[:, keys[:, head], head // spec["q_per_kv"]]
+        q[:, :, head] = PEAK * chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)
 
 
 def _levels(q: F32, k: F32, levels: NDArray[Any]) -> None:

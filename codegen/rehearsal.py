@@ -17,7 +17,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import captures, toolchain
-from .cases import Case, Tiles, cases_for, tiles_of
+from .cases import WALK, Case, Tiles, cases_for, tiles_of, walks_for
 from .compare import judge_lse, judge_output, same_bits
-from .emulator import lower, machine, ptx, timeline
+from .coverage import rows_stored, tiles_of_tensors, walked, write_counts, written_once
+from .emulator import lower, machine, ptx, timeline, walk
 from .emulator.launch import CaptureError, Launch
 from .emulator.lower import UnsupportedInstruction
 from .emulator.report import Event
 from .emulator.scheduler import Completion, Order, Schedule
+from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .reference import Truth, truth
-from .tensors import FROM_BITS, NAN16, NAN32, Problem, arguments, make_problem, scale_of
+from .schedule_check import refusal, schedule_findings
+from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
 from .toolchain import Compiler
 
 # In the order in which the random schedules take them.
@@ -46,6 +49,9 @@ COMPLETIONS = (
     Completion.EAGER,
 )
 
+MOST_ELEMENTS = 2**27  # of a tensor: 256 MiB
+
+Tell = Callable[[str, Mapping[str, Any]], None]
 # Runs a module; tests put something else in its place.
 Run = Callable[..., machine.RunResult]
 
@@ -133,6 +139,9 @@ class Rehearsal:
     case: Case
     problem: Problem
     launch: Launch
+    expected: NDArray[np.bool_] | None = (
+        None  # rows of out that are stored; None for all
+    )
     truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
 
     def truth(self, wanted: NDArray[np.bool_] | None = None) -> Truth:
@@ -170,7 +179,7 @@ class Rehearsal:
         result.seconds = time.perf_counter() - begin
         result.steps = ran.steps
         result.findings += map(str, ran.findings)
-        self._compare(result)
+        self._compare(result, ran.writes)
         return result
 
     def _execute(
@@ -187,65 +196,41 @@ class Rehearsal:
         )
 
     def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
-        """By address, what a tile takes of dimensions 0 (of a head) and 1 (rows) of a tensor.
-
-        Where heads are packed, those of a group are dimension 1 of the queries, and rows come next.
-        The CTAs of a cluster load parts of a KV tile, and work on query tiles beyond the last row
-        while another one has rows; nothing else reaches outside.
-        """
         problem = self.problem
-        queries, keys = (problem.q, problem.out), (problem.k, problem.v)
-        group = (1,) if self.tiles.packed > 1 else ()
-        return {
-            tensor.address: (1, *rows)
-            for tensors, rows in (
-                (queries, (*group, self.tiles.cluster_rows)),
-                (keys, (self.tiles.kv,)),
-            )
-            for tensor in tensors
-        }
+        tensors = (*problem.inputs, *problem.outputs)
+        return tiles_of_tensors(self.tiles, {x.name: x.address for x in tensors})
 
-    def _compare(self, result: RunEvent) -> None:
-        out, lse = self.problem.out.view, self.problem.lse
-        written: NDArray[np.bool_] | None = None
-        result.rows = result.of_rows = math.prod(out.shape[:3])
-        if self.case.clusters is not None:
-            written = (out != NAN16).any(-1)
-            result.rows = int(written.sum())
-            if not result.rows:
-                result.findings.append("no row of out was written")
-                return
-        truth = self.truth(written)
-        values = FROM_BITS[self.spec["dtype"]](out).astype(np.float64)
-        verdict = judge_output(values, truth, written)
+    def _compare(self, result: RunEvent, writes: Writes) -> None:
+        spec, out, lse = self.spec, self.problem.out, self.problem.lse
+        counts = write_counts(out, writes)
+        wanted = self.expected
+        result.of_rows = math.prod(counts.shape[:3])
+        result.rows = result.of_rows if wanted is None else int(wanted.sum())
+        result.findings += written_once(
+            out, counts.max(-1), counts.min(-1), wanted, writes
+        )
+        truth = self.truth(wanted)
+        values = FROM_BITS[spec["dtype"]](out.view).astype(np.float64)
+        verdict = judge_output(values, truth, wanted)
         result.of_bound, result.absolute = verdict.of_bound, verdict.absolute
         found = [verdict.finding]
         if lse is not None:
-            found += self._compare_lse(result, truth, lse.view, written)
+            counts = write_counts(lse, writes).swapaxes(1, 2)
+            result.findings += written_once(lse, counts, counts, wanted, writes)
+            of_lse = None if wanted is None else wanted.swapaxes(1, 2)
+            bits = np.ascontiguousarray(lse.view).view(np.float32)
+            verdict = judge_lse(bits.astype(np.float64), truth, of_lse)
+            result.lse_of_bound = verdict.of_bound
+            result.lse_absolute = verdict.absolute
+            found.append(verdict.finding)
         found += [output.outside() for output in self.problem.outputs]
         result.findings += filter(None, found)
-
-    def _compare_lse(
-        self,
-        result: RunEvent,
-        truth: Truth,
-        bits: NDArray[Any],
-        written: NDArray[np.bool_] | None,
-    ) -> Iterator[str]:
-        if written is not None:
-            written = written.swapaxes(1, 2)
-            if ((bits != NAN32) & ~written).any():
-                yield "lse was written in rows where out was not"
-        values = np.ascontiguousarray(bits).view(np.float32).astype(np.float64)
-        verdict = judge_lse(values, truth, written)
-        result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute
-        yield verdict.finding
 
 
 def rehearse(
     rehearsal: Rehearsal,
     plans: Sequence[Schedule],
-    tell: Callable[[str, Mapping[str, Any]], None],
+    tell: Tell,
     *,
     run: Run = machine.run,
     events: list[Event] | None = None,
@@ -287,63 +272,104 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
             file.write(json.dumps({"event": event, **data}) + "\n")
             file.flush()
 
-        constants = read_constants(options.kernel.read_text(encoding="utf-8"))
-        spec = constants["SPEC"]
-        tiles = tiles_of(constants)
-        cases = tuple(case for case in cases_for(spec, tiles) if case.emulated)
-        if options.case is not None:
-            chosen = [case for case in cases if case.name == options.case]
-            if not chosen:
-                names = [case.name for case in cases]
-                tell("unknown_case", {"names": names})
-                return
-            cases = tuple(chosen)
-        plans = schedules(
-            options.schedules, completion=options.completion, seed=options.seed
-        )
-        if options.timeline:
-            cases, plans = cases[:1], plans[:1]
-        problems = [make_problem(spec, tiles, case) for case in cases]
-        calls = [
-            arguments(spec, case, problem)
-            for case, problem in zip(cases, problems, strict=True)
-        ]
         try:
-            compiler = (
-                Compiler(options.python, options.dsl)
-                if options.python
-                else toolchain.own_compiler()
-            )
-            text, launches = captures.checked(
-                options.kernel, calls, arch=spec["arch"], compiler=compiler
-            )
+            _rehearse_kernel(options, tell)
         except EnvironmentProblem as error:
             tell("environment", {"message": str(error)})
-            return
-        except CaptureError as failure:
+        except (CaptureError, ptx.PtxError, UnsupportedInstruction) as failure:
             tell("refused", {"message": str(failure)})
+
+
+def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
+    constants = read_constants(options.kernel.read_text(encoding="utf-8"))
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    cases = [case for case in cases_for(spec, tiles) if case.emulated]
+    walks = list(walks_for(spec, tiles))
+    if options.case is not None:
+        names = [case.name for case in (*cases, *walks)]
+        cases, walks = (
+            [case for case in some if case.name == options.case]
+            for some in (cases, walks)
+        )
+        if not cases + walks:
+            tell("unknown_case", {"names": names})
             return
-        ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
-        tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256})
-        try:
-            program = lower.lower(ptx.parse(text))
-        except (ptx.PtxError, UnsupportedInstruction) as failure:
-            tell("refused", {"message": str(failure)})
-            return
-        events: list[Event] | None = [] if options.timeline else None
-        for case, problem, launch in zip(cases, problems, launches, strict=True):
-            rehearse(
-                Rehearsal(spec, tiles, program, case, problem, launch),
-                plans,
-                tell,
-                events=events,
-            )
-        if events is not None:
-            trace = timeline.chrome_trace(
-                events, title=f"{spec['name']}: {cases[0].name}"
-            )
-            tell("timeline", {"trace": trace})
-        tell("end", {"schedules": [name_of(plan) for plan in plans]})
+    plans = schedules(
+        options.schedules, completion=options.completion, seed=options.seed
+    )
+    if options.timeline:
+        cases, plans, walks = cases[:1], plans[:1], []
+    if too_large := [text for case in cases if (text := _too_large(spec, case))]:
+        tell("refused", {"message": too_large[0]})
+        return
+    left = {case.name: text for case in walks if (text := refusal(tiles, spec, case))}
+    walks = [case for case in walks if case.name not in left]
+    compiler = (
+        Compiler(options.python, options.dsl)
+        if options.python
+        else toolchain.own_compiler()
+    )
+    text, launches = captures.checked(
+        options.kernel,
+        [arguments(spec, case) for case in (*cases, *walks)],
+        arch=spec["arch"],
+        compiler=compiler,
+    )
+    ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
+    tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left})
+    module = ptx.parse(text)
+    program, schedule = lower.lower(module), walk.prepare(module)
+    for case, launch in zip(walks, launches[len(cases) :], strict=True):
+        tell("start", {"case": case.name, "schedule": WALK})
+        tell("run", asdict(_walk(constants, case, launch, schedule)))
+    events: list[Event] | None = [] if options.timeline else None
+    for case, launch in zip(cases, launches, strict=False):
+        expected = None
+        if case.clusters is not None:
+            seen = walked(constants, case, launch, schedule)
+            expected = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
+        problem = make_problem(spec, tiles, case)
+        rehearse(
+            Rehearsal(spec, tiles, program, case, problem, launch, expected),
+            plans,
+            tell,
+            events=events,
+        )
+    if events is not None:
+        trace = timeline.chrome_trace(events, title=f"{spec['name']}: {cases[0].name}")
+        tell("timeline", {"trace": trace})
+    tell("end", {"schedules": [name_of(plan) for plan in plans]})
+
+
+def _walk(
+    constants: Mapping[str, Any], case: Case, launch: Launch, program: lower.Program
+) -> RunEvent:
+    """What the schedule of all CTAs showed."""
+    begin = time.perf_counter()
+    seen = walked(constants, case, launch, program)
+    findings = schedule_findings(seen, tiles_of(constants), constants["SPEC"], case)
+    rows = case.batch * case.q * case.kv_heads * constants["SPEC"]["q_per_kv"]
+    return RunEvent(
+        case.name,
+        WALK,
+        rows=rows,
+        of_rows=rows,
+        steps=seen.steps,
+        seconds=time.perf_counter() - begin,
+        findings=findings,
+    )
+
+
+def _too_large(spec: Mapping[str, Any], case: Case) -> str:
+    """Why a case is not emulated; empty when it is."""
+    rows = case.batch * case.kv_heads * max(case.q * spec["q_per_kv"], case.kv)
+    elements = rows * max(spec["head_dim"].values())
+    if elements <= MOST_ELEMENTS:
+        return ""
+    return (
+        f"seqlen {case.q} x {case.kv} is too long for the emulator: a tensor of {elements} "
+        f"elements is more than {MOST_ELEMENTS}; nothing was run"
+    )
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .emulator.walk import Boxes, Extent, Walk
 from .cases import Tiles
+from .emulator.walk import Boxes, Extent, Walk
 
 I64 = NDArray[np.int64]
 
@@ -74,7 +74,9 @@ def refusal(
     blocks = int(blocks_of(tiles, spec, sizes) * share)
     if blocks <= MOST_BLOCKS:
         return ""
-    return f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    return (
+        f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    )
 
 
 def schedule_findings(
@@ -283,7 +285,9 @@ class _Check:
                 cluster, rank = int(boxes.cluster[part[0]]), int(unit[part[0]])
                 seen.add(cluster)
                 mine = np.unique(work[stored.cluster == cluster])
-                who = f"{'pair' if self.plan.pair else 'cta'} {rank} of cluster {cluster}"
+                who = (
+                    f"{'pair' if self.plan.pair else 'cta'} {rank} of cluster {cluster}"
+                )
                 yield from self._received(name, boxes.where(part), mine, who)
             for cluster in sorted({*stored.cluster.tolist()} - seen):
                 yield f"cluster {cluster} stores rows and loads nothing of {name}"
@@ -423,7 +427,9 @@ def _coverage(
     """How many boxes each row [batch, row, head] is in: (the least, the most) of its columns."""
     found = _rows(boxes, shape)
     begin, end = boxes.begin[found.box, 3], boxes.end[found.box, 3]
-    edges = np.unique([0, width, *boxes.begin[:, 3].tolist(), *boxes.end[:, 3].tolist()])
+    edges = np.unique(
+        [0, width, *boxes.begin[:, 3].tolist(), *boxes.end[:, 3].tolist()]
+    )
     least = np.full(shape, np.iinfo(np.uint16).max, np.uint16)
     most = np.zeros(shape, np.uint16)
     for low, high in zip(edges, edges[1:], strict=False):

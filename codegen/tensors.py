@@ -59,14 +59,6 @@ class Tensor:
     view: Bits
     address: int
 
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """[elements]; a mode of one element is never stepped over, and gets what TMA takes."""
-        return tuple(
-            GUARD if size == 1 else stride
-            for size, stride in zip(self.placed.shape, self.placed.strides, strict=True)
-        )
-
     def poison(self) -> None:
         """Guards outside and NaN inside: an element nobody writes is seen."""
         if self.storage is not None:
@@ -80,7 +72,7 @@ class Tensor:
         ):  # what is outside has no memory, and the emulator says so
             return ""
         inside = np.zeros(self.storage.shape, np.bool_)
-        _view(inside, self.placed)[...] = True
+        view_of(inside, self.placed)[...] = True
         pattern = int.from_bytes(bytes([GUARD_BYTE] * self.view.itemsize), "little")
         return outside_touched(self.name, self.storage, inside, pattern)
 
@@ -124,64 +116,92 @@ class Problem:
         return memory
 
 
+@dataclass(frozen=True)
+class Located:
+    """A tensor of a case without its memory. address: of its first element."""
+
+    placed: Placed
+    dtype: str  # bf16, fp16 or fp32
+    address: int
+
+    @property
+    def itemsize(self) -> int:
+        """[bytes]"""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """[elements]; a mode of one element is never stepped over, and gets what TMA takes."""
+        return tuple(
+            GUARD if size == 1 else stride
+            for size, stride in zip(self.placed.shape, self.placed.strides, strict=True)
+        )
+
+
+def locate(spec: Mapping[str, Any], layout: Layout) -> dict[str, Located]:
+    """The tensors of a case by name, in the order of `fmha`'s arguments."""
+    far = not layout.guarded
+    names = list(layout.tensors if far else layout.storages)
+    located = {}
+    for name, placed in layout.tensors.items():
+        dtype = "fp32" if name == "lse" else spec["dtype"]
+        if far:
+            address = FAR_FIRST_ADDRESS + names.index(name) * FAR_ADDRESS_STEP
+        else:
+            address = FIRST_ADDRESS + names.index(placed.storage) * ADDRESS_STEP
+            address += placed.offset * (4 if name == "lse" else 2)
+        located[name] = Located(placed, dtype, address)
+    return located
+
+
 def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     """Tensors of a case with its inputs' values; the outputs hold nothing yet."""
-    tensors = _place(place_tensors(spec, case))
+    layout = place_tensors(spec, case)
+    storages: dict[str, Bits] = {}
+    tensors: dict[str, Tensor] = {}
+    for name, located in locate(spec, layout).items():
+        kind = np.uint32 if located.itemsize == 4 else np.uint16
+        placed, storage = located.placed, None
+        if layout.guarded:
+            storage = storages.get(placed.storage)
+            if storage is None:
+                storage = np.full(layout.storages[placed.storage], NAN16, kind)
+                storages[placed.storage] = storage
+            view = view_of(storage, placed)
+        else:
+            view = np.full(placed.shape, NAN16, kind)
+        tensors[name] = Tensor(name, placed, storage, view, located.address)
     for name, numbers in values(spec, tiles, case).items():
         tensors[name].view[...] = TO_BITS[spec["dtype"]](numbers)
     q, k, v, out = (tensors[name] for name in ("q", "k", "v", "out"))
     return Problem(q, k, v, out, tensors.get("lse"))
 
 
-def _place(layout: Layout) -> dict[str, Tensor]:
-    addresses = {
-        storage: FIRST_ADDRESS + number * ADDRESS_STEP
-        for number, storage in enumerate(layout.storages)
-    }
-    storages: dict[str, Bits] = {}
-    tensors: dict[str, Tensor] = {}
-    for number, (name, placed) in enumerate(layout.tensors.items()):
-        kind = np.uint32 if name == "lse" else np.uint16
-        if not layout.guarded:
-            view = np.full(placed.shape, NAN16, kind)
-            address = FAR_FIRST_ADDRESS + number * FAR_ADDRESS_STEP
-            tensors[name] = Tensor(name, placed, None, view, address)
-            continue
-        address = addresses[placed.storage] + placed.offset * np.dtype(kind).itemsize
-        if placed.storage not in storages:
-            size = layout.storages[placed.storage]
-            storages[placed.storage] = np.full(size, NAN16, kind)
-        storage = storages[placed.storage]
-        view = _view(storage, placed)
-        tensors[name] = Tensor(name, placed, storage, view, address)
-    return tensors
-
-
-def _view(storage: Bits, placed: Placed) -> Bits:
+def view_of(storage: Bits, placed: Placed) -> Bits:
+    """A tensor of its storage, or of an array of the same size."""
     steps = tuple(stride * storage.itemsize for stride in placed.strides)
     return as_strided(storage[placed.offset :], placed.shape, steps)
 
 
-def arguments(spec: Mapping[str, Any], case: Case, problem: Problem) -> launch.Call:
+def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
     """The call of a generated kernel's `fmha` with a case's tensors.
 
     It goes to a stream of its own; those with layout ``plain`` are PyTorch's, which makes the
     outputs and has a current stream.
     """
+    located = locate(spec, place_tensors(spec, case))
     tensors = {
-        tensor.name: launch.tensor_at(
-            spec["dtype"] if tensor.view.itemsize == 2 else "fp32",
-            tensor.address,
-            tensor.view.shape,
-            tensor.strides,
-        )
-        for tensor in (*problem.inputs, *problem.outputs)
+        name: launch.tensor_at(x.dtype, x.address, x.placed.shape, x.strides)
+        for name, x in located.items()
     }
     options: dict[str, Any] = {"stream": STREAM}
     # Of one element the two ways of calling pass other strides, which nothing reads.
-    if case.layout == "plain" and 1 not in problem.out.view.shape:
-        outputs = [output.name for output in problem.outputs]
-        made = {name: tensors.pop(name)["address"] for name in outputs}
+    if case.layout == "plain" and 1 not in located["out"].placed.shape:
+        made = {
+            name: tensors.pop(name)["address"]
+            for name in ("out", "lse")
+            if name in tensors
+        }
         options = {"torch": {"stream": STREAM, **made}}
     if case.scale_factor != 1:
         options["softmax_scale"] = scale_of(spec, case)

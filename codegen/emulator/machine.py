@@ -104,9 +104,7 @@ def run(
     )
     machine.run(clusters)
     statistics = dict(machine.statistics)
-    return RunResult(
-        tuple(machine.findings), machine.steps, statistics, machine.writes
-    )
+    return RunResult(tuple(machine.findings), machine.steps, statistics, machine.writes)
 
 
 class Machine:

@@ -373,5 +373,7 @@ class GlobalMemory:
         if address < before.address:
             return f"{before.address - address} bytes before {before.name}"
         if address < before.end and isinstance(before, StridedBuffer):
-            return f"between the elements of {before.name}, or beyond the end of its run"
+            return (
+                f"between the elements of {before.name}, or beyond the end of its run"
+            )
         return f"{address - before.end} bytes after the end of {before.name}"

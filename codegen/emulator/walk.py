@@ -253,7 +253,9 @@ class Walker(Machine):
     def result(self, clusters: Collection[int] | None) -> Walk:
         """What there is to tell after a run."""
         size = self.launch.cluster
-        count = int(np.prod([g // s for g, s in zip(self.launch.grid, size, strict=True)]))
+        count = int(
+            np.prod([g // s for g, s in zip(self.launch.grid, size, strict=True)])
+        )
         return Walk(
             tuple(self.findings),
             self.steps,
@@ -279,9 +281,13 @@ class Walker(Machine):
                     break
             else:
                 address = tensor_map.address
-                raise Fault(Kind.TMA, f"a tensor map at {address:#x}, which is no tensor's")
+                raise Fault(
+                    Kind.TMA, f"a tensor map at {address:#x}, which is no tensor's"
+                )
             if tensor.itemsize != tensor_map.element_size:
-                raise Fault(Kind.TMA, f"a tensor map of other elements than {tensor.name}'s")
+                raise Fault(
+                    Kind.TMA, f"a tensor map of other elements than {tensor.name}'s"
+                )
             axes = tuple(
                 tensor.axis_of(stride, count) if count > 1 else (-1, 0)
                 for stride, count in zip(
