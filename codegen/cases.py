@@ -46,6 +46,7 @@ REPEATS_ELSEWHERE = 2
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
 # them: then some clusters run there, and the schedule of all is walked.
 MANY_BLOCKS = 48
+MANY_TILES = 20  # of a CTA: more than twice the phases of any ring
 # A work tile of more KV blocks than this is long: few kinds of data are shown to it.
 LONG_TILE = 12
 
@@ -77,8 +78,7 @@ class Tiles:
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
     starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
     packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
-    number of SMs. slack: [log2] by which scores may exceed their reference. phases: of the ring
-    with the most stages, after which its barriers repeat.
+    number of SMs. slack: [log2] by which scores may exceed their reference.
     """
 
     q: int  # [rows]
@@ -89,7 +89,6 @@ class Tiles:
     packed: int = 1
     single: bool = False
     slack: float = 8.0
-    phases: int = 8
 
     @property
     def ctas(self) -> int:
@@ -174,7 +173,6 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
         single=spec.get("schedule") == "single",
         slack=constants["RESCALE_SLACK"],
-        phases=max(n for name, n in constants.items() if name.endswith("_STAGES")),
     )
 
 
@@ -259,9 +257,9 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("exact", twice, 3 * block, 1, 1, **second)
     blocks = 1 if group else 2
     odd = math.ceil(5 / work_of_head)
-    yield case(
-        "waves", max(rows - 1, 1), blocks * block + 1, 1, odd, clusters=3, **second
-    )
+    # An odd number of SMs, of which a cluster of two leaves one idle.
+    waves: dict[str, Any] = {"clusters": 3, "idle": tiles.ctas - 1, **second}
+    yield case("waves", max(rows - 1, 1), blocks * block + 1, 1, odd, **waves)
     if group and not tiles.sms_per_head:
         # Two query tiles of a head, which nothing above has; causal: see `sections`.
         yield case("two_tiles", rows + rows // 2 + 1, block + 1, 1, 1)
@@ -296,10 +294,9 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         batch = math.ceil((tiles.q_releases + 1) / (q_tiles * work_of_head))
         yield case("short_kv", ragged, block // 2 + 3, batch, 1, data="edges")
         yield case("one_key", ragged, 1, 1, 1)
-        # More tiles than any ring has phases, of one CTA, of which each finds another head and
-        # batch where the one before was.
-        heads = max(3, math.ceil((2 * tiles.phases + 1) / (2 * work_of_head)))
-        yield case("tiles", max(tiles.positions - 3, 1), 7, 2, heads, layout="mixed")
+        # Far more tiles of one CTA than any ring has phases, each of another head or batch.
+        heads = max(3, math.ceil(MANY_TILES / (3 * work_of_head)))
+        yield case("tiles", max(tiles.positions - 3, 1), 7, 3, heads, layout="mixed")
         if tiles.packed > 1:
             # Few positions make a tile. Of a second one, some that do not reach the block that
             # others begin with; and several tiles that see no key.
@@ -325,8 +322,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("minus_inf", 3 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
     yield case("steep", 2 * block + 3, scale_factor=STEEP)
-    whole = {"q": tiles.positions, "data": "peaks"}
-    yield case("peaks", 2 * block, **whole)
+    yield case("peaks", 2 * block, tiles.positions, data="peaks")
     kv = spec["seqlen"]["kv"]
     if kv != DYNAMIC and int(kv) > LONG_TILE * block:
         return
