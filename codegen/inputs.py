@@ -26,7 +26,6 @@ CACHE_SPARE_ROWS = 37
 DENSE_GUARD = 4096
 # Of `far`, more than 32 bits hold, in elements.
 FAR = 2**31
-FAR_ROWS = 2**27  # times the rows of the case
 
 HUGE_KEY = 64.0
 ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
@@ -178,7 +177,9 @@ def _far(shapes: dict[str, Dims]) -> Layout:
     storages = {"qkv": 0}
     for number, (name, dims) in enumerate(shapes.items()):
         far = {"k": "h", "out": "s"}.get(name, "b")
-        step = (FAR_ROWS if far == "s" else FAR) + GUARD * (number + 1)
+        # So few rows may be far apart, so many lie as far as that together.
+        step = FAR // (max(dims[far] - 1, 1) if far == "s" else 1) // GUARD * GUARD
+        step += GUARD * (number + 1)
         strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
             strides[axis], near = near, near * (dims[axis] + 1)
