@@ -31,9 +31,11 @@ BLOCK_SCORES: Mapping[str, int] = {"numpy": 2**21, "torch": 2**24}
 # inequality gives 2 exp(-SIGMAS^2 / 2) = 3e-14 for the chance that their sum is larger than this
 # many of its standard deviations. A run has 10^6 elements, all validations together 10^11.
 SIGMAS = 8.0
-# Of fp32 scores. A product of head_dim terms is accumulated in steps of 16 with truncation: at most
-# 16 steps of 2^-23 of a partial sum, which is at most |q| |k|.
-SCORE_UNIT = 2.0**-20
+# Of fp32 scores, over |q| |k|. A product of head_dim terms is accumulated in steps of 16, each of
+# which drops up to a last place (2^-22) of a partial sum; these grow, so that it is half of all.
+# Scaling and subtracting the reference round a few times by 2^-24.
+TRUNCATION_UNIT = 2.0**-27  # times head_dim
+SCALING_UNIT = 2.0**-22
 # Of fp32 sums: ex2.approx and lg2.approx are good to 2^-22, and a thread adds a quarter of a row.
 SUM_UNIT = 2.0**-21
 ADD_UNIT = 2.0**-26
@@ -223,7 +225,8 @@ def _errors(
     norms = xp.sqrt((keys.k * keys.k).sum(-1))
     norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
     lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
-    error = SCORE_UNIT * scale * lengths * norms
+    unit = TRUNCATION_UNIT * rows.q.shape[-1] + SCALING_UNIT
+    error = unit * scale * lengths * norms
     error = xp.where(error < LARGEST_EXPONENT, error, _like(LARGEST_EXPONENT, error))
     moved = w * xp.expm1(error)
     moved = xp.where(moved < 1.0, moved, _like(1.0, moved))
