@@ -24,9 +24,7 @@ Data = Literal[
     "peaks",
     "second_rows",
     "negative",
-    "rising_9",
-    "rising_11",
-    "rising_20",
+    "rising",
     "first_at_minus_inf",
     "all_at_minus_inf",
     "uniform_1e4",
@@ -270,8 +268,8 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # a few blocks must not wait for what the others hold back.
         # Its scores are negative, which is when every block takes a new reference, and change
         # their level from one pair of blocks to the next: `negative` has sevenths.
-        few = 5 if group else rows + 5
-        yield case("long_kv", few, 14 * block, 1, 1, data="negative")
+        few, many = (5, 7) if group else (rows + 5, 14)
+        yield case("long_kv", few, many * block, 1, 1, data="negative")
         # Causal: a warpgroup without a row has no masked block, in a tile after another, either.
         # With a group of heads `long_kv` has such tiles.
         if tiles.sms_per_head and not group:
@@ -313,24 +311,27 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Scores that rise, are far from 0 or -inf, and scales."""
     block, few = tiles.kv, min(tiles.positions, 33)
 
-    def case(tag: str, kv: int, q: int = few, **options: Any) -> Case:
-        return _fitted(spec, tiles, tag, q, kv, 1, 1, **options)
+    def case(
+        tag: str, kv: int, q: int = few, kv_heads: int = 1, **options: Any
+    ) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, 1, kv_heads, **options)
 
-    yield case("rising_11", 5 * block, data="rising_11")
+    # Heads of three slopes.
+    yield case(
+        "rising", 4 * block, kv_heads=math.ceil(3 / spec["q_per_kv"]), data="rising"
+    )
     if spec["mask"] == "causal":
         yield case("future", 2 * block + 5, data="future")
-    yield case("minus_inf", 3 * block - 5, data="first_at_minus_inf")
+    yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
-    yield case("steep", 2 * block + 3, scale_factor=STEEP)
+    yield case("steep", block + 3, scale_factor=STEEP)
     yield case("peaks", 2 * block, tiles.positions, data="peaks")
     kv = spec["seqlen"]["kv"]
     if kv != DYNAMIC and int(kv) > LONG_TILE * block:
         return
-    yield case("rising_9", 5 * block, data="rising_9")
-    yield case("rising_20", 5 * block, data="rising_20")
-    yield case("flat", 2 * block - 3, scale_factor=FLAT)
-    yield case("logits_1e4", 2 * block + 9, scale_factor=LARGE_LOGITS)
-    yield case("uniform_1e4", 2 * block + 1, data="uniform_1e4")
+    yield case("flat", block - 3, scale_factor=FLAT)
+    yield case("logits_1e4", block + 9, scale_factor=LARGE_LOGITS)
+    yield case("uniform_1e4", block + 1, data="uniform_1e4")
     yield case("all_1e4", block + 3, data="all_1e4")
 
 

@@ -44,7 +44,7 @@ FAR_BELOW = (
 )
 FUTURE_STEP = 100.0  # that scores rise by from key to key: exp(-100) is nothing
 QUIET = 0.25  # standard deviation of what shall not hide a level
-RISES = {"rising_9": 0.9, "rising_11": 1.1, "rising_20": 2.0}  # of the slack, per block
+RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
 @dataclass(frozen=True)
@@ -212,10 +212,11 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         _peaks(spec, tiles, q, k)
     if case.data == "future":
         _levels(q, k, np.arange(case.kv) * FUTURE_STEP)
-    if case.data in RISES:
+    if case.data == "rising":
         blocks = np.arange(case.kv)[::-1] // tiles.kv  # the last one is taken first
-        rise = RISES[case.data] * tiles.slack * math.log(2)
-        _levels(q, k, 1.0 + rise * blocks)
+        _levels(q, k, 1.0 + tiles.slack * math.log(2) * blocks)
+        heads = np.arange(q.shape[2])
+        q[..., :SHARED_DIMS] *= np.array(RISES, np.float32)[heads % len(RISES), None]
     if case.data == "huge_key":
         # Late in the order of the blocks, which are taken from the last one on: what was summed
         # before must be rescaled.
