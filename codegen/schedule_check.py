@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -74,7 +74,9 @@ def refusal(
     blocks = int(blocks_of(tiles, spec, sizes) * share)
     if blocks <= MOST_BLOCKS:
         return ""
-    return f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    return (
+        f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    )
 
 
 def schedule_findings(
@@ -283,7 +285,9 @@ class _Check:
                 cluster, rank = int(boxes.cluster[part[0]]), int(unit[part[0]])
                 seen.add(cluster)
                 mine = np.unique(work[stored.cluster == cluster])
-                who = f"{'pair' if self.plan.pair else 'cta'} {rank} of cluster {cluster}"
+                who = (
+                    f"{'pair' if self.plan.pair else 'cta'} {rank} of cluster {cluster}"
+                )
                 yield from self._received(name, boxes.where(part), mine, who)
             for cluster in sorted({*stored.cluster.tolist()} - seen):
                 yield f"cluster {cluster} stores rows and loads nothing of {name}"
@@ -423,10 +427,12 @@ def _coverage(
     """How many boxes each row [batch, row, head] is in: (the least, the most) of its columns."""
     found = _rows(boxes, shape)
     begin, end = boxes.begin[found.box, 3], boxes.end[found.box, 3]
-    edges = np.unique([0, width, *boxes.begin[:, 3].tolist(), *boxes.end[:, 3].tolist()])
+    edges = np.unique(
+        [0, width, *boxes.begin[:, 3].tolist(), *boxes.end[:, 3].tolist()]
+    )
     least = np.full(shape, np.iinfo(np.uint16).max, np.uint16)
     most = np.zeros(shape, np.uint16)
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         counts = np.zeros(int(np.prod(shape)), np.uint16)
         np.add.at(counts, found.rows[(begin <= low) & (end >= high)], 1)
         counts_of = counts.reshape(shape)
@@ -447,7 +453,7 @@ def _who_covers(boxes: Boxes, batch: int, row: int, head: int) -> list[str]:
     """The CTAs of the boxes that a row is in, in order."""
     place = np.array([batch, row, head])
     inside = (boxes.begin[:, :3] <= place) & (place < boxes.end[:, :3])
-    found = boxes.where(inside.all(axis=1))
+    found = boxes.where(np.flatnonzero(inside.all(axis=1)))
     names = [
         f"cluster {cluster} cta {cta}"
         for cluster, cta in zip(found.cluster.tolist(), found.cta.tolist(), strict=True)

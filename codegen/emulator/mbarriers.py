@@ -105,7 +105,9 @@ class MBarriers:
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
             several = len(lanes) > 1
-            for address in (np.unique(base[lanes]) if several else base[lanes]).tolist():
+            for address in (
+                np.unique(base[lanes]) if several else base[lanes]
+            ).tolist():
                 arriving = lanes[base[lanes] == address]
                 barrier = self.find(address + offset, warp)
                 away = cluster.locate(address + offset)[0] is not self._group.cta

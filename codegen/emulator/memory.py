@@ -239,7 +239,7 @@ def _strided(
         if size > 1
     )
     run = span = array.itemsize
-    outer = []
+    outer: list[tuple[int, int, int]] = []
     for stride, size, step in axes:
         if stride < span:
             raise ValueError(
@@ -373,5 +373,7 @@ class GlobalMemory:
         if address < before.address:
             return f"{before.address - address} bytes before {before.name}"
         if address < before.end and isinstance(before, StridedBuffer):
-            return f"between the elements of {before.name}, or beyond the end of its run"
+            return (
+                f"between the elements of {before.name}, or beyond the end of its run"
+            )
         return f"{address - before.end} bytes after the end of {before.name}"

@@ -178,9 +178,7 @@ class Transfers:
             return
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
-        self._group.machine.store_lanes(
-            self._group.cta, addresses, width, values, mask
-        )
+        self._group.machine.store_lanes(self._group.cta, addresses, width, values, mask)
         self._note_global(index, addresses, width * len(values), mask, stored=True)
 
     def _note_global(

@@ -49,9 +49,7 @@ class Writes:
         rows[words] = before + (before < _MOST)
         self._log[buffer.address].append((words, width, who))
 
-    def counts(
-        self, address: int, like: NDArray[Any]
-    ) -> NDArray[np.uint8]:
+    def counts(self, address: int, like: NDArray[Any]) -> NDArray[np.uint8]:
         """How often each element of an array was written, shaped as the array; at most 255.
 
         address: of the buffer that the (contiguous) array is. Of an element's bytes the one that
