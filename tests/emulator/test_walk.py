@@ -44,7 +44,8 @@ def test_a_long_kernel_at_its_full_length():
     path = GENERATED / "sm90_d128_bf16_causal_s4096.py"
     ((seen, found),) = walks(path, [Size(2, 3, 0, 0, 132)])
     assert found == []
-    assert len(seen.stores["out"]) == 2 * 3 * 32 * 2
+    tiles_of_two_warpgroups_in_two_columns = 2 * 3 * 32 * 2 * 2
+    assert len(seen.stores["out"]) == tiles_of_two_warpgroups_in_two_columns
     assert time.process_time() - begin < 30
     ((part, found),) = walks(path, [Size(2, 3, 0, 0, 132)], clusters=(0, 131))
     assert found == [] and part.walked == (0, 131)
@@ -84,8 +85,7 @@ DAMAGES = {
             "seen = end_row + SEQLEN_KV - SEQLEN_Q",
             "seen = end_row + SEQLEN_KV - SEQLEN_Q - TILE_KV",
         ),
-        "KV block 2 of KV head 1, batch 1: cta 0 of cluster 0 receives k 0 times, and 1 of its "
-        "work tiles see it (query tile 1 of head 1)",
+        "receives k 0 times, and 1 of its work tiles see it (query tile 0 of head 2)",
     ),
     "V of the wrong block": (
         ("tVgV[None, block + 1]", "tVgV[None, blocks - 1]"),
