@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -432,7 +432,7 @@ def _coverage(
     )
     least = np.full(shape, np.iinfo(np.uint16).max, np.uint16)
     most = np.zeros(shape, np.uint16)
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         counts = np.zeros(int(np.prod(shape)), np.uint16)
         np.add.at(counts, found.rows[(begin <= low) & (end >= high)], 1)
         counts_of = counts.reshape(shape)
@@ -453,7 +453,7 @@ def _who_covers(boxes: Boxes, batch: int, row: int, head: int) -> list[str]:
     """The CTAs of the boxes that a row is in, in order."""
     place = np.array([batch, row, head])
     inside = (boxes.begin[:, :3] <= place) & (place < boxes.end[:, :3])
-    found = boxes.where(inside.all(axis=1))
+    found = boxes.where(np.flatnonzero(inside.all(axis=1)))
     names = [
         f"cluster {cluster} cta {cta}"
         for cluster, cta in zip(found.cluster.tolist(), found.cta.tolist(), strict=True)

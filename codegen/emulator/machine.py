@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import tma
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, Agent, Components, Shadow, Streams
 from .global_shadow import GlobalShadow
@@ -42,11 +43,10 @@ from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
 from .timeline import most_telling
-from . import tma
 from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
 from .warpgroup import Warp, Warpgroup
-from .writes import Writer, Writes
 from .wgmma import DescriptorError
+from .writes import Writer, Writes
 
 if TYPE_CHECKING:
     from .launch import Launch

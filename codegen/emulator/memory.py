@@ -239,7 +239,7 @@ def _strided(
         if size > 1
     )
     run = span = array.itemsize
-    outer = []
+    outer: list[tuple[int, int, int]] = []
     for stride, size, step in axes:
         if stride < span:
             raise ValueError(

@@ -13,6 +13,7 @@ A kernel whose schedule depends on data has no skeleton.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -184,7 +185,7 @@ def _blocks(module: Module) -> list[_Block]:
     number = {begin: place for place, begin in enumerate(bounds[:-1])}
     number[len(instructions)] = _EXIT
     blocks = []
-    for begin, end in zip(bounds, bounds[1:], strict=False):
+    for begin, end in itertools.pairwise(bounds):
         last = instructions[end - 1]
         ways = []
         if last.opcode == "bra":

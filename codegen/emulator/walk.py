@@ -195,7 +195,6 @@ class Walker(Machine):
         self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._stores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._lanes: defaultdict[str, list[tuple[I64, I64, I64]]] = defaultdict(list)
-        self._spans: dict[int, range] = {}
 
     def load_box(
         self,
@@ -204,6 +203,7 @@ class Walker(Machine):
         receivers: Sequence[Cta],
         place: int,
     ) -> tuple[int, range]:
+        """A TMA load completes its bytes; what each CTA receives is written down."""
         known = self._describes(tensor_map)
         record = self._loads[id(known.tensor_map)]
         for cta in receivers:
@@ -214,6 +214,7 @@ class Walker(Machine):
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:
+        """A TMA store: what it covers is written down."""
         known = self._describes(tensor_map)
         if min(coordinates) < 0:
             problem = f"a store at the negative coordinates {tuple(coordinates)}"
@@ -230,6 +231,7 @@ class Walker(Machine):
         values: Sequence[NDArray[Any]],
         mask: Mask,
     ) -> None:
+        """st.global: the elements that lanes cover are written down."""
         nbytes = width * len(values)
         wanted = addresses[mask]
         for tensor in self._tensors:
@@ -316,4 +318,5 @@ class Walker(Machine):
 
 def _boxes(parts: list[tuple[I64, I64, I64]]) -> Boxes:
     who, begin, end = (np.concatenate(each) for each in zip(*parts, strict=True))
-    return Boxes(*who.T, begin, end)
+    cluster, cta, by, warp, line = who.T
+    return Boxes(cluster, cta, by, warp, line, begin, end)

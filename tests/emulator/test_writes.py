@@ -8,8 +8,8 @@ from fmha_gen.emulator.machine import run as original
 from fmha_gen.rehearsal import schedules
 
 from .kernels import OUT, execute, tensor_map
-from .walks import GENERATED
 from .rehearsals import tagged
+from .walks import GENERATED
 
 STORE = "st.global.b32 [%rd2], %r1;"
 

@@ -12,6 +12,7 @@ from fmha_gen import captures
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
 from fmha_gen.rehearsal import read_constants, tiles_of
+from fmha_gen.rehearsal_cases import Tiles
 from fmha_gen.schedule_check import schedule_findings
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
@@ -82,12 +83,17 @@ def call(spec: dict[str, Any], size: Size) -> dict[str, launch.Argument]:
     }
 
 
+def read(path: Path) -> tuple[dict[str, Any], Tiles]:
+    """A generated kernel's SPEC and tiles."""
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    return constants["SPEC"], tiles_of(constants)
+
+
 def walks(
     path: Path, sizes: Sequence[Size], clusters: Sequence[int] | None = None
 ) -> list[tuple[Walk, list[str]]]:
     """Of each size: what the CTAs did, and what is wrong with it."""
-    constants = read_constants(path.read_text(encoding="utf-8"))
-    spec, tiles = constants["SPEC"], tiles_of(constants)
+    spec, tiles = read(path)
     sizes = [fitted(spec, size) for size in sizes]
     calls = [call(spec, size) for size in sizes]
     text, launches = captures.capture(path, calls, arch=spec["arch"])
