@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `fmha-gen emulate` finds of a damaged kernel: its worker, stopped at the first finding."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fmha_gen import cache, emulate
+
+# First the cheapest schedule, which shows most; then what `emulate` runs by default.
+STAGES = (("--completion=eager",), tuple(emulate.Choice().options))
+POLL = 0.1  # [s]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """noticed: the first finding, None when all cases held. ptx: its sha256, if it compiled."""
+
+    noticed: str | None
+    ptx: str | None
+    refused: bool = False
+
+
+def judge(text: str, name: str, *, timeout: float) -> Judgement:
+    """Emulate a kernel's text under a name, case by case. timeout: seconds for a stage.
+
+    What is cached for it goes away with it.
+    """
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-mutant-") as folder:
+        kernel = Path(folder) / f"{name}.py"
+        kernel.write_text(text, encoding="utf-8")
+        environment = os.environ | {cache.ENVIRONMENT: str(Path(folder) / "cache")}
+        found = Judgement(None, None)
+        for number, options in enumerate(STAGES):
+            events = Path(folder) / f"events{number}"
+            found = _stage(kernel, events, options, environment, timeout)
+            if found.noticed is not None:
+                break
+        return found
+
+
+def _stage(
+    kernel: Path,
+    events: Path,
+    options: Sequence[str],
+    environment: dict[str, str],
+    timeout: float,
+) -> Judgement:
+    ptx = None
+    for event in _events(kernel, events, options, environment, timeout):
+        what = event["event"]
+        if what == "kernel":
+            ptx = event["ptx_sha256"]
+        elif what in ("refused", "environment", "problem"):
+            last = event["message"].strip().split("\n")[-1]
+            return Judgement(f"refused: {last}", ptx, refused=ptx is None)
+        elif what == "run" and event["findings"]:
+            first = event["findings"][0].split("\n")[0]
+            where = f"{event['case']} {event['schedule']}"
+            return Judgement(f"{where}: {first}", ptx)
+    return Judgement(None, ptx)
+
+
+def _events(
+    kernel: Path,
+    events: Path,
+    options: Sequence[str],
+    environment: dict[str, str],
+    timeout: float,
+) -> Iterator[dict[str, Any]]:
+    """The worker's events as they come; who stops listening ends it.
+
+    A last one of our own tells that it crashed or ran out of time.
+    """
+    events.touch()
+    with tempfile.TemporaryFile() as printed, events.open(encoding="utf-8") as file:
+        child = subprocess.Popen(
+            emulate.worker_command(kernel, events, options),
+            stdout=printed,
+            stderr=printed,
+            env=environment,
+            start_new_session=True,
+        )
+        try:
+            end, begun = time.monotonic() + timeout, ""
+            while True:
+                over = child.poll() is not None or time.monotonic() > end
+                begun += file.read()
+                *lines, begun = begun.split("\n")
+                for event in map(json.loads, lines):
+                    yield event
+                    if event["event"] == "end":
+                        return
+                if over:
+                    break
+                time.sleep(POLL)
+            printed.seek(0)
+            last = printed.read().decode(errors="replace").strip().split("\n")[-1]
+            why = f"ended with status {child.poll()}: {last}"
+            if child.poll() is None:
+                why = f"did not end within {timeout:g} s"
+            yield {"event": "problem", "message": why}
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
