@@ -10,12 +10,13 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fmha_gen import cache, emulate
+from fmha_gen.emulator.launch import open_host_program
 
 # First the cheapest schedule, which shows most; then what `emulate` runs by default.
 STAGES = (("--completion=eager",), tuple(emulate.Choice().options))
@@ -24,51 +25,64 @@ POLL = 0.1  # [s]
 
 @dataclass(frozen=True)
 class Judgement:
-    """noticed: the first finding, None when all cases held. ptx: its sha256, if it compiled."""
+    """noticed: the first finding, None when all cases held.
 
-    noticed: str | None
-    ptx: str | None
+    same: its PTX is the one that was given. refused: it did not compile, or its host code refused
+    a case.
+    """
+
+    noticed: str | None = None
+    same: bool = False
     refused: bool = False
 
 
-def judge(text: str, name: str, *, timeout: float) -> Judgement:
+def judge(
+    text: str, name: str, *, timeout: float, whole: str | None = None
+) -> Judgement:
     """Emulate a kernel's text under a name, case by case. timeout: seconds for a stage.
 
-    What is cached for it goes away with it.
+    whole: the sha256 of a PTX that need not run. What is cached goes away with the call.
     """
     with tempfile.TemporaryDirectory(prefix="fmha-gen-mutant-") as folder:
         kernel = Path(folder) / f"{name}.py"
         kernel.write_text(text, encoding="utf-8")
         environment = os.environ | {cache.ENVIRONMENT: str(Path(folder) / "cache")}
-        found = Judgement(None, None)
+        found = Judgement()
         for number, options in enumerate(STAGES):
             events = Path(folder) / f"events{number}"
-            found = _stage(kernel, events, options, environment, timeout)
-            if found.noticed is not None:
+            child = _events(kernel, events, options, environment, timeout)
+            with contextlib.closing(child):
+                found = _first(child, whole)
+            if found != Judgement():
                 break
         return found
 
 
-def _stage(
-    kernel: Path,
-    events: Path,
-    options: Sequence[str],
-    environment: dict[str, str],
-    timeout: float,
-) -> Judgement:
-    ptx = None
-    for event in _events(kernel, events, options, environment, timeout):
+def require_compiles(text: str, name: str, arch: str) -> None:
+    """Raises CaptureError when a kernel's text does not compile. arch: as the DSL says it."""
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-mutant-") as folder:
+        kernel = Path(folder) / f"{name}.py"
+        kernel.write_text(text, encoding="utf-8")
+        with open_host_program(kernel, arch=arch):
+            pass
+
+
+def _first(events: Iterable[dict[str, Any]], whole: str | None) -> Judgement:
+    """The first event that decides."""
+    compiled = False
+    for event in events:
         what = event["event"]
         if what == "kernel":
-            ptx = event["ptx_sha256"]
+            compiled = True
+            if event["ptx_sha256"] == whole:
+                return Judgement(same=True)
         elif what in ("refused", "environment", "problem"):
             last = event["message"].strip().split("\n")[-1]
-            return Judgement(f"refused: {last}", ptx, refused=ptx is None)
+            return Judgement(f"{what}: {last}", refused=not compiled)
         elif what == "run" and event["findings"]:
             first = event["findings"][0].split("\n")[0]
-            where = f"{event['case']} {event['schedule']}"
-            return Judgement(f"{where}: {first}", ptx)
-    return Judgement(None, ptx)
+            return Judgement(f"{event['case']} {event['schedule']}: {first}")
+    return Judgement()
 
 
 def _events(
@@ -77,7 +91,7 @@ def _events(
     options: Sequence[str],
     environment: dict[str, str],
     timeout: float,
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """The worker's events as they come; who stops listening ends it.
 
     A last one of our own tells that it crashed or ran out of time.

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501  (an operator is a line of a table)
 """Generated kernels that compute something else: one place of their source is wrong.
 
 An operator is a pattern of the generated text and what stands there instead. Each match is one
@@ -11,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from .ptx_mutants import Mutant
 
@@ -29,6 +30,9 @@ Class = Literal[
     "host",
     "writes",
 ]
+
+
+CLASSES: tuple[str, ...] = get_args(Class)
 
 
 @dataclass(frozen=True)
@@ -230,10 +234,16 @@ def _residues() -> Iterator[Operator]:
         ("the diagonal is a tile later", r"\1 + 1 + TILE_KV + "),
     ):
         yield Operator(
-            "residues", what, r"(?<=seen = )(row(?: \+ ROW_STEP \* r)?) \+ 1 \+ ", instead  # fmt: skip
+            "residues",
+            what,
+            r"(?<=seen = )(row(?: \+ ROW_STEP \* r)?) \+ 1 \+ ",
+            instead,
         )
         yield Operator(
-            "residues", f"mask begins: {what}", r"(?<=seen = )(first_(?:row|position)) \+ 1 \+ ", instead  # fmt: skip
+            "residues",
+            f"mask begins: {what}",
+            r"(?<=seen = )(first_(?:row|position)) \+ 1 \+ ",
+            instead,
         )
     yield Operator(
         "residues",
@@ -251,7 +261,10 @@ def _residues() -> Iterator[Operator]:
         counted = r"cute\.ceil_div\((cutlass\.min\([^()]*\)|problem\.seqlen_kv), TILE_KV\)"  # fmt: skip
         yield Operator("residues", f"blocks: {what}", counted, instead)
     yield Operator(
-        "residues", "blocks: none at all", r"return cutlass\.max\((cute\.ceil_div\(.*\)), 1\)", r"return \1"  # fmt: skip
+        "residues",
+        "blocks: none at all",
+        r"return cutlass\.max\((cute\.ceil_div\(.*\)), 1\)",
+        r"return \1",
     )
     yield Operator(
         "residues",
@@ -501,11 +514,8 @@ def _scale() -> Iterator[Operator]:
         ("masked keys have score -1e4", r"(?<=rS\[column\], )-Float32\.inf", "Float32(-1e4)"),
         ("the mask's value is scaled up", r"(?<=S\[r, c\], )-Float32\.inf", "Float32(-3.0e38)"),
         ("the mask's value is scaled up", r"(?<=rS\[column\], )-Float32\.inf", "Float32(-3.0e38)"),
-        ("a coefficient of the polynomial", r"0\.242211", "0.2432"),
-        ("a coefficient of the polynomial, slightly", r"0\.242211", "0.24241"),
-        ("a polynomial of all columns", r"column % EX2_GROUP < POLYNOMIAL_COLUMNS", "column % EX2_GROUP < EX2_GROUP"),
+        ("a coefficient of the polynomial", r"0\.242211", "0.26"),
         ("the polynomial rounds down", r"TO_INTEGER, TO_INTEGER\)\)  #", "TO_INTEGER - 1, TO_INTEGER - 1))  #"),
-        ("the polynomial's least exponent", r"(?<=^EX2_LEAST = )-127\.0", "-120.0"),
         ("the polynomial has no least exponent", r"^ *pair = tuple\(cute\.arch\.fmax\(x, EX2_LEAST\).*\n", ""),
     ):  # fmt: skip
         yield Operator("scale", what, pattern, instead)
@@ -548,8 +558,7 @@ def _magnitudes() -> Iterator[Operator]:
         ("a rise that all threads have counts", r"cute\.arch\.vote_any_sync(?=\(largest)", "cute.arch.vote_all_sync"),
         ("the shift's part of a factor", r"(?<=moved = )\(old_shift - stats\.shift\[r\]\) \* scale_log2", "Float32(0.0)"),
         ("the reference's part of a factor", r"^ *moved = moved \+ \(old_reference - stats\.reference\[r\]\)\n", ""),
-        ("a factor of at least 2^-20", r"cute\.math\.exp2\(moved, fastmath=True\)", "cute.math.exp2(cute.arch.fmax(moved, Float32(-20.0)), fastmath=True)"),
-        ("a factor of at least 2^-100", r"cute\.math\.exp2\(moved, fastmath=True\)", "cute.math.exp2(cute.arch.fmax(moved, Float32(-100.0)), fastmath=True)"),
+        ("a factor of at least 2^-6", r"cute\.math\.exp2\(moved, fastmath=True\)", "cute.math.exp2(cute.arch.fmax(moved, Float32(-6.0)), fastmath=True)"),
         # sm100
         ("no reference is far", r"(?<=return )\(reference < FAR_REFERENCE\) & \(reference > -FAR_REFERENCE\)", "reference < Float32.inf"),
         ("far above only", r"(?<=return )\(reference < FAR_REFERENCE\) & \(reference > -FAR_REFERENCE\)", "reference < FAR_REFERENCE"),
@@ -563,7 +572,7 @@ def _magnitudes() -> Iterator[Operator]:
         ("the maximum of half a tile", r"range_constexpr\(4, S_COLUMNS\)", "range_constexpr(4, S_COLUMNS // 2)"),
         ("the maximum without the last column", r"range_constexpr\(4, S_COLUMNS\)", "range_constexpr(4, S_COLUMNS - 1)"),
         ("the maximum of two chains", r"(?<=\[i : i \+ 2\], nan=True\) for i in )\(0, 2\)", "(0, 0)"),
-        ("a factor of at least 2^-20", r"cute\.math\.exp2\(row\.reference - reference, fastmath=True\)", "cute.math.exp2(cute.arch.fmax(row.reference - reference, Float32(-20.0)), fastmath=True)"),
+        ("a factor of at least 2^-6", r"cute\.math\.exp2\(row\.reference - reference, fastmath=True\)", "cute.math.exp2(cute.arch.fmax(row.reference - reference, Float32(-6.0)), fastmath=True)"),
         ("largest: near whatever it is", r"cutlass\.select_\(is_near\(near\), near, far\)", "near"),
         ("largest: far whatever it is", r"cutlass\.select_\(is_near\(near\), near, far\)", "far"),
         ("scale: near whatever it is", r"cutlass\.select_\(is_near\(reference\), \*scales\)", "scales[0]"),
@@ -715,14 +724,12 @@ def _host() -> Iterator[Operator]:
         ("one key fewer", r"seqlen_kv=k\.shape\[1\]", "seqlen_kv=k.shape[1] - 1"),
         ("queries of K", r"seqlen_q=seqlen_q", "seqlen_q=k.shape[1]"),
         ("the default stream", r"(?<=^        )stream=stream", "stream=cuda.CUstream(0)"),
-        ("no device is current", r"(?<=is_current = )current is not None and int\(current\) == device", "True"),
         ("strides of one are not replaced", r"STRIDE_ELEMENTS if n == 1 else s for", "s for"),
         ("strides in bind are of 32 bits", r"(?<=steps = \[)STRIDE_ELEMENTS if n == 1 else s for n, s in zip\(shape, strides\)", "STRIDE_ELEMENTS if n == 1 else s & 0xFFFFFFFF for n, s in zip(shape, strides)"),
         ("strides in bind in another order", r"address, \*sizes\.values\(\), \*steps\)", "address, *sizes.values(), *reversed(steps))"),
         ("sizes in bind in another order", r"address, \*sizes\.values\(\), \*steps\)", "address, *reversed(sizes.values()), *steps)"),
         ("strides of lse are those of a contiguous one", r"^    numbers = struct\.pack", "    steps = steps if name != 'lse' else [shape[1] * shape[2], shape[2], 1]\n    numbers = struct.pack"),
         ("the address in bind is that of the head before", r"(?<=i3q\", )address,", "address & ~0xFFF,"),
-        ("Q_PER_KV is not checked", r"known = \{id\(heads\): shape_k\[2\] \* Q_PER_KV\} if len\(shape_k\) == 4 else \{\}", "known = {}"),
     ):  # fmt: skip
         needs = ""
         if "V's head_dim" in what or "out has q's shape" in what:
@@ -735,7 +742,6 @@ def _writes() -> Iterator[Operator]:
         ("O is stored twice", r"^( *)cute\.copy\(out\.atom, .*\)$", r"\g<0>\n\g<0>"),
         ("O is stored to the tile before, too", r"^( *)cute\.copy\(out\.atom, (\S+), tOgO\[None, (.*)\]\)$", r"\g<0>\n\1cute.copy(out.atom, \2, tOgO[None, cutlass.max(\3 - 1, 0)])"),
         ("O of the last query tile is not stored", r"^( *)(cute\.copy\(out\.atom, .*\))$", r"\1if q_tile < 2:\n\1    \2"),
-        ("O of tile 0 is not stored where there are four", r"^( *)(cute\.copy\(out\.atom, .*\))$", r"\1if (q_tile != 0) | (problem_rows() < 4 * TILE_Q):\n\1    \2"),
         ("LSE is written twice", r"^( *)(gLSE\[row \+ ROW_STEP \* r\] = lse)$", r"\g<0>\n\1gLSE[row] = lse"),
         ("LSE of one row is not written", r"^( *)(gLSE\[row \+ ROW_STEP \* r\] = lse)$", r"\1if row % 64 != 17:\n\1    \2"),
         ("LSE of the second row is not written", r"^( *)(gLSE\[row \+ ROW_STEP \* r\] = lse)$", r"\1if r == 0:\n\1    \2"),
@@ -750,8 +756,6 @@ def _writes() -> Iterator[Operator]:
         ("the last columns of O are not stored", r"range\(O_COLUMNS // COLUMNS_AT_ONCE\)", "range(O_COLUMNS // COLUMNS_AT_ONCE - 1)"),
         ("the first half is stored twice", r"(?<=tOsO\[None, )half(?=\])", "0"),
     ):  # fmt: skip
-        if "problem_rows" in instead:
-            continue
         yield Operator("writes", what, pattern, instead)
 
 
