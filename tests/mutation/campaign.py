@@ -24,6 +24,7 @@ from fmha_gen import captures, rehearsal
 from fmha_gen.emulator import lower, machine, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
+from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.numpy_attention import Attention
 from fmha_gen.rehearsal_cases import Case, cases_for
 from fmha_gen.tensors import Problem, arguments, make_problem
@@ -212,6 +213,11 @@ def run(
                     begin = time.perf_counter()
                     try:
                         noticed = subject.notice(kind, mutant)
+                    except (
+                        EnvironmentProblem
+                    ) as error:  # with the same log it runs again
+                        print(f"{stem}: {mutant.name}: {error}", file=sys.stderr)
+                        continue
                     except CaptureError as error:
                         last = str(error).strip().split("\n")[-1]
                         noticed = f"{NOT_A_KERNEL}: {last}"

@@ -12,7 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterator
 
-from fmha_gen import captures
+from fmha_gen import captures, emulate
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.rehearsal import read_constants
 
@@ -37,9 +37,7 @@ KERNELS = (  # every structure, mask, kind of length and way to store
     "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair, S of two blocks in turn
     "sm100_d96_fp16_full_kv1000",  # a fixed KV length with a tail
 )
-TIMEOUT = (
-    600.0  # [s] for all cases of a kernel; who runs on is wrong, and some wait forever
-)
+TIMEOUT = emulate.DEFAULT_TIMEOUT  # [s] for all cases under one schedule
 
 # What runs on the host: the PTX does not tell whether a damage to these did anything.
 HOST = frozenset(
