@@ -11,17 +11,20 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import signal
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fmha_gen import captures, rehearsal
 from fmha_gen.emulator import lower, machine, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
+from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.numpy_attention import Attention
 from fmha_gen.rehearsal_cases import Case, cases_for
 from fmha_gen.tensors import Problem, arguments, make_problem
@@ -181,14 +184,29 @@ class Subject:
             rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
 
 
+class Judged(Protocol):
+    """A kernel of a campaign."""
+
+    def mutants(self, kind: str) -> Iterator[Mutant]:
+        """All mutants of one kind."""
+
+    def notice(self, kind: str, mutant: Mutant) -> str | None:
+        """What shows that a mutant is wrong; None when nothing does. Raises CaptureError."""
+
+
 def run(
-    log: Path, kernels: Sequence[str], kinds: Sequence[str], every: int, first: int
+    subject_of: Callable[[str], Judged],
+    log: Path,
+    kernels: Sequence[str],
+    kinds: Sequence[str],
+    every: int,
+    first: int,
 ) -> None:
     """Every n-th mutant from the first on, unless the log holds it."""
     done = {(row["kernel"], row["kind"], row["name"]) for row in read(log)}
     with log.open("a", encoding="utf-8") as file:
         for stem in kernels:
-            subject = Subject(stem)
+            subject = subject_of(stem)
             for kind in kinds:
                 for mutant in list(subject.mutants(kind))[first::every]:
                     if (stem, kind, mutant.name) in done:
@@ -196,6 +214,11 @@ def run(
                     begin = time.perf_counter()
                     try:
                         noticed = subject.notice(kind, mutant)
+                    except (
+                        EnvironmentProblem
+                    ) as error:  # with the same log it runs again
+                        print(f"{stem}: {mutant.name}: {error}", file=sys.stderr)
+                        continue
                     except CaptureError as error:
                         last = str(error).strip().split("\n")[-1]
                         noticed = f"{NOT_A_KERNEL}: {last}"
@@ -221,19 +244,25 @@ def read(log: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in log.read_text("utf-8").splitlines()]
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutation.campaign")
+def command(
+    prog: str,
+    subject_of: Callable[[str], Judged],
+    all_kernels: Sequence[str],
+    all_kinds: Sequence[str],
+) -> None:
+    """The command line of a campaign over some kernels and kinds of damage."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}")
     parser.add_argument("log", type=Path)
-    parser.add_argument("--kernel", choices=KERNELS, action="append")
-    parser.add_argument("--kind", choices=("ptx", "source"), action="append")
+    parser.add_argument("--kernel", choices=all_kernels, action="append")
+    parser.add_argument("--kind", choices=all_kinds, action="append")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--first", type=int, default=0)
     options = parser.parse_args()
-    kinds = options.kind or ("ptx", "source")
-    kernels = options.kernel or KERNELS
-    run(options.log, kernels, kinds, options.every, options.first)
+    # Whoever is asked to end takes the processes that it started along.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    kernels, kinds = options.kernel or all_kernels, options.kind or all_kinds
+    run(subject_of, options.log, kernels, kinds, options.every, options.first)
 
 
 if __name__ == "__main__":
-    main()
+    command("tests.mutation.campaign", Subject, KERNELS, ("ptx", "source"))

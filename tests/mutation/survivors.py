@@ -13,7 +13,7 @@ class Accepted:
     """Survivors of some kernels. kernels, name: patterns of the whole name."""
 
     kernels: str
-    kind: Literal["ptx", "source"]
+    kind: Literal["ptx", "source", "function"]
     name: str
     verdict: Literal["equivalent", "not checked", "missed"]
     reason: str
