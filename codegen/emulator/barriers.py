@@ -23,7 +23,7 @@ class MBarrier:
 
     count: int
     initialiser: int
-    """Clock component of the warp that initialised it."""
+    """Clock component of the warp, or of the one lane, that initialised it."""
     initialised: int
     """Its epoch then."""
     component: int

@@ -1,36 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data races and missing proxy fences by happens-before, in shared and in tensor memory.
+"""Data races and missing fences by happens-before, in shared and in tensor memory.
 
-Agents are warps: lanes of one warp are ordered by their program. The vector clocks have components
-for what each warp's lanes do (the generic proxy), for each warp's bulk stores, for each warpgroup's
-or (tcgen05) each warp's matrix products, for each warp's tcgen05.ld and its tcgen05.st, and for the
-loads that complete on each mbarrier. A clock has three rows, `[3, components]`:
+Agents are warps, whose lanes know of each other what `agents` says. The vector clocks have
+components for what each warp's lanes do (the generic proxy) and for what one of them does alone,
+for each warp's bulk stores, for each warpgroup's or (tcgen05) each warp's matrix products, for each
+warp's tcgen05.ld and its tcgen05.st, for each warp's signals to other CTAs, and for the loads that
+complete on each mbarrier. A clock has these rows, `[rows, components]`, the last two only in
+kernels that use tensor memory:
 
 - HAPPENED: everything of that component up to the epoch happened before;
 - FENCED: generic writes of that component up to the epoch are visible to the asynchronous proxy,
   because a `fence.proxy.async` lies on the way here (of the writer or of anyone after it);
-- PUBLISHED: mbarrier initialisations up to the epoch are visible (`fence.mbarrier_init`).
+- PUBLISHED: mbarrier initialisations up to the epoch are visible (`fence.mbarrier_init`);
+- SENT: accesses to tensor memory up to the epoch come before what was signalled, because of a
+  `tcgen05.fence::before_thread_sync` or a tcgen05.commit;
+- SEEN: the thread's own accesses to tensor memory come after them, because of a
+  `tcgen05.fence::after_thread_sync`. This row stays with the thread.
 
-An arrival releases the warp's clock, a successful wait acquires what was released. A copy or
-product starts with its issuer's clock; who waits for it acquires its component's epoch.
+An arrival releases the clock of those that arrive, a successful wait acquires what was released. A
+copy or product starts with its issuer's clock; who waits for it acquires its component's epoch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .report import Kind
 
+if TYPE_CHECKING:
+    from .agents import Agent, Some
+
 Clock = NDArray[np.int64]
-HAPPENED, FENCED, PUBLISHED = range(3)
+HAPPENED, FENCED, PUBLISHED, SENT, SEEN = range(5)
 
 GRANULE = 4  # [bytes]
 NOBODY = -1
+MIXED, EVERY = -1, -2
+"""In place of a lane: more than one of which nothing is asked, and the whole warp."""
 
 
 def join(first: Clock | None, second: Clock | None) -> Clock | None:
@@ -69,25 +80,33 @@ class Components:
         self.warps = warps
         self.ctas = ctas
         self._tensor = tensor
+        self.rows = SEEN + 1 if tensor else PUBLISHED + 1
+        """Of a clock."""
         self._issuers = warps if tensor else groups
         accesses = warps if tensor else 0
-        self._tensor_loads = 2 * warps + self._issuers
+        self._products = 3 * warps
+        self._tensor_loads = self._products + self._issuers
         self._tensor_stores = self._tensor_loads + accesses
-        self._loads = self._tensor_stores + accesses
+        self._signals = self._tensor_stores + accesses
+        self._loads = self._signals + warps
         self.shared_readers = slice(0, self._tensor_loads)
         """Components that read shared memory."""
-        self.tensor_readers = slice(2 * warps, self._tensor_stores)
+        self.tensor_readers = slice(self._products, self._tensor_stores)
         """Components that read tensor memory."""
         self.count = self._loads + LOADS * ctas
         self._mbarriers = 0
 
+    def alone(self, warp: int) -> int:
+        """The component of what one lane of a warp does alone."""
+        return self.warps + warp
+
     def stores(self, warp: int) -> int:
         """The component of a warp's bulk stores."""
-        return self.warps + warp
+        return 2 * self.warps + warp
 
     def products(self, issuer: int) -> int:
         """The component of the matrix products of a warpgroup, or of a warp for tcgen05."""
-        return 2 * self.warps + issuer
+        return self._products + issuer
 
     def tensor_loads(self, warp: int) -> int:
         """The component of a warp's tcgen05.ld."""
@@ -96,6 +115,16 @@ class Components:
     def tensor_stores(self, warp: int) -> int:
         """The component of a warp's tcgen05.st."""
         return self._tensor_stores + warp
+
+    def own_tensor(self, warp: int) -> list[int]:
+        """The components of what a warp loads from tensor memory and stores there."""
+        if not self._tensor:
+            return []
+        return [self.tensor_loads(warp), self.tensor_stores(warp)]
+
+    def signals(self, warp: int) -> int:
+        """The component of a warp's arrivals at mbarriers of other CTAs."""
+        return self._signals + warp
 
     def loads(self) -> int:
         """The component of the loads that complete on an mbarrier: a new one for each mbarrier.
@@ -107,91 +136,44 @@ class Components:
 
     def is_generic(self, component: Any) -> Any:
         """Whether a component (or each of an array) is what lanes do."""
-        return component < self.warps
+        return component < 2 * self.warps
 
     def is_product(self, component: int) -> bool:
         """Whether a component is somebody's matrix products."""
-        return 2 * self.warps <= component < self._tensor_loads
+        return self._products <= component < self._tensor_loads
 
     def name(self, component: int) -> str:
         """Who a component is, for messages."""
         if component >= self._loads:
             return "a TMA load"
         if self.is_product(component) and not self._tensor:
-            number = component - 2 * self.warps
+            number = component - self._products
             cta, group = divmod(number, self._issuers // self.ctas)
             return f"cta {cta} warpgroup {group}'s wgmma"
-        cta, warp = divmod(component % self.warps, self.warps // self.ctas)
-        return f"cta {cta} warp {warp}" + _ACTIONS[component // self.warps]
-
-
-_ACTIONS = ("", "'s TMA store", "'s tcgen05.mma", "'s tcgen05.ld", "'s tcgen05.st")
-"""What a warp does, in the order of its components."""
-
-
-class Agent:
-    """What one warp knows."""
-
-    def __init__(self, components: Components, warp: int) -> None:
-        self.warp = warp
-        self.clock: Clock = np.zeros((3, components.count), np.int64)
-        self.clock[HAPPENED, warp] = 1
-
-    @property
-    def epoch(self) -> int:
-        """Where the warp is in its own component."""
-        return int(self.clock[HAPPENED, self.warp])
-
-    def advance(self) -> None:
-        """What the warp does from here on was not released yet."""
-        self.clock[HAPPENED, self.warp] += 1
-
-    def release(self) -> Clock:
-        """The clock to hand to others."""
-        clock: Clock = self.clock.copy()
-        self.advance()
-        return clock
-
-    def release_published(self) -> Clock:
-        """What a relaxed arrival hands over: only the published initialisations."""
-        clock = np.zeros_like(self.clock)
-        clock[PUBLISHED] = self.clock[PUBLISHED]
-        return clock
-
-    def acquire(self, clock: Clock | None) -> None:
-        """Learns what was released."""
-        if clock is not None:
-            np.maximum(self.clock, clock, out=self.clock)
-
-    def learn(self, component: int, epoch: int) -> None:
-        """Knows that a component has done all up to this epoch."""
-        self.clock[HAPPENED, component] = max(self.clock[HAPPENED, component], epoch)
-
-    def fence_async(self) -> None:
-        """All that happened before is visible to the asynchronous proxy from here on."""
-        np.maximum(self.clock[FENCED], self.clock[HAPPENED], out=self.clock[FENCED])
-        self.advance()
-
-    def fence_initialisations(self) -> None:
-        """The warp's mbarrier initialisations are visible to whom it signals from here on."""
-        self.clock[PUBLISHED, self.warp] = self.clock[HAPPENED, self.warp]
-        self.advance()
-
-    def knows_initialisation(self, warp: int, epoch: int) -> bool:
-        """Whether an mbarrier that a warp initialised at its epoch can be used."""
-        return bool(
-            max(self.clock[HAPPENED, warp], self.clock[PUBLISHED, warp]) >= epoch
+        first, action = max(
+            (first, action) for first, action in self._actions() if first <= component
         )
+        cta, warp = divmod(component - first, self.warps // self.ctas)
+        return f"cta {cta} warp {warp}{action}"
 
-    def copies_know_initialisation(self, warp: int, epoch: int) -> bool:
-        """The same for a copy, which is of the asynchronous proxy and needs a fence."""
-        return bool(max(self.clock[FENCED, warp], self.clock[PUBLISHED, warp]) >= epoch)
+    def _actions(self) -> list[tuple[int, str]]:
+        """What warps do: the first component of each, and its name after the warp's."""
+        return [
+            (0, ""),
+            (self.warps, " (one lane)"),
+            (2 * self.warps, "'s TMA store"),
+            (self._products, "'s tcgen05.mma"),
+            (self._tensor_loads, "'s tcgen05.ld"),
+            (self._tensor_stores, "'s tcgen05.st"),
+            (self._signals, "'s arrival"),
+        ]
 
 
 class Streams:
     """Starts the asynchronous operations of a cluster: each component counts its own."""
 
     def __init__(self, components: Components) -> None:
+        self._components = components
         self._epochs = np.zeros(components.count, np.int64)
 
     def last(self, component: int) -> int:
@@ -203,13 +185,17 @@ class Streams:
         self._epochs[component] += 1
         return int(self._epochs[component])
 
-    def start(self, component: int, agents: list[Agent], line: int) -> Operation:
-        """An operation that these warps issue together."""
+    def start(
+        self, component: int, agents: list[Agent], line: int, lanes: Some = None
+    ) -> Operation:
+        """An operation that these warps, or these lanes of one warp, issue together."""
         epoch = self.count(component)
-        clock = agents[0].release()
+        clock = agents[0].issue(lanes)
         for agent in agents[1:]:
-            np.maximum(clock, agent.release(), out=clock)
+            np.maximum(clock, agent.issue(), out=clock)
         clock[HAPPENED, component] = epoch
+        if self._components.rows > SEEN:
+            clock[SEEN, component] = epoch  # what one warp issues is in order
         return Operation(component, epoch, clock, line)
 
 
@@ -221,7 +207,8 @@ class Shadow:
     """Who touched each granule of a CTA's memory last.
 
     Shared memory unless told otherwise: `space` is its name, `readers` the components that may read
-    it. `report(kind, message)` is told what is wrong.
+    it, `row` the one of a clock that has to know of an access, too. `report(kind, message)` is told
+    what is wrong.
     """
 
     def __init__(
@@ -232,14 +219,17 @@ class Shadow:
         *,
         space: str = "shared memory",
         readers: slice | None = None,
+        row: int = HAPPENED,
     ) -> None:
         self._components = components
+        self._row = row
         self._report = report
         self._space = space
         self._readers = readers or components.shared_readers
         self._writer = np.full(granules, NOBODY, np.int16)
         self._written = np.zeros(granules, np.int32)
         self._line = np.zeros(granules, np.int32)
+        self._lane = np.full(granules, MIXED, np.int8)
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
         rows = self._readers.stop - self._readers.start
         self._read = np.zeros((rows, granules), np.int32)
@@ -247,15 +237,24 @@ class Shadow:
         """Readers that ever read: few of those there are."""
 
     def read(
-        self, granules: Granules, component: int, epoch: int, clock: Clock, what: str
+        self,
+        granules: Granules,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        what: str,
+        *,
+        reader: tuple[Agent, Any] | None = None,
     ) -> None:
-        """Checks and notes a read."""
+        """Checks and notes a read; reader: the warp, and the lane that reads each granule."""
         writer = self._writer[granules]
         if (writer == NOBODY).any():
             self._report(
                 Kind.READ_BEFORE_WRITE, f"{what} reads {self._space} that nobody wrote"
             )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
+        if reader is not None:
+            self._check_lanes(granules, writer, *reader, f"{what} reads")
         self._read[component - self._readers.start, granules] = epoch
         self._seen.add(component)
 
@@ -267,23 +266,30 @@ class Shadow:
         clock: Clock,
         line: int,
         what: str,
+        *,
+        lanes: Any = MIXED,
     ) -> None:
-        """Checks and notes a write."""
+        """Checks and notes a write; lanes: the lane that writes each granule, or MIXED."""
         self._check_writes(
             granules, self._writer[granules], component, clock, f"{what} writes"
         )
         for reader in sorted(self._seen):
             read = self._read[reader - self._readers.start, granules]
-            if (read > clock[HAPPENED, reader]).any():
-                self._report(
-                    Kind.RACE,
-                    f"{what} writes {self._space} that {self._components.name(reader)} may still "
-                    "be reading",
-                )
-                break
+            for known, kind, why in (
+                (HAPPENED, Kind.RACE, "may still be reading"),
+                (self._row, Kind.TCGEN05, f"read, {_unfenced(clock, reader, read)}"),
+            ):
+                if (read > clock[known, reader]).any():
+                    who = self._components.name(reader)
+                    self._report(kind, f"{what} writes {self._space} that {who} {why}")
+                    break
+            else:
+                continue
+            break
         self._writer[granules] = component
         self._written[granules] = epoch
         self._line[granules] = line
+        self._lane[granules] = lanes
 
     def forget(self, granules: Granules) -> None:
         """Starts anew: nobody has touched this memory."""
@@ -304,6 +310,16 @@ class Shadow:
                 Kind.RACE,
                 f"{what} {self._space} that {who} writes (line {line}) in no order",
             )
+            return
+        if self._row != HAPPENED:
+            unseen = clock[self._row, writer] < written
+            if unseen.any():
+                who, line = self._culprit(granules, writer, unseen)
+                why = _unfenced(clock, writer, written)
+                self._report(
+                    Kind.TCGEN05,
+                    f"{what} {self._space} that {who} wrote (line {line}), {why}",
+                )
         elif not self._components.is_generic(component):
             unfenced = self._components.is_generic(writer) & (
                 clock[FENCED, writer] < written
@@ -316,10 +332,36 @@ class Shadow:
                     "fence.proxy.async in between",
                 )
 
+    def _check_lanes(
+        self, granules: Granules, writer: Any, agent: Agent, lanes: Any, what: str
+    ) -> None:
+        """What another lane of the same warp wrote needs a meeting of both in between."""
+        new = np.zeros(len(writer), np.bool_)
+        for component, met in agent.meetings():
+            new |= (writer == component) & (self._written[granules] > met)
+        if not new.any():
+            return
+        wrote = self._lane[granules]
+        wrong = new & (wrote != lanes) & (wrote != MIXED)
+        if wrong.any():
+            _, line = self._culprit(granules, writer, wrong)
+            self._report(
+                Kind.RACE,
+                f"{what} {self._space} that another lane of the warp wrote (line {line}) with "
+                "no bar.warp.sync in between",
+            )
+
     def _culprit(self, granules: Granules, writer: Any, wrong: Any) -> tuple[str, int]:
         first = int(np.argmax(wrong))
         who = self._components.name(int(writer[first]))
         return who, int(self._line[granules][first])
+
+
+def _unfenced(clock: Clock, component: Any, epoch: Any) -> str:
+    """Which fence of tensor memory lacks between an access and the one that has this clock."""
+    if len(clock) <= SENT or (clock[SENT, component] < epoch).any():
+        return "with no tcgen05.fence::before_thread_sync or commit after it"
+    return "with no tcgen05.fence::after_thread_sync since"
 
 
 def granules_of(addresses: Any, nbytes: int) -> Any:

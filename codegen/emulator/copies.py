@@ -5,14 +5,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from . import tma
 from .checks import Operation
 from .global_shadow import Place
-from .lanes import RANK_SHIFT, WARP, Lanes, Mask, warps_of
+from .lanes import (
+    LANES,
+    ONE_LANE,
+    RANK_SHIFT,
+    WARP,
+    WARP_MASKS,
+    WARPS,
+    Lanes,
+    Mask,
+    some,
+    warps_of,
+)
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
@@ -26,7 +37,17 @@ class BulkStore:
 
     operation: Operation | None
     line: int
+    lanes: Mask
+    """Who issued it, and may commit it and wait for it."""
     done: bool = False
+
+
+@dataclass(eq=False)
+class StoreGroup:
+    """What lanes committed together."""
+
+    lanes: Mask
+    stores: list[BulkStore]
 
 
 class Copies:
@@ -39,8 +60,8 @@ class Copies:
         """[PTX lines] of a warp's stores that it did not wait for."""
         return [
             store.line
-            for group in [*warp.store_groups, warp.open_stores]
-            for store in group
+            for stores in [*(g.stores for g in warp.store_groups), warp.open_stores]
+            for store in stores
         ]
 
     def load(
@@ -71,12 +92,15 @@ class Copies:
             receivers = self._receivers(cta, owner, bits, pair)
             for _, signalled in receivers:
                 self._group.mbarriers.find(
-                    signalled.rank << RANK_SHIFT | barrier_place, warp, copies=True
+                    signalled.rank << RANK_SHIFT | barrier_place,
+                    lane // WARP,
+                    ONE_LANE[lane],
+                    copies=True,
                 )
             barrier = self._group.cluster.mbarrier(
                 owner.rank << RANK_SHIFT | barrier_place
             )
-            operation = self._start(warp, barrier.component)
+            operation = self._start(warp, barrier.component, ONE_LANE[lane])
             self._group.machine.count("tensor loads", 1)
             self._group.cluster.pending.load(
                 self._load_work(
@@ -131,11 +155,13 @@ class Copies:
             raise Fault(kind, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
-    def _start(self, warp: Warp, component: int) -> Operation | None:
+    def _start(self, warp: Warp, component: int, mask: Mask) -> Operation | None:
+        """What the lanes of a mask issue."""
         if warp.agent is None:
             return None
+        acting = self._group.lanes(warp.number % WARPS, mask)
         return self._group.cluster.streams.start(
-            component, [warp.agent], self._group.line
+            component, [warp.agent], self._group.line, acting
         )
 
     def _load_work(
@@ -196,24 +222,25 @@ class Copies:
         The hardware issues it once per warp, from uniform registers, even without an election:
         lanes of a warp with the same operands are one store here.
         """
-        issued = set()
+        issued: dict[tuple[Any, ...], list[int]] = {}
         for lane in np.flatnonzero(mask).tolist():
-            warp = self._group.warps[lane // WARP]
-            self._group.here(index, lane // WARP)
             where = tuple(int(axis[lane]) for axis in coordinates)
-            key = (warp.number, int(described[lane]), int(base[lane]), where)
-            if key in issued:
-                continue
-            issued.add(key)
+            key = (lane // WARP, int(described[lane]), int(base[lane]), where)
+            issued.setdefault(key, []).append(lane)
+        for (number, _, _, where), lanes in issued.items():
+            lane = lanes[0]
+            warp = self._group.warps[number]
+            self._group.here(index, number)
+            issuers: Mask = np.isin(np.arange(LANES), lanes)
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
             self._check_box(tensor_map, where)
             cta, place = self._group.cluster.locate(int(base[lane]) + offset)
             if cta is not self._group.cta:
                 raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")
             operation = self._start(
-                warp, self._group.cluster.components.stores(warp.serial)
+                warp, self._group.cluster.components.stores(warp.serial), issuers
             )
-            store = BulkStore(operation, self._group.line)
+            store = BulkStore(operation, self._group.line, issuers)
             warp.open_stores.append(store)
             self._group.machine.count("tensor stores", 1)
             self._group.cluster.pending.store(
@@ -272,28 +299,38 @@ class Copies:
         note(Place(*part), operation.component, operation.epoch, clock, line, what)
 
     def commit(self, index: int, mask: Mask) -> None:
-        """cp.async.bulk.commit_group, one group per warp."""
+        """cp.async.bulk.commit_group: of each lane a group, of what it issued."""
         for number in warps_of(mask):
             warp = self._group.warps[number]
-            warp.store_groups.append(warp.open_stores)
-            warp.open_stores = []
+            mine = [store for store in warp.open_stores if some(store.lanes & mask)]
+            warp.open_stores = [
+                store for store in warp.open_stores if not some(store.lanes & mask)
+            ]
+            for store in mine:
+                store.lanes = store.lanes & mask
+            warp.store_groups.append(StoreGroup(mask & WARP_MASKS[number], mine))
 
     def wait(self, index: int, count: int, read: bool, mask: Mask) -> Mask | None:
-        """Gate of cp.async.bulk.wait_group: at most `count` groups of the warp are in flight.
+        """Gate of cp.async.bulk.wait_group: at most `count` groups of each lane are in flight.
 
-        A store has read and written at the same moment here, so `.read` makes no difference. Who
-        passes knows that the reads are over: the stores' clocks are acquired.
+        Lanes have groups of their own: who waits for those of others waits for nothing. A store has
+        read and written at the same moment here, so `.read` makes no difference. Who passes knows
+        that the reads are over: the stores' clocks are acquired.
         """
         passed = []
         for number in warps_of(mask):
             warp = self._group.warps[number]
-            over = warp.store_groups[: len(warp.store_groups) - count]
-            if all(store.done for group in over for store in group):
+            mine = [group for group in warp.store_groups if some(group.lanes & mask)]
+            over = mine[: max(0, len(mine) - count)]
+            if all(store.done for group in over for store in group.stores):
                 for group in over:
-                    for store in group:
+                    for store in group.stores:
+                        waiting = self._group.lanes(number, store.lanes & mask)
                         if warp.agent and store.operation:
-                            warp.agent.acquire(store.operation.clock)
-                del warp.store_groups[: len(over)]
+                            warp.agent.acquire(store.operation.clock, waiting)
+                warp.store_groups = [
+                    group for group in warp.store_groups if group not in over
+                ]
                 passed.append(number)
         self._group.hold(lambda: "its bulk stores")
         return self._group.only(passed, mask)

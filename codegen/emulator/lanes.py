@@ -21,6 +21,8 @@ LEADERS: Mask = np.arange(LANES) % WARP == 0
 """The first lane of each warp."""
 WARP_MASKS: list[Mask] = [np.arange(LANES) // WARP == warp for warp in range(WARPS)]
 
+ONE_LANE: list[Mask] = [np.arange(LANES) == lane for lane in range(LANES)]
+
 IN_FLIGHT = np.full(LANES, np.nan, np.float32)
 """What an accumulator's register holds, this very array, from its product to the wait for it."""
 

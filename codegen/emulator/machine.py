@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import tma
+from .agents import Agent
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
-from .checks import GRANULE, HAPPENED, Agent, Components, Shadow, Streams
+from .checks import GRANULE, HAPPENED, SEEN, Components, Shadow, Streams
 from .global_shadow import GlobalShadow
 from .lanes import (
     ALL,
@@ -317,6 +318,7 @@ class Cta:
                 cluster.machine.report,
                 space="tensor memory",
                 readers=cluster.components.tensor_readers,
+                row=SEEN,
             )
         self.mbarriers: dict[int, MBarrier] = {}
         self.visits: dict[int, tuple[int, int]] = {}
@@ -551,7 +553,7 @@ class Cluster:
                 where=f"cta {cta.rank}",
             )
         agents = [warp.agent for group in cta.groups for warp in group.warps]
-        clocks = [agent.clock[HAPPENED] for agent in agents if agent is not None]
+        clocks = [agent.latest()[HAPPENED] for agent in agents if agent is not None]
         if not clocks:
             return
         known = np.max(clocks, axis=0)

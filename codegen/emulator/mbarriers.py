@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .barriers import MBarrier
-from .checks import HAPPENED
 from .lanes import (
     ALL,
     LANES,
     NONE,
     OFFSET_MASK,
+    ONE_LANE,
     WARP,
     WARP_MASKS,
     Lanes,
@@ -24,7 +24,7 @@ from .lanes import (
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
-    from .warpgroup import Warp, Warpgroup
+    from .warpgroup import Warpgroup
 
 
 class MBarriers:
@@ -48,10 +48,14 @@ class MBarriers:
             self._group.here(index, lane // WARP)
             cta, place = self._group.cluster.locate(int(base[lane]) + offset)
             cta.shared.check_region(place, 8, 8)
-            epoch = warp.agent.epoch if warp.agent else 0
+            epoch, initialiser = 0, warp.serial
+            if warp.agent:
+                epoch = warp.agent.epoch
+                alone = self._group.lanes(lane // WARP, ONE_LANE[lane])
+                initialiser = warp.agent.actor(alone)
             component = self._group.cluster.components.loads()
             cta.mbarriers[place] = MBarrier(
-                int(count[lane]), warp.serial, epoch, component
+                int(count[lane]), initialiser, epoch, component
             )
             self._group.cluster.progress += 1
 
@@ -59,20 +63,24 @@ class MBarriers:
         """mbarrier.inval by each lane."""
         for lane in np.flatnonzero(mask).tolist():
             self._group.here(index, lane // WARP)
-            self.find(int(base[lane]) + offset, self._group.warps[lane // WARP])
+            self.find(int(base[lane]) + offset, lane // WARP, ONE_LANE[lane])
             cta, place = self._group.cluster.locate(int(base[lane]) + offset)
             del cta.mbarriers[place]
 
-    def find(self, address: int, warp: Warp, *, copies: bool = False) -> MBarrier:
-        """The mbarrier at an address that a warp, or a copy that it issues, uses."""
+    def find(
+        self, address: int, number: int, mask: Mask, *, copies: bool = False
+    ) -> MBarrier:
+        """The mbarrier at an address that lanes of a warp, or a copy that they issue, use."""
         barrier = self._group.cluster.mbarrier(address)
-        if warp.agent is not None:
+        agent = self._group.warps[number].agent
+        if agent is not None:
             known = (
-                warp.agent.copies_know_initialisation
+                agent.copies_know_initialisation
                 if copies
-                else warp.agent.knows_initialisation
+                else agent.knows_initialisation
             )
-            if not known(barrier.initialiser, barrier.initialised):
+            lanes = self._group.lanes(number, mask)
+            if not known(barrier.initialiser, barrier.initialised, lanes):
                 who = "the copy" if copies else "this warp"
                 self._group.machine.report(
                     Kind.BARRIER,
@@ -100,25 +108,29 @@ class MBarriers:
             warp = self._group.warps[number]
             self._group.here(index, number)
             agent = warp.agent
-            clock = agent.release() if agent else None
             lanes = np.flatnonzero(mask & WARP_MASKS[number])
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
             several = len(lanes) > 1
-            for address in (
-                np.unique(base[lanes]) if several else base[lanes]
-            ).tolist():
+            addresses = (np.unique(base[lanes]) if several else base[lanes]).tolist()
+            for address in addresses:
+                chosen = mask if len(addresses) == 1 else mask & (base == address)
                 arriving = lanes[base[lanes] == address]
-                barrier = self.find(address + offset, warp)
+                barrier = self.find(address + offset, number, chosen)
                 away = cluster.locate(address + offset)[0] is not self._group.cta
                 if away and not remote:
                     raise Fault(
                         Kind.BARRIER,
                         "an mbarrier of another CTA, without .shared::cluster",
                     )
-                if away and clock is not None:
-                    epoch = int(clock[HAPPENED, warp.serial])
-                    barrier.last_signals[warp.serial] = (epoch, self._group.line)
+                if away and agent:
+                    signal = cluster.components.signals(warp.serial)
+                    epoch = cluster.streams.count(signal)
+                    agent.count_signal(signal, epoch)
+                    barrier.last_signals[signal] = (epoch, self._group.line)
+                clock = None
+                if agent:
+                    clock = agent.release(self._group.lanes(number, chosen))
                 arrivals = _total(count, arriving)
                 # An expect_tx alone releases nothing: it only moves the count.
                 barrier.arrive(
@@ -181,10 +193,11 @@ class MBarriers:
         for number in warps:
             warp = self._group.warps[number]
             self._group.here(index, number)
-            self.find(address, warp)
+            self.find(address, number, mask)
             if complete:
                 if warp.agent:
-                    warp.agent.acquire(barrier.released)
+                    lanes = self._group.lanes(number, mask)
+                    warp.agent.acquire(barrier.released, lanes)
             elif not polls and (self._failed[mask & WARP_MASKS[number]] == wait).all():
                 passed = passed & ~WARP_MASKS[number]
         self._failed[passed] = 0 if complete else wait
@@ -206,7 +219,7 @@ class MBarriers:
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
             if agent:
-                agent.fence_initialisations()
+                agent.fence_initialisations(self._group.lanes(number, mask))
 
 
 def _total(amount: Any, lanes: NDArray[Any]) -> int:

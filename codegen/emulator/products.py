@@ -230,7 +230,7 @@ class Products:
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
             if agent:
-                agent.acquire(self._retired)
+                agent.acquire(self._retired, self._group.lanes(number, mask))
         return mask
 
     def _retire(self, groups: list[list[Product]]) -> None:

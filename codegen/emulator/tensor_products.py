@@ -6,9 +6,9 @@ products of the same kind, shape and accumulator, and for a commit after what it
 that relies on the order of other products is not noticed here. Products of different warps are in
 no order but that of their mbarriers.
 
-A product reads and writes tensor memory without a proxy: what a wait on an mbarrier has ordered
-needs no tcgen05.fence here (see `tensor_transfers`). Shared memory it reads by the asynchronous
-proxy, as wgmma does.
+A product reads and writes tensor memory without a proxy; what another thread did there needs the
+fences that `tensor_transfers` tells of, the first of which a commit is. Shared memory it reads by
+the asynchronous proxy, as wgmma does.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import numerics, tcgen05, wgmma
-from .checks import Operation
-from .lanes import RANK_SHIFT, WARP, Lanes, Mask
+from .checks import HAPPENED, SENT, Operation
+from .lanes import ONE_LANE, RANK_SHIFT, WARP, Lanes, Mask
 from .numerics import F32
 from .report import Fault, Kind
 from .tcgen05 import Form, Layout, Shape
@@ -56,12 +56,14 @@ class TensorProducts:
 
     def __init__(self, group: Warpgroup) -> None:
         self._group = group
-        self._untracked: dict[int, int] = {}
-        """Warp's number in its CTA to the PTX line of its last product without a commit."""
+        self._untracked: dict[int, tuple[int, int]] = {}
+        """Warp's number in its CTA to the lane and the PTX line of its last product without a
+        commit."""
 
     def untracked(self, warp: Warp) -> int | None:
         """[PTX line] of a product that no commit of the warp tracks."""
-        return self._untracked.get(warp.number)
+        found = self._untracked.get(warp.number)
+        return None if found is None else found[1]
 
     def issue(
         self,
@@ -108,9 +110,9 @@ class TensorProducts:
                 column,
                 d_lane == HALF,
                 2.0 ** -form.shift_d if accumulate[lane] else None,
-                self._start(warp),
+                self._start(warp, lane),
             )
-            self._untracked[warp.number] = self._group.line
+            self._untracked[warp.number] = lane % WARP, self._group.line
             self._group.machine.count("products", 1)
             work = self._work(index, number, product)
             self._group.cluster.pending.product(warp.serial, work)
@@ -129,12 +131,13 @@ class TensorProducts:
                 raise Fault(Kind.TCGEN05, f"its peer, cta {other.rank}, has exited")
         return pair
 
-    def _start(self, warp: Warp) -> Operation | None:
+    def _start(self, warp: Warp, lane: int) -> Operation | None:
         if warp.agent is None:
             return None
         cluster = self._group.cluster
         component = cluster.components.products(warp.serial)
-        return cluster.streams.start(component, [warp.agent], self._group.line)
+        acting = self._group.lanes(lane // WARP, ONE_LANE[lane])
+        return cluster.streams.start(component, [warp.agent], self._group.line, acting)
 
     def _work(self, index: int, number: int, product: Product) -> Callable[[], None]:
         def complete() -> None:
@@ -235,16 +238,30 @@ class TensorProducts:
             ranks = [owner.rank]
             if targets is not None:
                 ranks = self._group.copies.ranks(int(targets[lane]), Kind.TCGEN05)
-            operation = self._start(warp)
+            operation = self._start(warp, lane)
+            if operation is not None:
+                self._fence(warp, operation)
+            tracked = self._untracked.pop(warp.number, None)
+            if tracked is not None and tracked[0] != lane % WARP:
+                # A commit tracks what its own thread issued.
+                self._group.machine.report(
+                    Kind.TCGEN05,
+                    f"the products (line {tracked[1]}) were issued by another lane",
+                )
             addresses = [rank << RANK_SHIFT | place for rank in ranks]
             for address in addresses:
-                barrier = self._group.mbarriers.find(address, warp)
+                barrier = self._group.mbarriers.find(address, number, ONE_LANE[lane])
                 if operation is not None:
                     signal = (operation.epoch, operation.line)
                     barrier.last_signals[operation.component] = signal
-            self._untracked.pop(warp.number, None)
             work = self._arrival(index, number, addresses, operation)
             cluster.pending.product(warp.serial, work)
+
+    def _fence(self, warp: Warp, operation: Operation) -> None:
+        """A commit is a tcgen05.fence::before_thread_sync of what its thread did."""
+        components, clock = self._group.cluster.components, operation.clock
+        own = [operation.component, *components.own_tensor(warp.serial)]
+        clock[SENT, own] = clock[HAPPENED, own]
 
     def _arrival(
         self, index: int, number: int, addresses: list[int], operation: Operation | None

@@ -7,9 +7,10 @@ tcgen05.wait::ld orders the read before what follows, and only tcgen05.wait::st 
 visible, to the same warp too. Until then the epochs of a warp's loads and stores are unknown to the
 warp itself, and whoever touches those columns in spite of that, races.
 
-An mbarrier, a barrier or a cluster barrier then hands the knowledge on. Here that is enough: the
-tcgen05.fence instructions, which PTX wants on either side, have no effect, for no compiler of the
-kernels that we have seen writes them. A kernel that lacks one is not noticed.
+An mbarrier, a barrier or a cluster barrier then hands the knowledge on, to who has fenced it as PTX
+ISA 9.7.16.6.4 shows: tcgen05.fence::before_thread_sync of the thread that signals, unless it is a
+tcgen05.commit, and tcgen05.fence::after_thread_sync of the one that waited. Those between the two,
+who only pass on what they heard, need no fence.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .checks import Granules
+from .checks import SEEN, SENT, Granules
 from .lanes import LANES, LEADERS, WARP, WARP_MASKS, Lanes, Mask, warps_of
 from .report import Fault, Kind
 from .tensor_memory import (
@@ -68,7 +69,8 @@ class TensorTransfers:
             address = np.full(LANES, first, np.uint32)
             leader = WARP_MASKS[number] & LEADERS
             self._group.transfers.store_shared(
-                index, base, offset, 4, [address], False, leader
+                *(index, base, offset, 4, [address], False, leader),
+                for_all=WARP_MASKS[number],
             )
             passed.append(number)
         free = self._group.cta.tensor_memory.free_columns
@@ -164,9 +166,11 @@ class TensorTransfers:
             return
         place = granules(first, columns)
         what = "tcgen05.dealloc"
-        shadow.write(
-            place, agent.warp, agent.epoch, agent.clock, self._group.line, what
-        )
+        # It is synchronous: of the fences it needs only those of others, before they signalled.
+        clock = agent.view().copy()
+        np.maximum(clock[SEEN], clock[SENT], out=clock[SEEN])
+        line = self._group.line
+        shadow.write(place, agent.warp, agent.epoch, clock, line, what)
         shadow.forget(place)
 
     # --- loads and stores ---------------------------------------------------------------------
@@ -249,7 +253,7 @@ class TensorTransfers:
         component = cluster.components.tensor_loads(agent.warp)
         epoch = cluster.streams.count(component)
         for place in _touched(number, lane, column, moved):
-            shadow.read(place, component, epoch, agent.clock, "tcgen05.ld")
+            shadow.read(place, component, epoch, agent.view(), "tcgen05.ld")
 
     def _note_store(self, number: int, lane: int, column: int, moved: Movement) -> None:
         agent, shadow = self._group.warps[number].agent, self._group.cta.tensor_shadow
@@ -260,7 +264,7 @@ class TensorTransfers:
         epoch = cluster.streams.count(component)
         line = self._group.line
         for place in _touched(number, lane, column, moved):
-            shadow.write(place, component, epoch, agent.clock, line, "tcgen05.st")
+            shadow.write(place, component, epoch, agent.view(), line, "tcgen05.st")
 
     def wait_loads(self, index: int, mask: Mask) -> None:
         """tcgen05.wait::ld: the warp's loads have happened."""
@@ -269,6 +273,20 @@ class TensorTransfers:
     def wait_stores(self, index: int, mask: Mask) -> None:
         """tcgen05.wait::st: the warp's stores have happened."""
         self._wait(self._group.cluster.components.tensor_stores, mask)
+
+    def fence_before(self, index: int, mask: Mask) -> None:
+        """tcgen05.fence::before_thread_sync."""
+        for number in warps_of(mask):
+            agent = self._group.warps[number].agent
+            if agent is not None:
+                agent.fence_before(self._group.lanes(number, mask))
+
+    def fence_after(self, index: int, mask: Mask) -> None:
+        """tcgen05.fence::after_thread_sync."""
+        for number in warps_of(mask):
+            agent = self._group.warps[number].agent
+            if agent is not None:
+                agent.fence_after(self._group.lanes(number, mask))
 
     def _wait(self, component_of: Callable[[int], int], mask: Mask) -> None:
         for number in warps_of(mask):

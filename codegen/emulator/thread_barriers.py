@@ -43,6 +43,13 @@ class ThreadBarriers:
                 self._group.hold(barrier.state)
         return self._group.only(passed, mask)
 
+    def meet(self, index: int, mask: Mask) -> None:
+        """bar.warp.sync of all lanes of each warp."""
+        for warp in warps_of(mask):
+            agent = self._group.warps[warp].agent
+            if agent is not None:
+                agent.meet()
+
     def arrive(
         self, index: int, number: Lanes, threads: Lanes | None, mask: Mask
     ) -> None:

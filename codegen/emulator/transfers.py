@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import Agent, granules_of
+from .agents import Agent
+from .checks import EVERY, GRANULE, MIXED, granules_of
 from .global_shadow import Place
 from .lanes import (
     LANES,
@@ -84,11 +85,16 @@ class Transfers:
                 continue
             for number in warps_of(lanes):
                 agent = self._agent(index, number)
-                touched = granules_of(
-                    addresses[lanes & WARP_MASKS[number]], width * count
+                chosen = lanes & WARP_MASKS[number]
+                touched = granules_of(addresses[chosen], width * count)
+                acting = self._group.lanes(number, lanes)
+                actor = agent.actor(acting)
+                shadow.read(
+                    *(touched, actor, agent.epoch, agent.knows(acting)),
+                    "ld.shared",
+                    reader=(agent, _lanes_of(chosen, width * count)),
                 )
-                shadow.read(touched, agent.warp, agent.epoch, agent.clock, "ld.shared")
-                self._visit(cta, agent)
+                self._visit(cta, agent, actor)
         return values
 
     def store_shared(
@@ -100,20 +106,22 @@ class Transfers:
         values: Sequence[Lanes],
         remote: bool,
         mask: Mask,
+        for_all: Mask | None = None,
     ) -> None:
-        """st.shared: values of `width` bytes per lane."""
+        """st.shared: values of `width` bytes per lane; for_all: lanes whose common store it is."""
         if not some(mask):
             return
         self._group.here(index, warps_of(mask)[0])
         for cta, addresses, lanes in self._shared(base, offset, remote, mask):
             cta.shared.store(addresses, width, values, lanes)
             nbytes = width * len(values)
-            self._note_writes(index, cta, addresses, nbytes, lanes, "st.shared")
+            whose = None if for_all is None else (for_all, MIXED)
+            self._note_writes(index, cta, addresses, nbytes, lanes, "st.shared", whose)
 
-    def _visit(self, cta: Cta, agent: Agent) -> None:
+    def _visit(self, cta: Cta, agent: Agent, actor: int) -> None:
         """Notes an access to another CTA's shared memory: that CTA must stay until then."""
         if cta is not self._group.cta:
-            cta.visits[agent.warp] = (agent.epoch, self._group.line)
+            cta.visits[actor] = (agent.epoch, self._group.line)
 
     def store_matrix(
         self,
@@ -132,7 +140,7 @@ class Transfers:
         store_matrices(cta.shared, addresses, values, mask, transpose=trans)
         # Lane 8 m + r names row r of matrix m; the other lanes' addresses are not read.
         rows = mask & (np.arange(LANES) % WARP < 8 * len(values))
-        self._note_writes(index, cta, addresses, 16, rows, "stmatrix")
+        self._note_writes(index, cta, addresses, 16, rows, "stmatrix", (mask, EVERY))
 
     def _note_writes(
         self,
@@ -142,17 +150,26 @@ class Transfers:
         nbytes: int,
         mask: Mask,
         what: str,
+        collective: tuple[Mask, int] | None = None,
     ) -> None:
+        """Checks what lanes write.
+
+        collective: the lanes that do so together, at the addresses of some, and who they are to
+        other lanes: EVERY, or MIXED when all of them may use it at once.
+        """
         shadow = cta.shadow
         if shadow is None:
             return
         for number in warps_of(mask):
             agent = self._agent(index, number)
-            touched = granules_of(addresses[mask & WARP_MASKS[number]], nbytes)
-            shadow.write(
-                touched, agent.warp, agent.epoch, agent.clock, self._group.line, what
-            )
-            self._visit(cta, agent)
+            chosen = mask & WARP_MASKS[number]
+            touched = granules_of(addresses[chosen], nbytes)
+            together, lanes = collective or (mask, _lanes_of(chosen, nbytes))
+            acting = self._group.lanes(number, together)
+            actor = agent.actor(acting)
+            clock, line = agent.knows(acting), self._group.line
+            shadow.write(touched, actor, agent.epoch, clock, line, what, lanes=lanes)
+            self._visit(cta, agent, actor)
 
     def load_global(
         self, index: int, base: Lanes, offset: int, width: int, count: int, mask: Mask
@@ -194,13 +211,13 @@ class Transfers:
         for number in warps_of(mask):
             agent = self._agent(index, number)
             lanes = mask & WARP_MASKS[number]
+            acting = self._group.lanes(number, mask)
+            actor, clock = agent.actor(acting), agent.knows(acting)
             for buffer, _, offsets in self._group.machine.memory.split(
                 addresses, nbytes, lanes
             ):
                 place = Place(buffer, offsets // nbytes, nbytes)
-                note(
-                    place, agent.warp, agent.epoch, agent.clock, self._group.line, what
-                )
+                note(place, actor, agent.epoch, clock, self._group.line, what)
 
     def _agent(self, index: int, warp: int) -> Agent:
         self._group.here(index, warp)
@@ -213,4 +230,12 @@ class Transfers:
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
             if agent:
-                agent.fence_async()
+                agent.fence_async(self._group.lanes(number, mask))
+
+
+def _lanes_of(mask: Mask, nbytes: int) -> Any:
+    """The lane of a warp that accesses each granule; MIXED where lanes may share one."""
+    if nbytes < GRANULE:
+        return MIXED
+    lanes = np.flatnonzero(mask) % WARP
+    return np.repeat(lanes, nbytes // GRANULE).astype(np.int8)

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .checks import Agent
-from .copies import BulkStore, Copies
+from .agents import Agent, Some
+from .copies import BulkStore, Copies, StoreGroup
 from .gates import ALIGNED_GROUP
 from .lanes import (
+    ALL,
     LANES,
     LEADERS,
     NONE,
@@ -59,7 +60,7 @@ class Warp:
     registers: int
     """[per thread] that setmaxnreg left it."""
     open_stores: list[BulkStore] = field(default_factory=list)
-    store_groups: list[list[BulkStore]] = field(default_factory=list)
+    store_groups: list[StoreGroup] = field(default_factory=list)
     ticket: int | None = None
     """Generation of the named barrier that it arrived at and waits for."""
     cluster_ticket: int | None = None
@@ -287,6 +288,14 @@ class Warpgroup:
         """Says which instruction of which warp is being executed, for findings."""
         self.machine.index = index
         self.machine.actor = (self.cta.rank, self.warps[warp].number)
+
+    def lanes(self, warp: int, mask: Mask) -> Some:
+        """Which lanes of a warp a mask has; None when it has all that live."""
+        part = mask[WARP * warp : WARP * (warp + 1)]
+        if mask is self.live or mask is ALL:
+            return None
+        live = self.live[WARP * warp : WARP * (warp + 1)]
+        return None if part.tobytes() == live.tobytes() else part
 
     def hold(self, reason: Callable[[], str]) -> None:
         """Says what the lanes that a gate holds back wait for, should they wait for ever."""

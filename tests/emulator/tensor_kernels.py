@@ -54,13 +54,14 @@ ld.global.b32 %r42, [%rd10+1024]; ld.global.b32 %r43, [%rd10+1536];
 tcgen05.st.sync.aligned.32x32b.x4.b32 [%r34], {{%r40, %r41, %r42, %r43}};
 add.s64 %rd10, %rd10, 2048; add.s32 %r34, %r34, 4; add.s32 %r38, %r38, 4;
 setp.lt.u32 %p5, %r38, {columns}; @%p5 bra POURING;
-tcgen05.wait::st.sync.aligned;
+tcgen05.wait::st.sync.aligned; tcgen05.fence::before_thread_sync;
 """
 
 CLUSTER = "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;"
 
 WAIT = """
 WAIT: mbarrier.try_wait.parity.shared.b64 %p5, [%r30+8], 0; @!%p5 bra WAIT;
+tcgen05.fence::after_thread_sync;
 """
 
 DUMP = """
@@ -76,7 +77,7 @@ setp.lt.u32 %p5, %r38, {columns}; @%p5 bra DUMPING;
 """
 
 FREE = """
-{barrier}
+tcgen05.fence::before_thread_sync; {barrier}
 @!%p1 bra DONE;
 tcgen05.dealloc.cta_group::{ctas}.sync.aligned.b32 %r31, {columns};
 DONE:
@@ -96,7 +97,7 @@ def parts(*, ctas: int = 1, columns: int = 32, nbytes: int = 2048) -> dict[str, 
     return {
         "setup": SETUP.format(**values),
         "pour": POUR.format(**values),
-        "sync": values["barrier"],
+        "sync": values["barrier"] + " tcgen05.fence::after_thread_sync;",
         "wait": WAIT,
         "dump": DUMP.format(**values),
         "free": FREE.format(**values),

@@ -56,12 +56,16 @@ def product(
 
 LOAD = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r100}, [%r33];"
 STORE = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r33], {%r1};"
-LOADED = "tcgen05.wait::ld.sync.aligned;"
-STORED = "tcgen05.wait::st.sync.aligned;"
-BARRIER = "bar.sync 0;"
+BEFORE = "tcgen05.fence::before_thread_sync;"
+AFTER = "tcgen05.fence::after_thread_sync;"
+LOADED = "tcgen05.wait::ld.sync.aligned;" + BEFORE
+STORED = "tcgen05.wait::st.sync.aligned;" + BEFORE
+BARRIER = "bar.sync 0;" + AFTER
 # All threads arrive at the second mbarrier; thread 0, who multiplies, waits there.
 ARRIVE = "mbarrier.arrive.shared.b64 _, [%r30+16];"
-ASK = "ASK: mbarrier.try_wait.parity.shared.b64 %p6, [%r30+16], 0; @!%p6 bra ASK;"
+ASK = (
+    "ASK: mbarrier.try_wait.parity.shared.b64 %p6, [%r30+16], 0; @!%p6 bra ASK;" + AFTER
+)
 
 
 def elected(steps: str) -> str:
@@ -177,7 +181,7 @@ or.pred %p6, %p6, %p5; @%p6 bra WAIT; setp.ne.u32 %p6, %r1, 0; @%p6 bra MINUS;
 {product()} {commit()} bra WAIT;
 MINUS: {product(descriptor=minus)} {commit(offset=24)}
 {WAIT} {WAIT.replace("WAIT", "OTHER").replace("+8", "+24")}"""
-    setup = "@!%p2 bra READY; mbarrier.init.shared.b64 [%r30+24], 1; READY: bar.sync 0;"
+    setup = "@!%p2 bra READY; mbarrier.init.shared.b64 [%r30+24], 1; READY: " + BARRIER
     shared = np.zeros((1, BYTES), np.uint8)
     A.put(shared[0], np.full((128, 16), 0x3C00, np.uint16))
     B.put(shared[0], np.full((16, 16), 0x3C00, np.uint16))
@@ -370,7 +374,7 @@ def test_both_ctas_stay_until_the_product_is_over():
 
 def test_who_is_signalled_stays():
     both = commit(2).replace("cta_group::2", "cta_group::1")
-    meet = "barrier.cluster.arrive; barrier.cluster.wait;"
+    meet = "barrier.cluster.arrive; barrier.cluster.wait;" + AFTER
     odd_leaves = f"WAIT: {meet} @!%p3 bra OUT; {WAIT.replace('WAIT', 'TRY')} OUT: "
     p = parts(columns=COLUMNS, nbytes=BYTES)
     steps = elected(product() + both) + odd_leaves

@@ -26,8 +26,8 @@ def _barrier(emitter: Emitter, instruction: Instruction) -> None:
             )
         return
     if modifiers[:2] == ("warp", "sync"):
-        # Its lanes are together when the block runs; warps are the agents of the race check.
         emitter.check_members(instruction.operands[0])
+        emitter.lines.append(emitter.call("thread_barriers.meet"))
         return
     barrier, *count = instruction.operands
     threads = emitter.value(count[0], "u32") if count else "None"

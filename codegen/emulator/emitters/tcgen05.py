@@ -129,8 +129,9 @@ def _wait_stores(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def _fence(emitter: Emitter, instruction: Instruction) -> None:
-    # No effect: what the fences add to an mbarrier is taken for granted, see tensor_transfers.
     emitter.only(instruction, (instruction.modifiers[0],))
+    side = instruction.modifiers[0].removeprefix("fence::").removesuffix("_thread_sync")
+    emitter.lines.append(emitter.call(f"tensor_transfers.fence_{side}"))
 
 
 def _mma(emitter: Emitter, instruction: Instruction) -> None:

@@ -394,6 +394,7 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
         o_free = o_state.clone()
         for _ in cutlass.range_constexpr(Q_TILES):
             pipes.o.producer_acquire(o_free)
+            after_wait()
             o_free.advance()
         # 2. PV of each block, then S of the next
         for block in cutlass.range(problem.kv_blocks - 1, unroll=1):
@@ -403,6 +404,7 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
             pipes.kv.consumer_wait(kv_state)
             for t in cutlass.range_constexpr(Q_TILES):
                 pipes.s.producer_acquire(p_state)
+                after_wait()
                 p_state.advance()
                 issue_pv(mma, t, v_state.index, block > 0)
                 issue_qk(mma, t, kv_state.index)
@@ -418,6 +420,7 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
         pipes.kv.consumer_wait(kv_state)
         for t in cutlass.range_constexpr(Q_TILES):
             pipes.s.producer_acquire(p_state)
+            after_wait()
             p_state.advance()
             issue_pv(mma, t, kv_state.index, problem.kv_blocks > 1)
             pipes.o.producer_commit(o_state)
@@ -429,6 +432,16 @@ def multiply(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
         pipes.o.producer_acquire(o_state)
         o_state.advance()
     cute.arch.dealloc_tmem(tmem, TMEM_COLUMNS)
+
+
+def before_signal():
+    """What this thread did to the tensor memory comes before what it signals next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_wait():
+    """What this thread does to the tensor memory comes after what it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def tensor_memory(tmem_address):
@@ -500,6 +513,7 @@ def softmax(
         for _ in cutlass.range(problem.kv_blocks, unroll=1):
             rS = lane_registers(S_COLUMNS)
             pipes.s.consumer_wait(s_state)
+            after_wait()
             cute.copy(load_s, tStS, rS)
             cute.arch.fence_view_async_tmem_load()
             row_sum += exponentials(rS, scale_log2)
@@ -507,13 +521,16 @@ def softmax(
             cute.recast_tensor(rP, DTYPE).store(rS.load().to(DTYPE))
             cute.copy(store_p, rP, tStP)
             cute.arch.fence_view_async_tmem_store()
+            before_signal()
             pipes.s.consumer_release(s_state)
             s_state.advance()
             s_state.advance()
         rO = lane_registers(O_COLUMNS)
         pipes.o.consumer_wait(o_state)
+        after_wait()
         cute.copy(load_o, tOtO, rO)
         cute.arch.fence_view_async_tmem_load()
+        before_signal()
         pipes.o.consumer_release(o_state)
         o_state.advance()
         o_state.advance()

@@ -471,6 +471,7 @@ def issue(mma: Operands, pipes: Pipelines, problem: Problem):
         o_free = o_state.clone()
         for _ in cutlass.range_constexpr(Q_TILES):
             pipes.o.producer_acquire(o_free)
+            after_wait()
             o_free.advance()
         # 2. PV of each block, then S of the next
         for block in cutlass.range(problem.kv_blocks - 1, unroll=1):
@@ -480,6 +481,7 @@ def issue(mma: Operands, pipes: Pipelines, problem: Problem):
             pipes.kv.consumer_wait(kv_state)
             for t in cutlass.range_constexpr(Q_TILES):
                 pipes.s.producer_acquire(p_state)
+                after_wait()
                 p_state.advance()
                 issue_pv(mma, t, v_state.index, block > 0)
                 issue_qk(mma, t, kv_state.index)
@@ -495,12 +497,23 @@ def issue(mma: Operands, pipes: Pipelines, problem: Problem):
         pipes.kv.consumer_wait(kv_state)
         for t in cutlass.range_constexpr(Q_TILES):
             pipes.s.producer_acquire(p_state)
+            after_wait()
             p_state.advance()
             issue_pv(mma, t, kv_state.index, problem.kv_blocks > 1)
             pipes.o.producer_commit(o_state)
             o_state.advance()
         pipes.kv.consumer_release(kv_state)
         kv_state.advance()
+
+
+def before_signal():
+    """What this thread did to the tensor memory comes before what it signals next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_wait():
+    """What this thread does to the tensor memory comes after what it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def tensor_memory(tmem_address):
@@ -572,10 +585,12 @@ def softmax(
         # 1. the first block: O is overwritten, so there is no factor
         rS = lane_registers(S_COLUMNS)
         pipes.s.consumer_wait(s_state)
+        after_wait()
         load_lane(load_s, rS)
         reference = row_max(rS)
         row_sum = exponentials(rS, reference, scale_log2)
         store_lane(store_p, pack(rS))
+        before_signal()
         pipes.s.consumer_release(s_state)
         # The stage comes round after the other query tile's.
         s_state.advance()
@@ -584,6 +599,7 @@ def softmax(
         for _ in cutlass.range(problem.kv_blocks - 1, unroll=1):
             rS = lane_registers(S_COLUMNS)
             pipes.s.consumer_wait(s_state)
+            after_wait()
             load_lane(load_s, rS)
             largest = cute.arch.fmax(reference, row_max(rS))
             growth = (largest - reference) * scale_log2
@@ -598,6 +614,7 @@ def softmax(
             stats_state.advance()
             row_sum = row_sum * factor + exponentials(rS, reference, scale_log2)
             store_lane(store_p, pack(rS))
+            before_signal()
             pipes.s.consumer_release(s_state)
             s_state.advance()
             s_state.advance()
@@ -665,31 +682,37 @@ def correct(tiles: Tiles, pipes: Pipelines, tmem_address, problem: Problem):
     for _ in cutlass.range(first, end, step, unroll=1):
         # 1. the first block overwrites O
         for _ in cutlass.range_constexpr(Q_TILES):
+            before_signal()
             pipes.s.consumer_release(s_state)
             s_state.advance()
         # 2. the others add to it
         for _ in cutlass.range(problem.kv_blocks - 1, unroll=1):
             for t in cutlass.range_constexpr(Q_TILES):
                 pipes.stats.consumer_wait(stats_state)
+                after_wait()
                 factor = tiles.sStats[row, t]
                 pipes.stats.consumer_release(stats_state)
                 stats_state.advance()
                 # The lanes of a warp are loaded and stored together.
                 if cute.arch.vote_any_sync(factor != 1.0):
                     rescale(o_parts(tmem, t), factor)
+                before_signal()
                 pipes.s.consumer_release(s_state)
                 s_state.advance()
         # 3. O is complete. (Were this loop unrolled, the addresses of the row in sO would be
         # kept in registers from tile to tile, too many of them.)
         for t in cutlass.range(Q_TILES, unroll=1):
             pipes.stats.consumer_wait(stats_state)
+            after_wait()
             row_sum = tiles.sStats[row, t]
             pipes.stats.consumer_release(stats_state)
             stats_state.advance()
             pipes.out.producer_acquire(out_state)
             pipes.o.consumer_wait(o_state)
+            after_wait()
             factor = cute.arch.rcp_approx(row_sum)
             normalize(o_parts(tmem, t), factor, tiles.sO[row, None, t])
+            before_signal()
             pipes.o.consumer_release(o_state)
             o_state.advance()
             # The store warp hands these rows to TMA.

@@ -263,6 +263,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
     pipelines.acc.producer_acquire(acc_state)
+    after_wait()
     for k_tile in cutlass.range(k_tiles, unroll=1):
         pipelines.ab.consumer_wait(ab_state)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -276,6 +277,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     # The epilogue has read the accumulator: nobody needs the tensor memory any more.
     # (The DSL's producer_tail waits in CTAs of even rank only.)
     pipelines.acc.producer_acquire(acc_state)
+    after_wait()
     cute.arch.dealloc_tmem(tmem, TILE_N)
 
 
@@ -284,6 +286,16 @@ def accumulator(tmem):
     mma = make_mma()
     shape = mma.partition_shape_C((TILE_M, TILE_N))
     return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+
+
+def before_signal():
+    """What this thread did to the tensor memory comes before what it signals next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_wait():
+    """What this thread does to the tensor memory comes after what it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def tensor_memory(tmem_address):
@@ -315,8 +327,10 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address):
     rD = cute.make_rmem_tensor(shape, D_DTYPE)
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
     pipelines.acc.consumer_wait(state)
+    after_wait()
     cute.copy(load, tDtC, rC)
     cute.arch.fence_view_async_tmem_load()
+    before_signal()
     pipelines.acc.consumer_release(state)
     rD.store(rC.load().to(D_DTYPE))
     cute.copy(store, thr_store.retile(rD), tDsD)

@@ -274,6 +274,7 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, tiles: Tiles):
     if rank == 0:
         for _ in cutlass.range(tiles.n, unroll=1):
             pipelines.acc.producer_acquire(acc_state)
+            after_wait()
             for k_tile in cutlass.range(tiles.k, unroll=1):
                 pipelines.ab.consumer_wait(ab_state)
                 for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -293,6 +294,16 @@ def accumulator(tmem):
     mma = make_mma()
     shape = mma.partition_shape_C((TILE_M, TILE_N))
     return cute.make_tensor(tmem, mma.make_fragment_C(shape).layout)
+
+
+def before_signal():
+    """What this thread did to the tensor memory comes before what it signals next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;")
+
+
+def after_wait():
+    """What this thread does to the tensor memory comes after what it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;")
 
 
 def tensor_memory(tmem_address):
@@ -331,8 +342,10 @@ def store_d(d: Tma, sD, pipelines: Pipelines, tmem_address, tiles: Tiles):
     state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, 1)
     for n_tile in cutlass.range(tiles.n, unroll=1):
         pipelines.acc.consumer_wait(state)
+        after_wait()
         cute.copy(load, tDtC, rC)
         cute.arch.fence_view_async_tmem_load()
+        before_signal()
         pipelines.acc.consumer_release(state)
         state.advance()
         rD.store(rC.load().to(D_DTYPE))
