@@ -293,8 +293,10 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("short_kv", ragged, block // 2 + 3, batch, 1, data="edges")
         yield case("one_key", ragged, 1, 1, 1)
         # Far more tiles of one CTA than any ring has phases, each of another head or batch.
-        heads = max(3, math.ceil(MANY_TILES / (3 * work_of_head)))
-        yield case("tiles", max(tiles.positions - 3, 1), 7, 3, heads, layout="mixed")
+        few, fixed = max(tiles.positions - 3, 1), spec["seqlen"]["q"]
+        q_tiles = 1 if fixed == DYNAMIC else math.ceil(int(fixed) / rows)
+        heads = max(3, math.ceil(MANY_TILES / (3 * q_tiles * work_of_head)))
+        yield case("tiles", few, 7, 3, heads, layout="mixed")
         if tiles.packed > 1:
             # Few positions make a tile. Of a second one, some that do not reach the block that
             # others begin with; and several tiles that see no key.
@@ -349,6 +351,8 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         q = rows if fixed == DYNAMIC else int(fixed)
         for number, residue in enumerate(residues(tiles.kv)):
             kv = residue + q * of_difference
+            if tag == "above":  # less keys than rows, so that the difference is negative
+                kv %= tiles.kv
             kv = kv if kv > tiles.kv // 2 else kv + tiles.kv
             layout = ("own", "mixed", "bhsd")[number % 3]
             name = f"{tag}_{residue}"
@@ -366,10 +370,10 @@ def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "far", tiles.kv // 2, 2, 2, clusters=ARCHITECTURES[spec["arch"]].sm_count
     )
-    yield case("plain", tiles.kv - 1, 2, 2)
+    yield case("plain", tiles.kv - 1, 2, 1)
     kv = spec["seqlen"]["kv"]
     if kv == DYNAMIC or int(kv) <= LONG_TILE * tiles.kv:
-        yield case("cache", tiles.kv + 2, 2, 1)
+        yield case("cache", tiles.kv + 2, 1, 1)
 
 
 def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
