@@ -212,8 +212,9 @@ def _put_in_place(
     """Rename and delete. Wherever this ends early, the same changes less those done are left."""
     written = [change.path for change in changes if change.desired is not None]
     locks = [path for path in written if path.endswith(_LOCK_SUFFIX)]
-    others = [path for path in written if path not in locks]
-    deleted = [change.path for change in changes if change.desired is None]
+    # A kernel before its record: until the end the evidence is that of what was there before.
+    others = sorted({*written} - {*locks}, key=_depth)
+    deleted = sorted((c.path for c in changes if c.desired is None), key=_depth)
     folders = {(root / change.path).parent for change in changes} | {root}
     step("make folders")
     for folder in sorted(folders):
@@ -221,8 +222,7 @@ def _put_in_place(
     for path in others:
         step(f"replace {path}")
         new[path].replace(root / path)
-    # A kernel goes before its record: evidence without a kernel can still be kept.
-    for path in sorted(deleted, key=lambda path: (path.count("/"), path)):
+    for path in deleted:
         step(f"delete {path}")
         (root / path).unlink(missing_ok=True)
     step("sync")
@@ -233,6 +233,10 @@ def _put_in_place(
         new[path].replace(root / path)
         _sync((root / path).parent)
     step("end")
+
+
+def _depth(path: str) -> tuple[int, str]:
+    return path.count("/"), path
 
 
 def _remove_leftovers(root: Path) -> None:

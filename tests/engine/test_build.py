@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fmha_gen import build, cache, lint, manifest, records, tree
+from fmha_gen import (
+    build,
+    cache,
+    evaluation,
+    lint,
+    manifest,
+    records,
+    render,
+    tree,
+)
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
 from fmha_gen.executor import Local
 
@@ -446,6 +456,26 @@ def test_an_interrupted_build_is_finished_by_the_next(parts, specs, out, at, lef
     }
 
 
+def test_a_rung_between_an_interrupted_build_and_the_next_is_of_what_ran(
+    parts, specs, out
+):
+    run(parts, [specs], out)
+    add_rung(out, "a", "validated")
+    (specs / "a.yaml").write_text("32\n")
+    interrupted(parts, specs, out, "replace records/a.json")
+    kernel = out / "a.py"
+    body = render.body_digest(kernel.read_text())
+    assert "TILE = 32" in kernel.read_text()
+    assert fake.record(out, "a")["body_sha256"] != body  # still of the old one
+    outcome = SimpleNamespace(kernel=kernel, findings=(), result={"n": 1})
+    evaluation.write_record(outcome, body, rung="emulated", above=())
+    assert run(parts, [specs], out).ok
+    record = fake.record(out, "a")
+    assert record["body_sha256"] == body
+    assert {"compiled", "emulated"} == record.keys() & records.RUNGS.keys()
+    assert run(parts, [specs], out, check=True).ok
+
+
 def test_an_interrupted_build_may_be_taken_back(parts, specs, out):
     """Its kernel is whole and not of the lock: refused, as any kernel that the lock contradicts."""
     run(parts, [specs], out)
@@ -455,6 +485,7 @@ def test_an_interrupted_build_may_be_taken_back(parts, specs, out):
     result = run(parts, [specs], out)
     assert "a.py: whole, but not the text that MANIFEST.lock has" in result.failures[0]
     assert run(parts, [specs], out, force=True).ok
+    assert "TILE = 64" in (out / "a.py").read_text()
 
 
 def test_damaged_lock_and_record_are_named(parts, specs, out):
