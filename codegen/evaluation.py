@@ -53,7 +53,9 @@ def _kernels_of(path: Path, out: Path) -> Iterator[Path]:
         for specs in sorted(path.glob("*.yaml")):
             yield out / f"{specs.stem}.py"
         for kernel in sorted(path.glob("*.py")):
-            if stated_digests(kernel.read_text(encoding="utf-8", errors="replace")):
+            if kernel.is_file() and stated_digests(
+                kernel.read_text(encoding="utf-8", errors="replace")
+            ):
                 yield kernel
     elif path.suffix in (".yaml", ".yml"):
         yield out / f"{path.stem}.py"
