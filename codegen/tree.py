@@ -20,6 +20,7 @@ import os
 import re
 import secrets
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,9 +139,15 @@ def place(root: Path, path: str) -> Path:
     folder = root
     for name in parts.parts[:-1]:
         folder /= name
-        if folder.is_symlink():
+        try:
+            mode = folder.lstat().st_mode
+        except FileNotFoundError:
+            break
+        except OSError as error:
+            raise CheckFailed(f"{folder}: cannot be read: {error.strerror}") from error
+        if stat.S_ISLNK(mode):
             raise CheckFailed(_link(folder))
-        if folder.exists() and not folder.is_dir():
+        if not stat.S_ISDIR(mode):
             raise CheckFailed(f"{folder}: not a folder")
     return root / parts
 
@@ -180,9 +187,9 @@ def apply(
     """
     if not changes:
         return
-    for change in changes:
-        _require_writable(root, place(root, change.path))
     with writing(root):
+        for change in changes:
+            _require_writable(root, place(root, change.path))
         _apply(root, changes, step or _no_step)
 
 

@@ -389,6 +389,17 @@ def test_a_folder_that_is_not_writable(tmp_path, folder):
     assert contents(tmp_path) == OLD
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anywhere")
+def test_a_folder_that_may_not_be_searched_is_named(tmp_path):
+    write(tmp_path, OLD)
+    (tmp_path / "records").chmod(0)
+    try:
+        with pytest.raises(CheckFailed, match=r"b\.json: cannot be read: Permission"):
+            kinds(tmp_path)
+    finally:
+        (tmp_path / "records").chmod(0o755)
+
+
 def test_what_cannot_be_finished_can_be_later(tmp_path):
     write(tmp_path, {"a.py": OLD["a.py"]})
 
