@@ -6,8 +6,9 @@ fails nothing is written.
 
 What a build may delete: when at least one PATH is a folder, the PATHs together are the whole set
 of specs that the output folder belongs to, and a kernel of the last lock without a spec among
-them is an orphan. When all PATHs are files the build is partial: every other kernel, its lock
-line and its record stay as they are.
+them is an orphan. It is removed with its record, but one with evidence that a build cannot bring
+back only when `prune` says so. When all PATHs are files the build is partial: every other kernel,
+its lock line and its record stay as they are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import functools
 import hashlib
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +28,7 @@ from .errors import CheckFailed, Diagnostic, SpecError
 from .executor import HERE, Executor, Task
 
 DISTRIBUTION = "fmha-gen"
+NOT_WRITTEN = "not written"
 JINJA2_RANGE = ">=3.1,<4"
 COMPILE_SOURCES = (
     "toolchain.py",
@@ -35,6 +37,17 @@ COMPILE_SOURCES = (
     "arch/sm90.py",
     "arch/sm100.py",
 )
+
+# What tables say of a file, by the kind of its change: when nothing is written because this is a
+# check or something was refused, and when all is written.
+CHECKED = {"foreign": "not ours"}
+REFUSED = {
+    "missing": NOT_WRITTEN,
+    "changed": NOT_WRITTEN,
+    "foreign": "not ours",
+    "orphaned": "not removed",
+}
+WRITTEN = {"missing": "added", "edited": "overwritten", "foreign": "overwritten"}
 
 # ("rendering" or "compiling", kernels done, kernels to do, the one just done)
 Progress = Callable[[str, int, int, str], None]
@@ -102,8 +115,26 @@ class Kernel:
     report: toolchain.CompileReport | None
     shared_bytes: int  # dynamic shared memory that the plan asks for at launch
     rung: str
-    state: str  # unchanged, or a tree.Kind
+    state: str  # unchanged, added, changed, overwritten, edited, not ours, missing, not written
     failures: tuple[str, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """Path relative to the output folder."""
+        return f"{self.stem}.py"
+
+
+@dataclass(frozen=True)
+class Orphan:
+    """A kernel of the last lock that no spec of this build makes.
+
+    rung: as its record says. evidence: the rungs among it that a build cannot bring back.
+    """
+
+    stem: str
+    rung: str
+    state: str  # removed, not removed, orphaned, edited
+    evidence: tuple[str, ...]
 
     @property
     def file(self) -> str:
@@ -120,6 +151,7 @@ class BuildResult:
     failures: tuple[str, ...]
     compiles: int  # that really ran, not answered by the cache
     checked: bool
+    orphans: tuple[Orphan, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -135,10 +167,14 @@ def build(
     compile: bool = True,
     executor: Executor = HERE,
     force: bool = False,
+    prune: bool = False,
     progress: Progress | None = None,
     engine: Engine | None = None,
 ) -> BuildResult:
     """Build, or with `check` only compare. Failures are in the result.
+
+    force: overwrite, or delete, what no build wrote. prune: delete kernels of the last build that
+    have no spec now, whatever their evidence.
 
     Raises SpecError with the diagnostics of all specs, EnvironmentProblem when this machine lacks
     what a compile needs, CheckFailed when lock or records cannot be read.
@@ -155,26 +191,28 @@ def build(
     )
     failures = tuple(f"{k.stem}: {failure}" for k in kernels for failure in k.failures)
     if failures:
-        return BuildResult(tuple(kernels), (), failures, compiles, check)
+        left = tuple(replace(kernel, state=NOT_WRITTEN) for kernel in kernels)
+        return BuildResult(left, (), failures, compiles, check)
 
     whole = any(Path(path).is_dir() for path in paths)
     with contextlib.nullcontext() if check else tree.exclusive(out):
-        if check and tree.interrupted(out):
-            message = (
-                f"{out}: a build was interrupted there; run fmha-gen build to finish it"
-            )
-            return BuildResult(tuple(kernels), (), (message,), compiles, check)
+        changes, kernels, orphans = _compare(kernels, out, whole)
         if not check:
-            tree.recover(out)
-        changes, kernels = _compare(kernels, out, whole)
-        refused = (
-            () if force or check else tuple(c for c in changes if c.kind == "edited")
-        )
-        if refused:
-            failures = tuple(_refusal(out, change) for change in refused)
-        elif not check:
+            failures = _refusals(out, changes, orphans, force=force, prune=prune)
+        if not check and not failures:
             tree.apply(out, changes)
-    return BuildResult(tuple(kernels), tuple(changes), failures, compiles, check)
+    words = CHECKED if check else REFUSED if failures else WRITTEN
+    gone = (
+        words if words is not WRITTEN else {"orphaned": "removed", "edited": "removed"}
+    )
+    return BuildResult(
+        kernels=tuple(replace(k, state=words.get(k.state, k.state)) for k in kernels),
+        changes=tuple(changes),
+        failures=failures,
+        compiles=compiles,
+        checked=check,
+        orphans=tuple(replace(o, state=gone.get(o.state, o.state)) for o in orphans),
+    )
 
 
 def make(
@@ -361,35 +399,56 @@ def _gated(
 
 def _compare(
     kernels: Sequence[Kernel], out: Path, whole: bool
-) -> tuple[list[tree.Change], list[Kernel]]:
-    """What differs in the output folder, and the kernels with the rung and state they have."""
+) -> tuple[list[tree.Change], list[Kernel], list[Orphan]]:
+    """What differs in the output folder; the kernels with the rung they have, and the orphans.
+
+    The state of either is the kind of its file's change.
+    """
     lock = _read_lock(out)
     last = lock.entries if lock else {}
     entries = {kernel.file: kernel.entry for kernel in kernels}
-    orphans = sorted(last.keys() - entries.keys()) if whole else []
-    kept = {file: entry for file, entry in last.items() if file not in orphans}
+    gone = sorted(last.keys() - entries.keys()) if whole else []
+    kept = {file: entry for file, entry in last.items() if file not in gone}
     desired = {
         manifest.FILE: manifest.dump(manifest.Manifest(tools_line(), kept | entries))
     }
     rungs = {}
     for kernel in kernels:
-        path = records.path_of(kernel.stem)
-        on_disk = records.load(out / path)
+        on_disk = _read_record(out, kernel.stem)
         record = _record(kernel, on_disk)
         rungs[kernel.stem] = record["rung"]
         desired[kernel.file] = kernel.text
         if record is not on_disk:
-            desired[path] = records.dump(record)
-    orphaned = [*orphans, *(records.path_of(Path(file).stem) for file in orphans)]
+            desired[records.path_of(kernel.stem)] = records.dump(record)
+    stems = [Path(file).stem for file in gone]
+    unwanted = [*gone, *map(records.path_of, stems)]
     owned = {file: entry.body for file, entry in last.items()}
-    changes = tree.compare(out, desired, owned, orphaned)
-    states = {change.path: change.kind for change in changes}
-    return changes, [
-        replace(
-            kernel, rung=rungs[kernel.stem], state=states.get(kernel.file, "unchanged")
-        )
-        for kernel in kernels
+    changes = tree.compare(out, desired, owned, unwanted)
+    kinds = {change.path: change.kind for change in changes}
+    known = [
+        replace(k, rung=rungs[k.stem], state=kinds.get(k.file, "unchanged"))
+        for k in kernels
     ]
+    return changes, known, [*_orphans(out, stems, kinds)]
+
+
+def _orphans(
+    out: Path, stems: Sequence[str], kinds: Mapping[str, tree.Kind]
+) -> Iterator[Orphan]:
+    """Those of the stems that have a file or a record left. kinds: of changes, by path."""
+    for stem in stems:
+        record = records.path_of(stem)
+        kind = kinds.get(f"{stem}.py") or kinds.get(record)
+        if kind is not None:
+            found = records.evidence(_read_record(out, stem) or {})
+            above = tuple(rung for rung in records.ABOVE_BUILD if rung in found)
+            yield Orphan(stem, found["rung"], kind, above)
+
+
+def _read_record(out: Path, stem: str) -> records.Record | None:
+    path = records.path_of(stem)
+    data = tree.read(out, path)
+    return None if data is None else records.parse(data, str(out / path))
 
 
 def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
@@ -416,18 +475,51 @@ def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
 
 
 def _read_lock(out: Path) -> manifest.Manifest | None:
-    path = out / manifest.FILE
-    try:
-        return manifest.load(path)
-    except FileNotFoundError:
+    data = tree.read(out, manifest.FILE)
+    if data is None:
         return None
+    # What is no text is no entry either.
+    text = data.decode("utf-8", errors="replace")
+    return manifest.parse(text, str(out / manifest.FILE))
+
+
+def _refusals(
+    out: Path,
+    changes: Sequence[tree.Change],
+    orphans: Sequence[Orphan],
+    *,
+    force: bool,
+    prune: bool,
+) -> tuple[str, ...]:
+    """Why nothing is written; empty when nothing would be lost."""
+    found = []
+    for change in changes:
+        if change.kind in ("edited", "foreign") and not force:
+            found.append(_refusal(out, change))
+    for orphan in orphans:
+        if orphan.evidence and not prune:
+            rungs = ", ".join(orphan.evidence)
+            found.append(
+                f"{out / orphan.file}: {rungs}, and no spec of this build makes it;"
+                " --prune deletes it with its record (naming spec files instead of a"
+                " folder keeps it)"
+            )
+    return tuple(found)
 
 
 def _refusal(out: Path, change: tree.Change) -> str:
-    todo = "overwrites" if change.desired is not None else "deletes"
+    whose = "edited by hand"
+    if change.kind == "foreign":
+        whose = "fmha-gen never wrote it"
+    elif tree.intact(
+        (tree.read(out, change.path) or b"").decode(errors="replace"), None
+    ):
+        whose = f"whole, but not the text that {manifest.FILE} has (of another build?)"
+    if change.desired is None:
+        return f"{out / change.path}: {whose}; --force deletes it"
     return (
-        f"{out / change.path}: edited by hand; --force {todo} it. The build would do:\n"
-        f"{change.diff.rstrip()}"
+        f"{out / change.path}: {whose}; --force overwrites it. The build would do:\n"
+        f"{tree.shortened(change.diff).rstrip()}"
     )
 
 

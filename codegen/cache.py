@@ -2,16 +2,18 @@
 """A cache by content: what a key was computed from decides, never a time or a path.
 
 Values are JSON. An entry that cannot be read is a miss, and a cache that cannot be written costs
-only time, so nothing here fails a build.
+only time, so nothing here fails a build. What a cache says is believed, so it has to be ours: a
+folder or an entry that somebody else owns or may write is not used.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import json
 import os
+import stat
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 from . import files
 
 ENVIRONMENT = "FMHA_GEN_CACHE"
+
+_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def folder() -> Path:
@@ -39,22 +43,71 @@ def key(kind: str, parts: Iterable[str]) -> str:
     return f"{kind}-{digest.hexdigest()}"
 
 
-def get(name: str, *, root: Path | None = None) -> Any | None:
-    """The value of a key, or None when there is none or it is damaged."""
+def refusal(root: Path | None = None) -> str | None:
+    """Why a cache is not to be trusted, in one line; None when it is, or is not there yet."""
+    place = (root or folder()).absolute()
     try:
-        entry = json.loads(_path(name, root).read_text(encoding="utf-8"))
+        for path in reversed([place, *place.parents]):
+            if path.is_symlink() and path.lstat().st_uid not in (0, os.geteuid()):
+                return f"{path}: a link that another user made"
+        found = place.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return f"{place}: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{place}: not a folder"
+    if found.st_uid != os.geteuid():
+        return f"{place}: another user's"
+    if found.st_mode & _BY_OTHERS:
+        return f"{place}: others may write there; run: chmod go-w {place}"
+    return None
+
+
+def make(root: Path) -> None:
+    """Make a folder of a cache that only we may look into, if it is not there. Raises OSError."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def get(name: str, *, root: Path | None = None) -> Any | None:
+    """The value of a key, or None when there is none, it is damaged, or somebody else's."""
+    if _is_refused(root):
+        return None
+    try:
+        handle = files.open_plain(_path(name, root), os.O_RDONLY)
+        with os.fdopen(handle, "rb") as file:
+            found = os.fstat(handle)
+            if found.st_uid != os.geteuid() or found.st_mode & _BY_OTHERS:
+                return None
+            entry = json.loads(file.read())
         return entry["value"] if entry["key"] == name else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
 
 
 def put(name: str, value: Any, *, root: Path | None = None) -> None:
     """Store a value."""
+    if _is_refused(root):
+        return
     path = _path(name, root)
     text = json.dumps({"key": name, "value": value}, sort_keys=True)
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.replace(path, text.encode(), durable=False)
+    try:
+        make(path.parent)
+        files.replace(path, text.encode(), durable=False, follow=False, mode=0o600)
+    except OSError as error:
+        _say_once(f"{path.parent}: cannot be written: {error.strerror}")
+
+
+def _is_refused(root: Path | None) -> bool:
+    why = refusal(root)
+    if why is not None:
+        _say_once(why)
+    return why is not None
+
+
+@functools.cache
+def _say_once(why: str) -> None:
+    print(f"the cache is not used: {why}", file=sys.stderr, flush=True)
 
 
 def source_digest(*modules: str) -> str:

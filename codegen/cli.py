@@ -94,6 +94,12 @@ def build(
         bool,
         typer.Option("--force", help="Overwrite kernels that were edited by hand."),
     ] = False,
+    prune: Annotated[
+        bool,
+        typer.Option(
+            "--prune", help="Delete kernels without a spec, whatever their evidence."
+        ),
+    ] = False,
     export_to: Annotated[
         Path | None,
         typer.Option(
@@ -103,7 +109,11 @@ def build(
     where: Where = None,
     as_json: Json = False,
 ) -> None:
-    """Make kernels, lock and records from specs."""
+    """Make kernels, lock and records from specs.
+
+    A folder of specs is all that OUT is made from: other kernels that a build left there are
+    removed with their records, or with --prune only, if these hold evidence above "compiled".
+    """
     from . import build as engine
 
     if export_to is not None and (check or no_compile):
@@ -118,6 +128,7 @@ def build(
             compile=not no_compile,
             executor=executor,
             force=force,
+            prune=prune,
             progress=progress,
         )
         if export_to is not None and result.ok:
@@ -595,12 +606,15 @@ def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
 
 def _print_build(result: BuildResult) -> None:
     if result.checked:
+        from .build import CHECKED
+        from .tree import shortened
+
         for change in result.changes:
-            print(f"{change.kind}: {change.path}\n{change.diff}", end="")
+            kind = CHECKED.get(change.kind, change.kind)
+            print(f"{kind}: {change.path}\n{shortened(change.diff)}", end="")
     table = Table(box=None, pad_edge=False)
     for title in ("kernel", "rung", "registers", "shared memory", "state"):
         table.add_column(title, justify="right" if title in _NUMBERS else "left")
-    states = {} if result.checked else {"missing": "added"}
     for kernel in result.kernels:
         report = kernel.report
         table.add_row(
@@ -612,8 +626,10 @@ def _print_build(result: BuildResult) -> None:
                 else " / ".join(map(str, report.setmaxnreg or [report.registers]))
             ),
             f"{kernel.shared_bytes} B",
-            "failed" if kernel.failures else states.get(kernel.state, kernel.state),
+            "failed" if kernel.failures else kernel.state,
         )
+    for orphan in result.orphans:
+        table.add_row(orphan.stem, orphan.rung, "", "", orphan.state)
     _console().print(table)
 
 
@@ -641,6 +657,10 @@ def _build_json(result: BuildResult) -> dict[str, Any]:
                 "failures": list(kernel.failures),
             }
             for kernel in result.kernels
+        ],
+        "orphans": [
+            {"kernel": orphan.stem, "rung": orphan.rung, "state": orphan.state}
+            for orphan in result.orphans
         ],
     }
 

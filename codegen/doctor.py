@@ -158,6 +158,8 @@ def _pytorch() -> str:
 
 def _cache() -> Finding:
     folder = cache.folder()
+    if why := cache.refusal():
+        return Finding("cache", False, False, f"not used: {why}")
     nearest = next(path for path in [folder, *folder.parents] if path.exists())
     ok = nearest.is_dir() and os.access(nearest, os.W_OK)
     return Finding("cache", ok, False, f"{folder}{'' if ok else ' cannot be written'}")

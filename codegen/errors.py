@@ -49,7 +49,7 @@ CODES: dict[str, str] = {
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
-    "FG303": "the file's stem is a Python keyword",
+    "FG303": "the file's stem is a Python keyword or a module's name",
     "FG304": "a spec whose suffix is not .yaml",
     "FG305": "the name contradicts a field",
     "FG306": "a name that changes how the compiler treats the kernel",

@@ -34,17 +34,8 @@ class Finding:
 
 
 def kernel_files(paths: Sequence[str | Path], out: Path = DEFAULT_OUT) -> list[Path]:
-    """The kernels that paths stand for, by stem, once each. CheckFailed when there is none.
-
-    Where a build was interrupted, it is finished first: else an old kernel would be asked, and its
-    record would replace that of the new one.
-    """
+    """The kernels that paths stand for, by stem, once each. UsageProblem when there is none."""
     found: dict[Path, Path] = {}
-    folders = (p if p.is_dir() else p.parent for p in map(Path, paths))
-    for folder in {out, *folders}:
-        if tree.interrupted(folder):
-            with tree.exclusive(folder):
-                tree.recover(folder)
     for path in map(Path, paths):
         for kernel in _kernels_of(path, out):
             if not kernel.is_file():
@@ -62,7 +53,9 @@ def _kernels_of(path: Path, out: Path) -> Iterator[Path]:
         for specs in sorted(path.glob("*.yaml")):
             yield out / f"{specs.stem}.py"
         for kernel in sorted(path.glob("*.py")):
-            if stated_digests(kernel.read_text(encoding="utf-8", errors="replace")):
+            if kernel.is_file() and stated_digests(
+                kernel.read_text(encoding="utf-8", errors="replace")
+            ):
                 yield kernel
     elif path.suffix in (".yaml", ".yml"):
         yield out / f"{path.stem}.py"
@@ -135,12 +128,12 @@ def write_record(
     root, stem = outcome.kernel.parent, outcome.kernel.stem
     path = records.path_of(stem)
     with tree.exclusive(root, wait=True):
-        tree.recover(root)
         if body_digest(outcome.kernel.read_text(encoding="utf-8")) != body:
             raise CheckFailed(
                 f"{outcome.kernel}: changed while it ran; its record is as it was"
             )
-        record = records.load(root / path)
+        data = tree.read(root, path)
+        record = None if data is None else records.parse(data, str(root / path))
         if outcome.result is not None:
             record = records.merge_rung(
                 record, kernel=stem, body_sha256=body, rung=rung, result=outcome.result

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import files, toolchain, tree
+from . import files, toolchain
 from .errors import CheckFailed
 from .executor import HERE, Executor, Task
 
@@ -139,8 +139,9 @@ def _write(source: Source, folder: Path, compiled: bytes) -> None:
     object_file, header_file = _files(source, folder)
     with files.writing(folder):
         # The header is last: one that a crash leaves behind does not fit the object.
-        tree.replace(object_file, compiled)
-        tree.replace(header_file, header(source, compiled).encode())
+        files.replace(object_file, compiled, follow=False)
+        text = header(source, compiled).encode()
+        files.replace(header_file, text, follow=False)
 
 
 def _sha256(data: bytes) -> str:

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One file put in place whole, whoever reads, replaces or kills meanwhile."""
+"""One file put in place whole, whoever reads, replaces or kills meanwhile; one opened as it is."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -26,23 +28,53 @@ def writing(place: Path) -> Iterator[None]:
         ) from error
 
 
-def replace(path: Path, data: bytes, *, durable: bool = True) -> None:
+def replace(
+    path: Path,
+    data: bytes,
+    *,
+    durable: bool = True,
+    follow: bool = True,
+    mode: int | None = None,
+) -> None:
     """Write a file beside its place and rename it. Raises OSError.
 
-    A process that has the old one loaded keeps it; its mode stays, and a link to it is followed.
-    What a writer that was killed left beside the place is removed. durable: on disk when this
-    returns, also if the machine stops.
+    A process that has the old one loaded keeps it, and what a writer that was killed left beside
+    the place is removed. durable: on disk when this returns, also if the machine stops. follow: a
+    link is followed, as for a file that the user names; else it is replaced, as in a folder where
+    others may have left it. mode: None keeps that of the old file.
     """
-    target = path.resolve()
+    target = path.resolve() if follow else path
     _remove_leftovers(target)
     with _beside(target) as (new, file):
         file.write(data)
         file.flush()
         if durable:
             os.fsync(file.fileno())
-        with contextlib.suppress(FileNotFoundError):
-            new.chmod(target.stat().st_mode)
+        if mode is None:
+            with contextlib.suppress(FileNotFoundError):
+                old = target.lstat().st_mode
+                mode = stat.S_IMODE(old) if stat.S_ISREG(old) else None
+        if mode is not None:
+            new.chmod(mode)
         new.replace(target)
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """A descriptor of a file: no link is followed, no pipe waited for. Raises OSError.
+
+    Its `strerror` says what stands in the way. flags: of `os.open`.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        handle = os.open(path, flags, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise OSError(errno.ELOOP, "a symbolic link", str(path)) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "not a file", str(path))
+    return handle
 
 
 @contextlib.contextmanager
@@ -68,8 +100,8 @@ def _remove_leftovers(target: Path) -> None:
     for path in target.parent.iterdir():
         if name.fullmatch(path.name):
             with (
-                contextlib.suppress(FileNotFoundError, BlockingIOError),
-                path.open("rb") as file,
+                contextlib.suppress(OSError),
+                os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file,
             ):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 path.unlink()

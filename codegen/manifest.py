@@ -16,6 +16,7 @@ from pathlib import Path
 from .errors import CheckFailed
 
 FILE = "MANIFEST.lock"
+_REMEDY = "restore it from version control, or delete it and build again"
 
 _ENTRY = re.compile(
     r"([a-z][a-z0-9_]*\.py) ([0-9a-f]{64}) ([0-9a-f]{64}) ([0-9a-f]{64})"
@@ -63,13 +64,11 @@ def parse(text: str, name: str = FILE) -> Manifest:
     """Inverse of `dump`. Raises CheckFailed with the line that is not an entry."""
     tools, *lines = text.split("\n")
     if not tools.startswith("fmha-gen==") or lines[-1:] != [""]:
-        raise CheckFailed(f"{name}: not a lock; restore it from version control")
+        raise CheckFailed(f"{name}: not a lock; {_REMEDY}")
     entries: dict[str, Entry] = {}
     for number, line in enumerate(lines[:-1], start=2):
         match = _ENTRY.fullmatch(line)
         if match is None or match.group(1) in entries:
-            raise CheckFailed(
-                f"{name}:{number}: not an entry; restore it from version control"
-            )
+            raise CheckFailed(f"{name}:{number}: not an entry; {_REMEDY}")
         entries[match.group(1)] = Entry(*match.groups()[1:])
     return Manifest(tools, entries)

@@ -27,6 +27,8 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
     "benchmarked": ("compiled", "validated"),
 }
 
+ABOVE_BUILD = ("emulated", "validated", "benchmarked")  # what no build can obtain again
+
 
 def path_of(stem: str) -> str:
     """Where the record of a kernel is, relative to the generated folder."""
@@ -46,13 +48,12 @@ def parse(text: str | bytes, name: str) -> Record:
     """Read a record's text; `name` is for the message of the CheckFailed it may raise."""
     try:
         record = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckFailed(
             f"{name}: not a record ({error}); delete it and build again"
         ) from error
-    if (
-        not isinstance(record, dict)
-        or not {"kernel", "body_sha256", "rung"} <= record.keys()
+    if not isinstance(record, dict) or not all(
+        isinstance(record.get(key), str) for key in ("kernel", "body_sha256", "rung")
     ):
         raise CheckFailed(f"{name}: not a record; delete it and build again")
     return record
@@ -80,6 +81,15 @@ def current(
         "rung": _highest(rungs),
         **rungs,
     }
+
+
+def evidence(record: Mapping[str, Any]) -> Record:
+    """What a record has for the text that it names; its `rung` is what that amounts to."""
+    return current(
+        record,
+        kernel=record.get("kernel", ""),
+        body_sha256=record.get("body_sha256", ""),
+    )
 
 
 def merge_rung(

@@ -426,6 +426,8 @@ def examine(
     path: Path, name: str, entry: Entry | None, kernels: Mapping[str, str] | None
 ) -> Finding:
     """Look at one file. kernels: text by file name of those that are now generated."""
+    if entry is not None and _is_linked(path, name):
+        return Finding(path, "edited", (Edit("unreadable", "(a symbolic link)"),))
     data = _read(path)
     text = _text(data or b"")
     stated = stated_digests(text)
@@ -520,6 +522,12 @@ def _single(path: Path) -> Iterator[tuple[Path, tuple[str, Entry | None]]]:
         raise Unverifiable(f"{path}: no such file or folder")
     if _is_kernel(path):
         yield path, (path.name, None)
+
+
+def _is_linked(path: Path, name: str) -> bool:
+    """Whether a file that a lock names, or a folder on the way from the lock, is a link."""
+    below = [path, *path.parents][: name.count("/") + 1]
+    return any(place.is_symlink() for place in below)
 
 
 def _is_kernel(path: Path) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import evaluation, tree
+from .. import evaluation, files
 from ..errors import CheckFailed
 from .cells import Cell
 from .environments import Environment
@@ -38,8 +38,8 @@ def write(file: Path, cells: Sequence[Cell], found: Sequence[Environment]) -> No
     after = rest.partition(END)[2]
     table = f"{before}{BEGIN}{markdown(cells)}{END}{after}"
     data = json.dumps(to_json(cells, found), indent=1, sort_keys=True)
-    tree.replace(file, table.encode())
-    tree.replace(file.with_suffix(".json"), f"{data}\n".encode())
+    files.replace(file, table.encode())
+    files.replace(file.with_suffix(".json"), f"{data}\n".encode(), follow=False)
 
 
 def markdown(cells: Sequence[Cell]) -> str:

@@ -106,7 +106,12 @@ def made(version: str, base: str = sys.executable) -> Environment:
 
 
 def _root() -> Path:
-    return cache.folder() / FOLDER
+    """Where environments are; what is there is run, so EnvironmentProblem when it is not ours."""
+    root = cache.folder() / FOLDER
+    for folder in (cache.folder(), root):
+        if why := cache.refusal(folder):
+            raise EnvironmentProblem(f"environments are kept in the cache. {why}")
+    return root
 
 
 def _newest(minor: str, base: str, suffix: str) -> str:
@@ -139,7 +144,8 @@ def _order(release: str) -> tuple[bool, list[int]]:
 
 def _make(folder: Path, dsl: str, version: str, base: str) -> None:
     """Make it beside its place, then rename: nobody finds half an environment."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    cache.make(folder.parent.parent)
+    cache.make(folder.parent)
     work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
     print(f"installing {dsl} {version} into {folder}", file=sys.stderr)
     try:

@@ -134,8 +134,12 @@ def _tune(
         problems=tuple(str(problem) for problem in tuning.problems),
         method=cache.source_digest(*SOURCES),
     )
-    folder = options.journals or options.out / records.FOLDER
-    with Journal(folder / f"{spec_file.stem}.tune.jsonl") as journal:
+    name = f"{spec_file.stem}.tune.jsonl"
+    if options.journals is None:
+        path = tree.place(options.out, f"{records.FOLDER}/{name}")
+    else:
+        path = options.journals / name
+    with Journal(path) as journal:
         arena = GpuArena(
             arch=spec_file.spec.arch,
             kernels=kernels_of(candidates),

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from .. import cache
+from .. import cache, files
 from ..errors import CheckFailed, EnvironmentProblem
 from .rounds import Played
 
@@ -73,7 +73,8 @@ class Journal:
         self.path = path
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("a+", encoding="utf-8")
+            handle = files.open_plain(path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+            self._file = os.fdopen(handle, "a+", encoding="utf-8")
         except OSError as error:
             raise EnvironmentProblem(f"{path}: cannot be written: {error}") from error
         self._lines: set[str] = set()
@@ -81,7 +82,13 @@ class Journal:
         try:
             for line in self._read():
                 self._enter(line)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             self._file.close()
             raise CheckFailed(f"{path}: not a journal: {error!r}") from error
         except BaseException:
@@ -109,7 +116,7 @@ class Journal:
         *lines, torn = self._file.read().split("\n")
         if torn:  # the writer died in it
             whole = "".join(f"{line}\n" for line in lines)
-            os.truncate(self.path, len(whole.encode()))
+            os.truncate(self._file.fileno(), len(whole.encode()))
         return lines
 
     def _enter(self, line: str) -> None:

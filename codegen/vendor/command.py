@@ -64,7 +64,6 @@ def vendor(options: Options) -> Result:
     for stem in wanted:
         source.load(stem)  # before the folder is made
     with tree.exclusive(into):
-        tree.recover(into)
         lock = _read_lock(into)
         work = _Work(into, source, lock)
         for stem in sorted({*filter(None, map(_stem, lock.entries)), *wanted}):

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Literal
 
 from .. import tree, verify
-from ..errors import CheckFailed
 from ..verify import Edit, Entry, State
 
 Action = Literal["write", "keep", "refuse", "delete"]
@@ -49,7 +48,7 @@ class Step:
 
 def bring(folder: Path, path: str, new: str, base: Entry | None) -> Step:
     """Bring a file; base: as it was brought last, None if it never was."""
-    local = _read(folder / path)
+    local = tree.read(folder, path)
     entry = verify.entry_of(path, new)
     if local is None or verify.sha256(local) == entry.sha256:
         action: Action = "write" if local is None else "keep"
@@ -64,14 +63,14 @@ def bring(folder: Path, path: str, new: str, base: Entry | None) -> Step:
 
 def leave(folder: Path, path: str, base: Entry) -> Step:
     """Leave a file of which nothing newer is known."""
-    local = _read(folder / path)
+    local = tree.read(folder, path)
     state, edits = _state(path, local, base)
     return Step(path, "keep", None, local, base, state, edits)
 
 
 def drop(folder: Path, path: str, base: Entry) -> Step:
     """Take a file away that is no longer wanted; one that was edited stays, outside the lock."""
-    local = _read(folder / path)
+    local = tree.read(folder, path)
     state, edits = _state(path, local, base)
     action: Action = "keep" if local is None or state == "edited" else "delete"
     return Step(path, action, None, local, None, state, edits)
@@ -86,10 +85,3 @@ def _state(
         return state, tuple(edits)
     text = (local or b"").decode("utf-8", errors="replace")
     return ("intact" if tree.intact(text, None) else "edited"), ()
-
-
-def _read(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes() if path.exists() else None
-    except OSError as error:
-        raise CheckFailed(f"{path}: cannot be read: {error.strerror}") from error

@@ -9,6 +9,7 @@ with anything else in it, or with a page that was edited, is refused.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -24,6 +25,8 @@ from .pages import figure, template
 
 LOCK: Final = "SITE.lock"
 
+_ENTRY = re.compile(r"([0-9a-f]{64})  ((?:[\w-][\w.-]*/)?[\w-][\w.-]*)")
+
 
 def write(specs: Sequence[Path], generated: Path, folder: Path) -> int:
     """Make the site in a folder, or bring it up to date; how many files changed.
@@ -33,9 +36,8 @@ def write(specs: Sequence[Path], generated: Path, folder: Path) -> int:
     """
     desired = files([load(spec, generated) for spec in load_specs(specs)])
     with tree.exclusive(folder):
-        tree.recover(folder)
         known = _read_lock(folder)
-        _refuse_foreign(folder, known)
+        _refuse_foreign(folder, known, desired)
         desired[LOCK] = _lock(desired)
         orphans = sorted(known.keys() - desired.keys())
         changes = tree.compare(folder, desired, {}, orphans)
@@ -85,24 +87,31 @@ def _lock(desired: Mapping[str, str]) -> str:
 
 
 def _read_lock(folder: Path) -> dict[str, str]:
-    """Digests by path, of what the site wrote last."""
-    try:
-        lines = (folder / LOCK).read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return {}
-    return {
-        path: digest for digest, _, path in (line.partition("  ") for line in lines)
-    }
+    """Digests by path, of what the site wrote last. CheckFailed when it is no such lock."""
+    text = (tree.read(folder, LOCK) or b"").decode("utf-8", errors="replace")
+    known = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        entry = _ENTRY.fullmatch(line)
+        if entry is None:
+            raise CheckFailed(
+                f"{folder / LOCK}:{number}: not an entry; choose a new folder"
+            )
+        known[entry[2]] = entry[1]
+    return known
 
 
-def _refuse_foreign(folder: Path, known: Mapping[str, str]) -> None:
+def _refuse_foreign(
+    folder: Path, known: Mapping[str, str], desired: Mapping[str, str]
+) -> None:
     for path in sorted(_paths(folder)):
         if path == LOCK:
             continue
+        digest = hashlib.sha256(tree.read(folder, path) or b"").hexdigest()
+        if path in desired and digest == _digest(desired[path]):
+            continue  # also where a run was interrupted that had not come to the lock
         if path not in known:
             raise CheckFailed(f"{folder / path}: not of this site; choose a new folder")
-        text = (folder / path).read_bytes()
-        if hashlib.sha256(text).hexdigest() != known[path]:
+        if digest != known[path]:
             raise CheckFailed(f"{folder / path}: edited by hand; delete it first")
 
 

@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from fmha_gen import build, cache, lint, manifest, records, tree
+from fmha_gen import (
+    build,
+    cache,
+    evaluation,
+    lint,
+    manifest,
+    records,
+    render,
+    tree,
+)
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
 from fmha_gen.executor import Local
 
@@ -121,12 +131,108 @@ def test_check_creates_no_folder(parts, specs, out):
     assert not out.exists()
 
 
-def test_an_orphan_goes_with_its_record(parts, specs, out):
+def test_an_orphan_goes_with_its_record_and_is_told(parts, specs, out):
     run(parts, [specs], out)
     (specs / "a.yaml").unlink()
-    assert kinds(run(parts, [specs], out, check=True))["a.py"] == "orphaned"
-    assert run(parts, [specs], out).ok
+    checked = run(parts, [specs], out, check=True)
+    assert kinds(checked)["a.py"] == "orphaned"
+    assert [(o.stem, o.rung, o.state) for o in checked.orphans] == [
+        ("a", "compiled", "orphaned")
+    ]
+    result = run(parts, [specs], out)
+    assert result.ok
+    assert [(o.stem, o.rung, o.state) for o in result.orphans] == [
+        ("a", "compiled", "removed")
+    ]
     assert fake.contents(out).keys() == {"MANIFEST.lock", "b.py", "records/b.json"}
+
+
+def add_rung(out: Path, stem: str, rung: str) -> None:
+    path = out / "records" / f"{stem}.json"
+    record = fake.record(out, stem)
+    body = record["body_sha256"]
+    record = records.merge_rung(
+        record, kernel=stem, body_sha256=body, rung=rung, result={}
+    )
+    path.write_text(records.dump(record))
+
+
+@pytest.mark.parametrize("rung", ["emulated", "validated"])
+@pytest.mark.parametrize("kernel_is_there", [True, False])
+def test_an_orphan_with_evidence_is_removed_only_on_request(
+    parts, specs, out, rung, kernel_is_there
+):
+    run(parts, [specs], out)
+    add_rung(out, "a", rung)
+    (specs / "a.yaml").unlink()
+    (specs / "c.yaml").write_text("32\n")
+    if not kernel_is_there:
+        (out / "a.py").unlink()
+    before = fake.contents(out)
+    for force in (False, True):
+        result = run(parts, [specs], out, force=force)
+        assert fake.contents(out) == before
+        (failure,) = result.failures
+        assert failure.startswith(f"{out / 'a.py'}: {rung}, and no spec")
+        assert "--prune" in failure
+        assert [(o.stem, o.rung, o.state) for o in result.orphans] == [
+            ("a", rung, "not removed")
+        ]
+        assert {k.stem: k.state for k in result.kernels} == {
+            "b": "unchanged",
+            "c": "not written",
+        }
+    assert run(parts, [specs / "b.yaml", specs / "c.yaml"], out).ok
+    assert (out / "records/a.json").exists()
+    result = run(parts, [specs], out, prune=True)
+    assert result.ok
+    assert [o.state for o in result.orphans] == ["removed"]
+    assert "a.py" not in fake.contents(out)
+    assert "records/a.json" not in fake.contents(out)
+
+
+def test_two_folders_of_specs_in_one_output_folder(parts, specs, out, tmp_path):
+    run(parts, [specs], out)
+    add_rung(out, "b", "validated")
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "c.yaml").write_text("32\n")
+    result = run(parts, [other], out)
+    assert not result.ok
+    assert {o.stem: o.state for o in result.orphans} == {
+        "a": "not removed",
+        "b": "not removed",
+    }
+    assert len(result.failures) == 1
+    assert run(parts, [specs, other], out).ok
+    assert sorted(p.name for p in out.glob("*.py")) == ["a.py", "b.py", "c.py"]
+    assert fake.record(out, "b")["rung"] == "validated"
+
+
+def test_evidence_for_another_text_is_none(parts, specs, out):
+    run(parts, [specs], out)
+    path = out / "records/a.json"
+    add_rung(out, "a", "emulated")
+    record = fake.record(out, "a")
+    record["emulated"]["body_sha256"] = "0" * 64
+    path.write_text(records.dump(record))
+    (specs / "a.yaml").unlink()
+    result = run(parts, [specs], out)
+    assert [(o.rung, o.state) for o in result.orphans] == [("compiled", "removed")]
+
+
+def test_a_lock_that_names_what_is_no_kernel_s_deletes_nothing(parts, specs, out):
+    run(parts, [specs], out)
+    (out / "mine.py").write_text("X = 1\n")
+    (out / "records/mine.json").write_text("{}\n")
+    lock = (out / "MANIFEST.lock").read_text()
+    digest = "0" * 64
+    (out / "MANIFEST.lock").write_text(f"{lock}mine.py {digest} {digest} {digest}\n")
+    with pytest.raises(CheckFailed, match=r"mine\.json: not a record"):
+        run(parts, [specs], out)
+    (out / "records/mine.json").unlink()
+    assert "mine.py: edited by hand" in run(parts, [specs], out).failures[0]
+    assert (out / "mine.py").read_text() == "X = 1\n"
 
 
 def test_a_rename_leaves_nothing_behind(parts, specs, out):
@@ -156,22 +262,48 @@ def test_files_that_no_build_left_are_not_touched(parts, specs, out):
     assert (out / "__init__.py").read_text() == "# mine\n"
 
 
+def states(result) -> dict[str, str]:
+    return {kernel.stem: kernel.state for kernel in result.kernels}
+
+
 def test_an_edited_kernel_is_refused_by_name_with_the_diff_until_force(
     parts, specs, out
 ):
     run(parts, [specs], out)
     edit(out / "a.py", "return TILE", "return TILE + 1")
     (specs / "b.yaml").write_text("256\n")
+    (specs / "c.yaml").write_text("16\n")
     before = fake.contents(out)
     result = run(parts, [specs], out)
     assert not result.ok
     (failure,) = result.failures
     assert f"{out / 'a.py'}: edited by hand" in failure
     assert "-    return TILE + 1" in failure
+    assert states(result) == {"a": "edited", "b": "not written", "c": "not written"}
     assert fake.contents(out) == before
-    assert run(parts, [specs], out, force=True).ok
+    result = run(parts, [specs], out, force=True)
+    assert result.ok
+    assert states(result) == {"a": "overwritten", "b": "changed", "c": "added"}
     assert "TILE + 1" not in (out / "a.py").read_text()
     assert "256" in (out / "b.py").read_text()
+    assert states(run(parts, [specs], out)) == dict.fromkeys("abc", "unchanged")
+
+
+def test_a_file_that_was_never_ours_is_said_to_be_so(parts, specs, out):
+    out.mkdir()
+    (out / "a.py").write_text("X = 1\n" * 200)
+    result = run(parts, [specs], out)
+    (failure,) = result.failures
+    assert failure.startswith(f"{out / 'a.py'}: fmha-gen never wrote it; --force")
+    assert len(failure.splitlines()) == tree.LONGEST_DIFF + 2
+    assert failure.endswith("more lines; --json has all")
+    assert states(result) == {"a": "not ours", "b": "not written"}
+    assert states(run(parts, [specs], out, check=True)) == {
+        "a": "not ours",
+        "b": "missing",
+    }
+    assert (out / "a.py").read_text() == "X = 1\n" * 200
+    assert states(run(parts, [specs], out, force=True))["a"] == "overwritten"
 
 
 def test_an_edited_orphan_is_refused_until_force(parts, specs, out):
@@ -197,6 +329,7 @@ def test_failures_are_all_told_and_nothing_is_written(parts, specs, out):
     assert "8 B of stack" in result.failures[1]
     assert "TILE is not a literal" in result.failures[2]
     assert sorted(parts.compiled) == ["a", "b"]
+    assert states(result) == dict.fromkeys("abc", "not written")
     assert not out.exists()
 
 
@@ -249,15 +382,7 @@ def test_without_compile_a_record_claims_no_more_than_it_can(parts, specs, out):
 def test_evidence_survives_exactly_as_long_as_the_body(parts, specs, out):
     run(parts, [specs], out)
     for stem in "ab":
-        record = fake.record(out, stem)
-        record = records.merge_rung(
-            record,
-            kernel=stem,
-            body_sha256=record["body_sha256"],
-            rung="validated",
-            result={},
-        )
-        (out / "records" / f"{stem}.json").write_text(records.dump(record))
+        add_rung(out, stem, "validated")
     (specs / "b.yaml").write_text("256\n")
     result = run(parts, [specs], out)
     assert [k.rung for k in result.kernels] == ["validated", "compiled"]
@@ -288,12 +413,11 @@ def test_same_bytes_for_any_order_folder_and_job_count(
     assert fake.contents(elsewhere / "g") == first
 
 
-def test_an_interrupted_build_is_finished_by_the_next(parts, specs, out):
-    run(parts, [specs], out)
-    (specs / "a.yaml").write_text("32\n")
+def interrupted(parts, specs, out, at: str) -> None:
+    """A build that dies before its step of that name."""
 
     def die(name: str) -> None:
-        if name.startswith("replace"):
+        if name == at:
             raise KeyboardInterrupt
 
     real = tree.apply
@@ -302,11 +426,66 @@ def test_an_interrupted_build_is_finished_by_the_next(parts, specs, out):
             tree, "apply", lambda root, changes: real(root, changes, step=die)
         )
         run(parts, [specs], out)
-    checked = run(parts, [specs], out, check=True)
-    assert "was interrupted" in checked.failures[0]
-    assert tree.interrupted(out)
-    assert run(parts, [specs], out).changes == ()
+
+
+@pytest.mark.parametrize(
+    ("at", "left"),
+    [
+        ("replace c.py", {"MANIFEST.lock", "a.py", "c.py", "b.py"}),
+        ("delete b.py", {"MANIFEST.lock", "b.py"}),
+        ("delete records/b.json", {"MANIFEST.lock"}),
+        ("replace MANIFEST.lock", {"MANIFEST.lock"}),
+    ],
+)
+def test_an_interrupted_build_is_finished_by_the_next(parts, specs, out, at, left):
+    """One kernel is another, one is gone and one is new."""
+    run(parts, [specs], out)
+    (specs / "a.yaml").write_text("32\n")
+    (specs / "b.yaml").rename(specs / "c.yaml")
+    interrupted(parts, specs, out, at)
+    checked = kinds(run(parts, [specs], out, check=True))
+    assert not {"edited", "foreign"} & set(checked.values())
+    assert {path for path in checked if "/" not in path} == left - (
+        {"a.py"} if at == "replace c.py" else set()
+    )
+    assert run(parts, [specs], out).ok
+    assert run(parts, [specs], out, check=True).ok
     assert "TILE = 32" in (out / "a.py").read_text()
+    assert {path.name for path in out.iterdir()} == {
+        *("MANIFEST.lock", "a.py", "c.py", "records")
+    }
+
+
+def test_a_rung_between_an_interrupted_build_and_the_next_is_of_what_ran(
+    parts, specs, out
+):
+    run(parts, [specs], out)
+    add_rung(out, "a", "validated")
+    (specs / "a.yaml").write_text("32\n")
+    interrupted(parts, specs, out, "replace records/a.json")
+    kernel = out / "a.py"
+    body = render.body_digest(kernel.read_text())
+    assert "TILE = 32" in kernel.read_text()
+    assert fake.record(out, "a")["body_sha256"] != body  # still of the old one
+    outcome = SimpleNamespace(kernel=kernel, findings=(), result={"n": 1})
+    evaluation.write_record(outcome, body, rung="emulated", above=())
+    assert run(parts, [specs], out).ok
+    record = fake.record(out, "a")
+    assert record["body_sha256"] == body
+    assert {"compiled", "emulated"} == record.keys() & records.RUNGS.keys()
+    assert run(parts, [specs], out, check=True).ok
+
+
+def test_an_interrupted_build_may_be_taken_back(parts, specs, out):
+    """Its kernel is whole and not of the lock: refused, as any kernel that the lock contradicts."""
+    run(parts, [specs], out)
+    (specs / "a.yaml").write_text("32\n")
+    interrupted(parts, specs, out, "replace MANIFEST.lock")
+    (specs / "a.yaml").write_text("64\n")
+    result = run(parts, [specs], out)
+    assert "a.py: whole, but not the text that MANIFEST.lock has" in result.failures[0]
+    assert run(parts, [specs], out, force=True).ok
+    assert "TILE = 64" in (out / "a.py").read_text()
 
 
 def test_damaged_lock_and_record_are_named(parts, specs, out):
@@ -315,8 +494,12 @@ def test_damaged_lock_and_record_are_named(parts, specs, out):
     with pytest.raises(CheckFailed, match=r"a\.json: not a record"):
         run(parts, [specs], out)
     (out / "MANIFEST.lock").write_text("<<<<<<< ours\n")
-    with pytest.raises(CheckFailed, match=r"MANIFEST\.lock: not a lock"):
+    with pytest.raises(CheckFailed, match=r"MANIFEST\.lock: not a lock; .* delete it"):
         run(parts, [specs], out)
+    (out / "records/a.json").unlink()
+    (out / "MANIFEST.lock").unlink()
+    assert run(parts, [specs], out).ok
+    assert fake.contents(out).keys() == PROMISED
 
 
 def test_progress_counts_what_is_rendered_and_compiled(parts, specs, out):

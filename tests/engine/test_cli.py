@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fmha_gen import build, cli, doctor, toolchain
+from fmha_gen import build, cli, doctor, records, toolchain
 from fmha_gen.errors import EnvironmentProblem
 from typer.testing import CliRunner
 
@@ -103,6 +103,75 @@ def test_check_prints_the_diff(specs):
     result = run("build", "specs", "--check")
     assert "changed: a.py\n--- a/a.py\n+++ b/a.py\n" in result.stdout
     assert "\n-TILE = 64  # [rows]\n+TILE = 65  # [rows]\n" in result.stdout
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    return {words[0]: words for words in map(str.split, output.splitlines()) if words}
+
+
+def test_what_a_folder_s_build_removes_is_in_the_table(specs):
+    (specs / "b.yaml").write_text("32\n")
+    run("build", "specs")
+    (specs / "b.yaml").unlink()
+    checked = run("build", "specs", "--check")
+    assert rows(checked.stdout)["b"] == ["b", "compiled", "orphaned"]
+    assert "orphaned: b.py\norphaned: records/b.json\n" in checked.stdout
+    assert "TILE = 32" not in checked.stdout
+    found = json.loads(run("build", "specs", "--check", "--json").stdout)
+    assert found["orphans"] == [
+        {"kernel": "b", "rung": "compiled", "state": "orphaned"}
+    ]
+    kinds = {change["path"]: change for change in found["changes"]}
+    assert kinds["b.py"] == {"path": "b.py", "kind": "orphaned", "diff": ""}
+    result = run("build", "specs")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert rows(result.stdout)["b"] == ["b", "compiled", "removed"]
+    assert not Path("generated/b.py").exists()
+    assert "b" not in rows(run("build", "specs").stdout)
+
+
+def test_evidence_is_pruned_only_on_request(specs):
+    (specs / "b.yaml").write_text("32\n")
+    run("build", "specs")
+    path = Path("generated/records/b.json")
+    record = records.load(path)
+    assert record is not None
+    body = record["body_sha256"]
+    record = records.merge_rung(
+        record, kernel="b", body_sha256=body, rung="emulated", result={}
+    )
+    path.write_text(records.dump(record))
+    (specs / "b.yaml").rename(specs / "c.yaml")
+    result = run("build", "specs")
+    assert result.exit_code == 1
+    assert "\ngenerated/b.py: emulated, and no spec of this" in f"\n{result.stderr}"
+    assert rows(result.stdout)["b"] == ["b", "emulated", "not", "removed"]
+    assert rows(result.stdout)["c"][-2:] == ["not", "written"]
+    assert Path("generated/b.py").exists() and not Path("generated/c.py").exists()
+    result = run("build", "specs", "--prune")
+    assert result.exit_code == 0
+    assert rows(result.stdout)["b"][-1] == "removed"
+    assert not Path("generated/b.py").exists() and Path("generated/c.py").exists()
+
+
+def test_the_table_says_what_was_not_written_and_what_was_overwritten(specs):
+    Path("generated").mkdir()
+    foreign = "x = 1\n" * 500
+    Path("generated/a.py").write_text(foreign)
+    (specs / "b.yaml").write_text("32\n")
+    result = run("build", "specs")
+    assert result.exit_code == 1
+    assert rows(result.stdout)["a"][-2:] == ["not", "ours"]
+    assert rows(result.stdout)["b"][-2:] == ["not", "written"]
+    assert len(result.stderr.splitlines()) < 45
+    checked = run("build", "specs", "--check")
+    assert checked.stdout.startswith("missing: MANIFEST.lock\n")
+    assert "\nnot ours: a.py\n" in checked.stdout
+    assert len(checked.stdout.splitlines()) < 200  # of more than 500
+    data = json.loads(run("build", "specs", "--json").stdout)
+    diffs = {change["path"]: change["diff"] for change in data["changes"]}
+    assert diffs["a.py"].count("\n-x = 1") == 500
+    assert rows(run("build", "specs", "--force").stdout)["a"][-1] == "overwritten"
 
 
 def test_json(specs):

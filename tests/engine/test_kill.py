@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Commands that are killed: every file is the old or the new one, and the next run sets all right.
+"""Commands that are killed: every file is the old or the new one, and the next run does the rest.
 
 Each command that writes is a line of `COMMANDS`; add a new one there. It is killed at random
 moments spread over its run, and just before its file operations, which random moments seldom meet.
@@ -376,7 +376,10 @@ def is_temporary(name: str) -> bool:
 
 
 def check_whole(found: dict[str, bytes], before: Any, after: Any) -> None:
-    """What must hold at any moment. A journal grows: its last line may be torn, and is cut off."""
+    """What must hold at any moment: whole files, and a new lock only beside new ones.
+
+    A journal grows: its last line may be torn, and is cut off.
+    """
     for name, data in found.items():
         if name.endswith(".jsonl"):
             for entry in data.split(b"\n")[:-1]:
@@ -385,6 +388,12 @@ def check_whole(found: dict[str, bytes], before: Any, after: Any) -> None:
             assert data in (before.get(name), after.get(name)), f"{name} is torn"
     for name in before.keys() & after.keys():
         assert name in found, f"{name} is lost"
+    for lock in found:
+        if lock.endswith(".lock") and found[lock] != before.get(lock):
+            folder = Path(lock).parent
+            for name in after.keys() | found.keys():
+                if folder in Path(name).parents and not is_temporary(name):
+                    assert found.get(name) == after.get(name), f"{name} is later"
 
 
 def check_finished(found: dict[str, bytes], after: dict[str, bytes]) -> None:

@@ -1,10 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
-from fmha_gen.names import contradictions, stem_violations, suggestion
+from fmha_gen.names import (
+    LONGEST_STEM,
+    contradictions,
+    stem_violations,
+    suggestion,
+)
 from fmha_gen.spec import Spec
 
 PLAIN: dict[str, Any] = {}
@@ -95,7 +102,11 @@ def test_untrue_names(fields: dict[str, Any], stem: str, better: str) -> None:
         ("a\n", "FG301"),
         ("\u00e4", "FG301"),
         ("d\u0661", "FG301"),
+        ("a" * 101, "FG301"),
         ("class", "FG303"),
+        ("match", "FG303"),
+        ("case", "FG303"),
+        ("type", "FG303"),  # from Python 3.12 on, and refused before as well
         ("my_cutlass_kernel", "FG306"),
     ],
 )
@@ -107,6 +118,48 @@ def test_plain_stems_are_names() -> None:
     assert (
         stem_violations("sm90_d128")
         == stem_violations("a")
-        == stem_violations("match")
+        == stem_violations("a" * 100)
         == []
     )
+
+
+def test_the_limit_is_stated() -> None:
+    (violation,) = stem_violations("k" * 200)
+    assert violation.message.endswith("has 200 characters")
+    assert violation.hint == "a name has at most 100"
+
+
+def test_every_token_at_once_is_short_enough() -> None:
+    tokens = (
+        "sm100_d192x128_bf16_causal_gqa128_pack_nolse_q16777216_kv16777216_c2x1_mckv"
+        "_t256x256_persistent_cta2"
+    )
+    assert len(tokens) <= LONGEST_STEM
+
+
+OTHERS = ("torch", "cuda", "numpy", "jax", "tvm_ffi", "conftest", "triton", "pytest")
+GONE = ("asyncore", "distutils", "imp", "telnetlib")  # in some versions of Python
+
+
+@pytest.mark.parametrize("stem", ["typing", "struct", "math", *GONE, *OTHERS])
+def test_modules_that_a_kernel_would_hide(stem: str) -> None:
+    (violation,) = stem_violations(stem)
+    assert violation.code == "FG303"
+    assert violation.message == f'"{stem}" is a module that Python programs import'
+    assert f"beside {stem}.py" in violation.hint
+    assert not stem_violations(f"{stem}_2")
+
+
+def test_no_module_of_this_python_can_be_hidden() -> None:
+    free = [stem for stem in sys.stdlib_module_names if not stem_violations(stem)]
+    assert free == []
+
+
+def test_no_module_that_the_dsl_imports_can_be_hidden() -> None:
+    code = "import sys, cutlass.cute, cuda.bindings.driver; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    imported = {name.partition(".")[0] for name in done.stdout.split()}
+    assert "numpy" in imported
+    assert [stem for stem in imported if not stem_violations(stem)] == []

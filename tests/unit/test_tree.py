@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -53,7 +54,6 @@ def contents(root: Path) -> dict[str, str]:
 
 def update(root: Path, step=None) -> None:
     with tree.exclusive(root):
-        tree.recover(root)
         tree.apply(root, tree.compare(root, NEW, OWNED, ORPHANS), step=step)
 
 
@@ -86,7 +86,7 @@ def test_nothing_to_do_is_no_change(tmp_path):
     [
         kernel(1).replace("X = 1", "X = 9"),  # body is not what its header states
         kernel(9),  # restamped: not what the lock has
-        "X = 1\n",  # no header at all
+        "X = 1\n",  # no header any more
         "",
     ],
 )
@@ -94,6 +94,28 @@ def test_edited_kernels_and_edited_orphans(tmp_path, text):
     write(tmp_path, {**OLD, "a.py": text, "gone.py": text})
     found = kinds(tmp_path)
     assert found["a.py"] == found["gone.py"] == "edited"
+
+
+def test_a_file_that_was_never_a_kernel_is_foreign(tmp_path):
+    write(tmp_path, {"a.py": "X = 1\n"})
+    assert kinds(tmp_path, owned={})["a.py"] == "foreign"
+    write(tmp_path, {"a.py": kernel(1).replace("X = 1", "X = 9")})
+    assert kinds(tmp_path, owned={})["a.py"] == "edited"
+
+
+def test_what_goes_has_no_diff(tmp_path):
+    write(tmp_path, {**OLD, "records/a.json": "edited\n"})
+    changes = {c.path: c for c in tree.compare(tmp_path, NEW, OWNED, ORPHANS)}
+    assert changes["gone.py"].diff == changes["records/a.json"].diff == ""
+
+
+def test_a_long_diff_is_cut_in_messages(tmp_path):
+    write(tmp_path, {"a.txt": "x\n" * 100})
+    (change,) = tree.compare(tmp_path, {"a.txt": "y\n" * 100}, {})
+    lines = tree.shortened(change.diff).splitlines()
+    assert len(lines) == tree.LONGEST_DIFF + 1
+    assert lines[-1] == "... 163 more lines; --json has all"
+    assert tree.shortened("-a\n+b\n") == "-a\n+b\n"
 
 
 def test_an_edit_that_says_what_is_wanted_is_no_edit(tmp_path):
@@ -121,6 +143,9 @@ def test_apply_leaves_the_new_tree_and_nothing_else(tmp_path):
 def test_paths_stay_below_the_root(tmp_path):
     with pytest.raises(ValueError, match="not below"):
         tree.apply(tmp_path, [tree.Change("../x", "missing", "", "")])
+    for path in ("../x", "/x", "records/../../x", ""):
+        with pytest.raises(ValueError, match="not below"):
+            tree.read(tmp_path, path)
     assert not (tmp_path.parent / "x").exists()
 
 
@@ -178,55 +203,81 @@ def steps(tmp_path_factory) -> list[str]:
     return names
 
 
-def test_dying_before_any_step_leaves_the_old_or_the_new_tree(tmp_path_factory):
+def check_whole(root: Path) -> None:
+    """Every file is the old or the new one, and the lock is the new one only if all are."""
+    found = {
+        path: text
+        for path, text in contents(root).items()
+        if not path.startswith(".fmha-gen-")
+    }
+    assert found.keys() <= OLD.keys() | NEW.keys()
+    for path, text in found.items():
+        assert text in (OLD.get(path), NEW.get(path)), f"{path} is torn"
+    assert found.keys() >= OLD.keys() & NEW.keys()
+    if found["MANIFEST.lock"] == NEW["MANIFEST.lock"]:
+        assert found == NEW
+
+
+def die_at(last: int):
+    left = iter(range(last, -1, -1))
+
+    def step(_name: str) -> None:
+        if next(left) == 0:
+            raise Died
+
+    return step
+
+
+def test_dying_before_any_step_leaves_whole_files_that_the_next_finishes(
+    tmp_path_factory,
+):
     names = steps(tmp_path_factory)
-    assert {"make stage", "write journal", "commit", "sync", "end journal"} <= set(
-        names
-    )
+    assert names == [
+        "make private folder",
+        *(f"write {path}" for path in sorted(NEW)),
+        "make folders",
+        *(f"replace {path}" for path in ("a.py", "b.py", "records/b.json")),
+        *(f"delete {path}" for path in ORPHANS),
+        "sync",
+        "replace MANIFEST.lock",
+        "end",
+    ]
     outcomes = []
-    for last in range(len(names)):
+    for last, name in enumerate(names):
         root = tmp_path_factory.mktemp("tree")
         write(root, OLD)
-        left = iter(range(last, -1, -1))
-
-        def die(_name: str, left=left) -> None:
-            if next(left) == 0:
-                raise Died
-
         with pytest.raises(Died):
-            update(root, die)
-        assert tree.interrupted(root) == (
-            names.index("commit") < last <= names.index("end journal")
-        )
-        with tree.exclusive(root):
-            tree.recover(root)
+            update(root, die_at(last))
+        check_whole(root)
         found = contents(root)
-        assert found in (OLD, NEW), f"torn at {names[last]}"
-        outcomes.append(found == NEW)
+        assert not any(path.startswith(".fmha-gen-") for path in found)
+        outcomes.append(found)
+        assert "edited" not in kinds(root).values(), name
         update(root)
         assert contents(root) == NEW
-    commit = names.index("commit")
-    assert outcomes == [False] * (commit + 1) + [True] * (len(names) - commit - 1)
+    begun = names.index("replace a.py")
+    assert outcomes[: begun + 1] == [OLD] * (begun + 1)
+    assert [found == NEW for found in outcomes] == [False] * (len(names) - 1) + [True]
 
 
-def test_dying_while_recovering_is_recovered_as_well(tmp_path, monkeypatch):
-    write(tmp_path, OLD)
+def test_dying_again_and_again_comes_to_the_same_end(tmp_path_factory):
+    """Each run dies one step later than the last one did."""
+    root = tmp_path_factory.mktemp("tree")
+    write(root, OLD)
+    for last in range(len(steps(tmp_path_factory))):
+        try:
+            update(root, die_at(last))
+        except Died:
+            check_whole(root)
+        else:
+            break
+    assert contents(root) == NEW
 
-    def die_at(wanted: str):
-        def step(name: str) -> None:
-            if name == wanted:
-                raise Died
 
-        return step
-
-    with pytest.raises(Died):
-        update(tmp_path, die_at("replace a.py"))
-    monkeypatch.setattr(tree, "_no_step", die_at("delete gone.py"))
-    with pytest.raises(Died):
-        tree.recover(tmp_path)
-    monkeypatch.undo()
-    tree.recover(tmp_path)
-    assert contents(tmp_path) == NEW
+def test_a_kernel_that_came_before_the_lock_may_be_wanted_otherwise(tmp_path):
+    """The lock knows neither; what is there says itself that no hand was in it."""
+    write(tmp_path, {"b.py": kernel(4)})
+    assert kinds(tmp_path, {"b.py": kernel(5)}, {}, []) == {"b.py": "changed"}
 
 
 CHILD = """
@@ -270,11 +321,12 @@ def child(
 def test_sigkill(tmp_path_factory):
     names = steps(tmp_path_factory)
     chosen = [
-        "stage b.py",
-        "commit",
+        "write b.py",
+        "make folders",
         "delete gone.py",
         "replace records/b.json",
-        "discard stage",
+        "replace MANIFEST.lock",
+        "end",
     ]
     for name in chosen:
         root = tmp_path_factory.mktemp("killed")
@@ -283,17 +335,17 @@ def test_sigkill(tmp_path_factory):
         assert reached == name
         os.kill(process.pid, signal.SIGKILL)
         process.communicate()
+        check_whole(root)
+        (left,) = root.glob(".fmha-gen-*")
         with tree.exclusive(root):  # the lock died with its holder
-            tree.recover(root)
-        committed = names.index(name) > names.index("commit")
-        assert contents(root) == (NEW if committed else OLD)
+            assert not left.exists()
+        update(root)
+        assert contents(root) == NEW
 
 
 @pytest.mark.parametrize("threads", [0, 1])  # a progress bar has one of its own
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupt_after_the_commit_waits_for_the_renames(
-    tmp_path_factory, number, threads
-):
+def test_interrupt_waits_for_renames_that_have_begun(tmp_path_factory, number, threads):
     names = steps(tmp_path_factory)
     root = tmp_path_factory.mktemp("interrupted")
     write(root, OLD)
@@ -324,12 +376,6 @@ def test_a_file_where_a_folder_belongs_is_refused_before_anything_is_written(tmp
     assert contents(tmp_path) == before
 
 
-def test_what_cannot_be_staged_is_a_problem_of_the_machine(tmp_path):
-    write(tmp_path, {**OLD, tree.STAGE: "no folder\n"})
-    with pytest.raises(EnvironmentProblem, match="cannot write there: File exists"):
-        update(tmp_path)
-
-
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
 @pytest.mark.parametrize("folder", [".", "records"])
 def test_a_folder_that_is_not_writable(tmp_path, folder):
@@ -343,20 +389,119 @@ def test_a_folder_that_is_not_writable(tmp_path, folder):
     assert contents(tmp_path) == OLD
 
 
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anywhere")
+def test_a_folder_that_may_not_be_searched_is_named(tmp_path):
+    write(tmp_path, OLD)
+    (tmp_path / "records").chmod(0)
+    try:
+        with pytest.raises(CheckFailed, match=r"b\.json: cannot be read: Permission"):
+            kinds(tmp_path)
+    finally:
+        (tmp_path / "records").chmod(0o755)
+
+
 def test_what_cannot_be_finished_can_be_later(tmp_path):
     write(tmp_path, {"a.py": OLD["a.py"]})
 
     def spoil(name: str) -> None:
-        if name == "replace records/b.json":
+        if name == "make folders":
             (tmp_path / "records").write_text("")
 
-    for step in (spoil, None):
-        with pytest.raises(EnvironmentProblem, match="cannot write there: File exists"):
-            update(tmp_path, step)
-    assert tree.interrupted(tmp_path)
+    with pytest.raises(EnvironmentProblem, match="cannot write there: File exists"):
+        update(tmp_path, spoil)
+    with pytest.raises(CheckFailed, match="records: not a folder"):
+        update(tmp_path)
     (tmp_path / "records").unlink()
     update(tmp_path)
     assert contents(tmp_path) == NEW
+
+
+def test_a_full_disk_leaves_the_old_files_and_nothing_else(tmp_path):
+    """The system refuses longer files, which is how a full disk looks from here."""
+    write(tmp_path, OLD)
+    large = {**NEW, "records/b.json": "x" * 100_000}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with (
+            tree.exclusive(tmp_path),
+            pytest.raises(EnvironmentProblem, match="cannot write there: File too"),
+        ):
+            tree.apply(tmp_path, tree.compare(tmp_path, large, OWNED, ORPHANS))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert contents(tmp_path) == OLD
+    assert not list(tmp_path.glob(".*"))
+
+
+# --- what somebody else left in the folder
+
+
+def test_only_our_own_leftovers_are_removed(tmp_path):
+    outside = tmp_path / "outside"
+    root = tmp_path / "root"
+    write(outside, {"0": "mine\n"})
+    write(root, {**OLD, ".fmha-gen-0123456789abcdef/0": "left\n"})
+    write(root, {".fmha-gen-1123456789abcdef/1": "left\n"})
+    write(root, {".fmha-gen-1123456789abcdef/mine": "mine\n"})
+    write(root, {".fmha-gen-2123456789abcdef/3/mine": "mine\n"})
+    write(root, {".fmha-gen-stage/0": "of an older version\n"})
+    (root / ".fmha-gen-3123456789abcdef").symlink_to(outside)
+    (root / ".fmha-gen-0123456789abcdef/1").symlink_to(outside / "0")
+    update(root)
+    assert contents(outside) == {"0": "mine\n"}
+    assert contents(root) == {
+        **NEW,
+        ".fmha-gen-1123456789abcdef/mine": "mine\n",
+        ".fmha-gen-2123456789abcdef/3/mine": "mine\n",
+        ".fmha-gen-stage/0": "of an older version\n",
+    }
+
+
+@pytest.mark.parametrize(
+    "path", ["a.py", "b.py", "gone.py", "records/b.json", "MANIFEST.lock"]
+)
+@pytest.mark.parametrize("to", ["file", "folder", "nothing"])
+def test_a_link_in_a_file_s_place_is_refused_by_name(tmp_path, path, to):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    write(outside, {"file": NEW.get(path, OLD.get(path, ""))})
+    (outside / "folder").mkdir()
+    write(root, OLD)
+    (root / path).unlink(missing_ok=True)
+    (root / path).symlink_to(outside / to)
+    before = contents(root)
+    with pytest.raises(CheckFailed, match=f"{path}: a symbolic link"):
+        update(root)
+    assert contents(outside) == {"file": NEW.get(path, OLD.get(path, ""))}
+    assert not (outside / "nothing").exists()
+    assert contents(root) == before
+
+
+def test_a_link_in_a_folder_s_place_is_refused_by_name(tmp_path):
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    write(outside, {"a.json": "mine\n"})
+    write(root, {path: text for path, text in OLD.items() if "/" not in path})
+    (root / "records").symlink_to(outside)
+    with pytest.raises(CheckFailed, match="records: a symbolic link"):
+        update(root)
+    with tree.exclusive(root), pytest.raises(CheckFailed, match="records: a symbolic"):
+        tree.apply(root, [tree.Change("records/a.json", "orphaned", None, "")])
+    assert contents(outside) == {"a.json": "mine\n"}
+    assert (root / "a.py").read_text() == OLD["a.py"]
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.py")
+    with pytest.raises(CheckFailed, match=r"a\.py: cannot be read: not a file"):
+        kinds(tmp_path)
+
+
+def test_the_folder_itself_may_be_a_link(tmp_path):
+    """Whoever gives it means what it leads to."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    update(tmp_path / "link")
+    assert contents(tmp_path / "real") == NEW
 
 
 def test_two_that_replace_one_file_do_not_meet(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import records, tree, validate
+from fmha_gen import records, validate
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, UsageProblem
 from fmha_gen.executor import Local
 from fmha_gen.render import body_digest
@@ -421,17 +421,3 @@ def test_no_driver_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     with pytest.raises(EnvironmentProblem) as caught:
         validate.run([kernel])
     assert str(caught.value) == "no NVIDIA GPU: its driver is not installed"
-
-
-def test_an_interrupted_build_is_finished_first(tmp_path: Path) -> None:
-    """Else the old kernel would run, and its record would replace the new one's."""
-    kernel = write_kernel(tmp_path, "x", GOOD)
-
-    def die(name: str) -> None:
-        if name == "replace x.py":
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt), tree.exclusive(tmp_path):
-        tree.apply(tmp_path, [tree.Change("x.py", "changed", "new\n", "")], step=die)
-    assert validate.kernel_files([kernel]) == [kernel]
-    assert kernel.read_text(encoding="utf-8") == "new\n"
