@@ -41,6 +41,8 @@ LAST_PLACE = 2.0**-23
 SUM_UNIT = 2.0**-21
 ADD_UNIT = 2.0**-26
 LSE_UNIT = 2.0**-22
+# Of exp2, beyond that: sm100 takes some columns of a row from a polynomial of degree 3.
+EXP_ERRORS: Mapping[str, float] = {"sm90": 0.0, "sm100": 1.1e-4}
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,12 @@ def truth(
     scale: float,
     causal: bool,
     dtype: str,
+    exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
     """Results and bounds for a kernel of a 16-bit ``dtype``.
 
+    exp_error: of exp2, relative, beyond the hardware's; see EXP_ERRORS.
     wanted: bool [batch, q, heads]; other rows may be left NaN, which saves the time for them.
     """
     rounding = ROUNDINGS[dtype]
@@ -111,7 +115,7 @@ def truth(
         q, k, v, scale=scale, causal=causal, wanted=wanted
     ):
         out, lse = _out(rows, keys), _lse(rows)
-        errors = _errors(rows, keys, out, lse, rounding, scale)
+        errors = _errors(rows, keys, out, lse, rounding, scale, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
             array[place.out if array.ndim == 4 else place.lse] = values
     return Truth(*made)
@@ -218,14 +222,23 @@ def _lse(rows: _Rows) -> Array:
 
 
 def _errors(
-    rows: _Rows, keys: _Keys, out: Array, lse: Array, rounding: Rounding, scale: float
+    rows: _Rows,
+    keys: _Keys,
+    out: Array,
+    lse: Array,
+    rounding: Rounding,
+    scale: float,
+    exp_error: float,
 ) -> tuple[Array, Array, Array]:
     """rms, shift and lse_bound of some rows."""
     xp = namespace(out)
     seen = (rows.total > 0).swapaxes(0, 1) * _like(1.0, out)  # [rows, heads, 1]
     o, w, v2 = out.swapaxes(0, 1), rows.weights, keys.v * keys.v
     # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
-    variance = rounding.unit**2 / 3 * ((w * w) @ v2 + o * o)
+    squares = (w * w) @ v2
+    variance = rounding.unit**2 / 3 * (squares + o * o)
+    # exp2's are in the sum of P, too: what all of a row's share does not count.
+    variance = variance + exp_error**2 * squares
     variance = variance + rounding.floor**2 / 3 * (v2.sum(0) + 1.0)
     rms = xp.sqrt(variance).swapaxes(0, 1) * seen
 
@@ -252,6 +265,7 @@ def _errors(
 
     of_scores = xp.where(is_small, (w * error).sum(-1, keepdims=True) * factor, most)
     lse_bound = of_scores[..., 0] + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
+    lse_bound = lse_bound + exp_error
     finite = xp.where(lse == -math.inf, _like(0.0, lse), lse)
     lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
     return rms, shift, lse_bound

@@ -185,3 +185,20 @@ def test_numpy_and_pytorch_agree(
             # The difference of two squares, of which a root is taken, may have lost its digits.
             limits = {"atol": 1e-6} if name == "shift" else {"atol": 1e-11}
             np.testing.assert_allclose(other.numpy(), one, rtol=1e-8, **limits)
+
+
+def test_an_exponential_by_a_polynomial_widens_the_bounds_by_its_error():
+    """Of two keys of a row of 24 one has a weight that is too large by as much."""
+    error = reference.EXP_ERRORS["sm100"]
+    assert error > 0 and reference.EXP_ERRORS["sm90"] == 0
+    q, k, v = random_inputs(3, 1, 1, 2, 1, 1, 64, 24)
+    options = {"scale": 0.125, "causal": False, "dtype": "fp16"}
+    exact = reference.truth(q, k, v, **options)
+    wide = reference.truth(q, k, v, **options, exp_error=error)
+    weights = np.exp(0.125 * (q[0, 0, 0] @ k[0, :, 0].T).astype(np.float64))
+    lse = np.log(weights.sum())
+    weights[1] *= 1 + error
+    assert abs(np.log(weights.sum()) - lse) > exact.lse_bound[0, 0, 0]
+    assert abs(np.log(weights.sum()) - lse) <= wide.lse_bound[0, 0, 0]
+    assert (exact.out_bound < wide.out_bound).all()
+    assert (wide.out_bound < 1.5 * exact.out_bound).all()
