@@ -32,16 +32,13 @@ ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
 # Of `negative` keys, for each seventh of a sequence, of which the last is taken first. 30 makes
 # scores near -200: where they rise by that and the reference is not renewed, P overflows.
 NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
-LARGE_INPUT = (
-    1e4  # scores of 1e10, where rounding the scaled maximum moves exponents by tens
-)
+LARGE_INPUT = 1e4  # scores of 1e10: rounding the scaled maximum moves exponents by tens
 PEAK = 400.0  # of the scores of `peaks`, far more than the others'
 PEAK_STEP = 5  # columns from row to row: odd, so that all columns have their turn
 SHARED_DIMS = 4  # of Q and K, where all keys are alike or at a level
 SHARED_KEY = 1.5
-FAR_BELOW = (
-    8.0  # such is every score of a row, and a key of zeros would have all its weight
-)
+# Such is every score of a row, of which a key of zeros would have all the weight.
+FAR_BELOW = 8.0
 FUTURE_STEP = 100.0  # that scores rise by from key to key: exp(-100) is nothing
 QUIET = 0.25  # standard deviation of what shall not hide a level
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
@@ -180,7 +177,7 @@ def _far(shapes: dict[str, Dims]) -> Layout:
         # So few rows may be far apart, so many lie as far as that together.
         step = FAR // (max(dims[far] - 1, 1) if far == "s" else 1) // GUARD * GUARD
         step += GUARD * (number + 1)
-        strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD
+        strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
             strides[axis], near = near, near * (dims[axis] + 1)
         storage = "qkv" if name in ("q", "k", "v") else name
@@ -270,7 +267,9 @@ def _edges(
     targets = np.clip(targets, 0, kv - 1)[:, :, 0]
     k[..., :SHARED_DIMS] = SHARED_KEY
     strength = 1.5 if head_dim < 64 else 1.0
-    kinds = (np.arange(q_len)[:, None] + np.arange(q.shape[2])) % (len(targets) + 1)
+    # The last row of the first head sees, causal or not, whatever key of zeros comes after the end.
+    rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
+    kinds = (q_len - 2 - rows + heads) % (len(targets) + 1)
     for head in range(q.shape[2]):
         for kind in range(len(targets)):
             rows = kinds[:, head] == kind

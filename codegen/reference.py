@@ -31,16 +31,18 @@ BLOCK_SCORES: Mapping[str, int] = {"numpy": 2**21, "torch": 2**24}
 # inequality gives 2 exp(-SIGMAS^2 / 2) = 3e-14 for the chance that their sum is larger than this
 # many of its standard deviations. A run has 10^6 elements, all validations together 10^11.
 SIGMAS = 8.0
-# Of fp32 scores, over |q| |k|. A product of head_dim terms is accumulated in steps of 16, each of
-# which drops up to a last place (2^-22) of a partial sum; these grow, so that it is half of all.
-# Scaling and subtracting the reference round a few times by 2^-24.
-TRUNCATION_UNIT = 2.0**-27  # times head_dim
-SCALING_UNIT = 2.0**-22
+# Of fp32 scores. A product of head_dim terms is accumulated in steps of 16 with truncation, each of
+# which loses at most a last place of a partial sum, and that is at most |q| |k|. Four more are lost
+# where the score is scaled, the scale is rounded, and the reference is, in two blocks.
+SCORE_STEP = 16
+SCORE_ROUNDINGS = 4
+LAST_PLACE = 2.0**-23
 # Of fp32 sums: ex2.approx and lg2.approx are good to 2^-22, and a thread adds a quarter of a row.
 SUM_UNIT = 2.0**-21
 ADD_UNIT = 2.0**-26
 LSE_UNIT = 2.0**-22
-LARGEST_EXPONENT = 700.0  # of e in float64
+# Of exp2, beyond that: sm100 takes some columns of a row from a polynomial of degree 3.
+EXP_ERRORS: Mapping[str, float] = {"sm90": 0.0, "sm100": 1.1e-4}
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,12 @@ def truth(
     scale: float,
     causal: bool,
     dtype: str,
+    exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
     """Results and bounds for a kernel of a 16-bit ``dtype``.
 
+    exp_error: of exp2, relative, beyond the hardware's; see EXP_ERRORS.
     wanted: bool [batch, q, heads]; other rows may be left NaN, which saves the time for them.
     """
     rounding = ROUNDINGS[dtype]
@@ -111,10 +115,15 @@ def truth(
         q, k, v, scale=scale, causal=causal, wanted=wanted
     ):
         out, lse = _out(rows, keys), _lse(rows)
-        errors = _errors(rows, keys, out, lse, rounding, scale)
+        errors = _errors(rows, keys, out, lse, rounding, scale, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
             array[place.out if array.ndim == 4 else place.lse] = values
     return Truth(*made)
+
+
+def score_unit(head_dim: int) -> float:
+    """The largest error of a fp32 score over |q| |k| and the scale."""
+    return (math.ceil(head_dim / SCORE_STEP) + SCORE_ROUNDINGS) * LAST_PLACE
 
 
 def visible(q_len: int, kv_len: int, rows: slice = slice(None)) -> Any:
@@ -142,6 +151,7 @@ class _Rows(NamedTuple):
 
     q: Array
     weights: Array
+    logs: Array  # of the weights: those that float64 cannot hold are 0, but not far from others
     total: Array  # of exp(score - largest)
     largest: Array  # score, -inf where there is none
 
@@ -194,9 +204,11 @@ def _blocks(
                 shift = xp.where(largest == -math.inf, _like(0.0, scores), largest)
                 weights = xp.exp(scores - shift)
                 total = weights.sum(-1, keepdims=True)
-                weights = weights / xp.where(total > 0, total, _like(1.0, total))
+                divisor = xp.where(total > 0, total, _like(1.0, total))
+                logs = scores - shift - xp.log(divisor)
+                weights = weights / divisor
                 place = _Place((b, some, shared), (b, shared, some))
-                yield place, _Rows(queries, weights, total, largest), keys
+                yield place, _Rows(queries, weights, logs, total, largest), keys
 
 
 def _out(rows: _Rows, keys: _Keys) -> Array:
@@ -210,25 +222,40 @@ def _lse(rows: _Rows) -> Array:
 
 
 def _errors(
-    rows: _Rows, keys: _Keys, out: Array, lse: Array, rounding: Rounding, scale: float
+    rows: _Rows,
+    keys: _Keys,
+    out: Array,
+    lse: Array,
+    rounding: Rounding,
+    scale: float,
+    exp_error: float,
 ) -> tuple[Array, Array, Array]:
     """rms, shift and lse_bound of some rows."""
     xp = namespace(out)
     seen = (rows.total > 0).swapaxes(0, 1) * _like(1.0, out)  # [rows, heads, 1]
     o, w, v2 = out.swapaxes(0, 1), rows.weights, keys.v * keys.v
     # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
-    variance = rounding.unit**2 / 3 * ((w * w) @ v2 + o * o)
+    squares = (w * w) @ v2
+    variance = rounding.unit**2 / 3 * (squares + o * o)
+    # exp2's are in the sum of P, too: what all of a row's share does not count.
+    variance = variance + exp_error**2 * squares
     variance = variance + rounding.floor**2 / 3 * (v2.sum(0) + 1.0)
     rms = xp.sqrt(variance).swapaxes(0, 1) * seen
 
-    # exp(score) is off by a factor of exp(+-error); the weight moves from O towards V.
     norms = xp.sqrt((keys.k * keys.k).sum(-1))
     norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
     lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
-    unit = TRUNCATION_UNIT * rows.q.shape[-1] + SCALING_UNIT
-    error = unit * scale * lengths * norms
-    error = xp.where(error < LARGEST_EXPONENT, error, _like(LARGEST_EXPONENT, error))
-    moved = w * xp.expm1(error)
+    error = score_unit(keys.k.shape[-1]) * scale * lengths * norms
+    error = xp.where(rows.logs > -math.inf, error, _like(0.0, error))
+    # A weight is off by a factor of exp(+-error), and by as much for the others' errors. It stays
+    # below 1, and where errors are large one that is nearly 0 may become 1.
+    most = xp.amax(error, -1, keepdims=True)
+    is_small = most < 1.0
+    little = xp.where(is_small, error, _like(0.0, error))
+    factor = xp.exp(xp.where(is_small, most, _like(0.0, most)))
+    exponent = rows.logs + error + most
+    exponent = xp.where(exponent < 0, exponent, _like(0.0, exponent))
+    moved = xp.where(is_small, w * xp.expm1(little) * factor, xp.exp(exponent))
     moved = xp.where(moved < 1.0, moved, _like(1.0, moved))
     mass = moved.sum(-1, keepdims=True)
     spread = moved @ v2 - 2.0 * o * (moved @ keys.v) + o * o * mass
@@ -236,7 +263,9 @@ def _errors(
     moved = xp.sqrt(mass * spread).swapaxes(0, 1)  # Cauchy-Schwarz
     shift = (moved + SUM_UNIT * xp.abs(out)) * seen
 
-    lse_bound = (w * error).sum(-1) + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
+    of_scores = xp.where(is_small, (w * error).sum(-1, keepdims=True) * factor, most)
+    lse_bound = of_scores[..., 0] + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
+    lse_bound = lse_bound + exp_error
     finite = xp.where(lse == -math.inf, _like(0.0, lse), lse)
     lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
     return rms, shift, lse_bound

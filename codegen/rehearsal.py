@@ -36,7 +36,7 @@ from .emulator.report import Event
 from .emulator.scheduler import Completion, Order, Schedule
 from .emulator.writes import Writes
 from .errors import EnvironmentProblem
-from .reference import Truth, truth
+from .reference import EXP_ERRORS, Truth, truth
 from .schedule_check import refusal, schedule_findings
 from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
 from .toolchain import Compiler
@@ -155,6 +155,7 @@ class Rehearsal:
                 scale=scale_of(self.spec, self.case),
                 causal=self.spec["mask"] == "causal",
                 dtype=dtype,
+                exp_error=EXP_ERRORS[self.spec["arch"]],
                 wanted=wanted,
             )
         return self.truths[key]

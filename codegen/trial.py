@@ -35,7 +35,7 @@ from .cases import (
 )
 from .compare import judge_lse, judge_output, outside_touched, same_bits
 from .inputs import Placed, place_tensors, values
-from .reference import truth
+from .reference import EXP_ERRORS, truth
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -331,6 +331,7 @@ def _judge(
         scale=scale,
         causal=spec["mask"] == "causal",
         dtype=spec["dtype"],
+        exp_error=EXP_ERRORS[spec["arch"]],
     )
     out, *rest = tensors.outputs
     output = judge_output(out.view.double(), expected)
