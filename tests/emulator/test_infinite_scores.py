@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys whose scores are -inf, in blocks that a kernel takes first, last or only: P is 0, not NaN."""
+"""Scores of -inf, in the blocks that a kernel takes first, last or only: P is 0, not NaN."""
 
 from __future__ import annotations
 
