@@ -106,7 +106,7 @@ def test_a_use_in_another_function_does_not_count():
 
 
 def test_length_and_digest():
-    assert any("at most 980" in f for f in findings(GOOD + "\n" * 980))
+    assert any("at most 990" in f for f in findings(GOOD + "\n" * 990))
     blackwell = GOOD.replace('"name": "k"', '"name": "k", "arch": "sm100"')
     assert not any("at most" in f for f in findings(blackwell + "\n" * 1000))
     assert any("at most 1190" in f for f in findings(blackwell + "\n" * 1190))
