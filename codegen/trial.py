@@ -431,6 +431,16 @@ def misuses(
     )
     yield spoil("out: a row too many", out=longer["out"])
     yield spoil("out: a head too many", out=torch.cat([out, out[:, :, :1]], dim=2))
+    for name in ("q", "k", "v"):
+        x, out_there = _sharing(good[name], out)
+        yield spoil(f"out: where {name} is", "out", name, **{name: x}, out=out_there)
+    yield spoil("out: one batch for all", out=out[:1].expand_as(out))
+    batch_step, _, head_step, _ = out.stride()
+    sliding = (batch_step, head_step, head_step, 1)
+    if out.shape[1] > 1:
+        yield spoil("out: rows that overlap", out=out.as_strided(out.shape, sliding))
+    for scale in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
+        yield spoil(f"softmax_scale: {scale}", softmax_scale=scale)
     if spec["lse"]:
         yield spoil("lse: 16 bits", lse=lse.to(dtype))
         yield spoil("lse: fp64", lse=lse.double())
@@ -439,6 +449,10 @@ def misuses(
         yield spoil("lse: two dimensions", lse=lse[0])
         yield spoil("lse: a row too many", lse=longer["lse"])
         yield spoil("lse: another device", lse=device.elsewhere(lse))
+        if lse.shape[2] > 1:
+            yield spoil("lse: one number for all rows", lse=lse[..., :1].expand_as(lse))
+        in_out, out_with_it = _sharing(lse, out)
+        yield spoil("lse: in out", "lse", "out", lse=in_out, out=out_with_it)
     else:
         unwanted = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
         # A kernel without lse may lack the parameter, and then Python itself refuses it.
@@ -481,6 +495,16 @@ def _names(message: str, arguments: Sequence[str]) -> bool:
 
 def _longer(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x, x[:, :1]], dim=1)
+
+
+def _sharing(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """The same values, but where the tensors overlap, which begin at one address."""
+    sizes = [x.numel() * x.element_size() for x in tensors]
+    memory = torch.zeros(max(sizes), dtype=torch.uint8, device=tensors[0].device)
+    return [
+        memory[:size].view(x.dtype).view(x.shape).copy_(x)
+        for size, x in zip(sizes, tensors, strict=True)
+    ]
 
 
 def _misaligned(x: torch.Tensor) -> torch.Tensor:

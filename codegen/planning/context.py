@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from .. import toolchain
 from ..arch import ARCHITECTURES, TESTED_DSL
 from ..spec import Spec, SpecFile
 from .kernel_plan import Number
@@ -33,15 +34,16 @@ def common_context(
     spec = spec_file.spec
     return {
         "title": _title(spec),
-        "spec_path": f"specs/{spec_file.stem}.yaml",
+        "spec_name": f"{spec_file.stem}.yaml",
         "dtype": spec.dtype,
         "dtype_class": _DTYPES[spec.dtype],
         "head_dim_qk": spec.head_dim.qk,
         "head_dim_v": spec.head_dim.v,
-        "q_per_kv": spec.heads.q_per_kv,
+        "heads_kv_text": _heads_kv(spec),
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "tested_dsl": TESTED_DSL,
+        "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
         "spec_items": [*_spec_items(spec_file), *spec_items],
         "chosen": chosen,
         "derived": derived,
@@ -57,7 +59,6 @@ def common_context(
         "fixed_kv": traits.seqlen_kv is not None,
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
-        "empty_rows": traits.empty_rows,
         "dynamic_blocks": traits.dynamic_blocks,
         "seeing": "position" if traits.pack_gqa else "row",  # that sees keys
         **_counting(traits),
@@ -124,6 +125,11 @@ def _units(traits: Traits) -> dict[str, str]:
         "heads_unit": _heads_unit(traits),
         "tiles_unit": "of all clusters" if clusters else "of all CTAs",
     }
+
+
+def _heads_kv(spec: Spec) -> str:
+    per_kv = spec.heads.q_per_kv
+    return f"heads / {per_kv}" if per_kv > 1 else "heads"
 
 
 def _heads_unit(traits: Traits) -> str:

@@ -98,6 +98,9 @@ def template_context(
     )
     return {
         **common,
+        # The DSL finds the arch: an sm_103 GPU takes this file, but no code for sm_100a.
+        "ffi_options": '"--enable-tvm-ffi"',
+        "plain_options": '""',
         "pair": traits.pair,
         "by_block": traits.by_block,
         "first_row": "q_tile * TILE_Q"
@@ -107,7 +110,7 @@ def template_context(
         "s_stages": "S_STAGES" if traits.by_block else "HALVES",
         "stats": "TILE_Q * S_STAGES" if traits.by_block else "TILE_Q",
         "mma_warp": str(mma_warp),
-        "tmem_threads": str(32 * mma_warp),  # and as many warps before it
+        "tmem_threads": str(32 * mma_warp),  # all warps before it, but the load warp
         "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
         "qk_tiler": f"({rows}, {kv}, {qk})",
         "pv_tiler": f"({rows}, {v}, {kv})",

@@ -70,7 +70,7 @@ def roles(
         f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM."
         f" Tensor memory: {tmem_columns} columns."
     )
-    yield "Emulated, not run: its record says whether a GPU has run it since."
+    yield "Its record says whether an emulator or a GPU has run it."
 
 
 def statements(has: Mapping[str, Any]) -> Iterator[str]:
@@ -79,7 +79,7 @@ def statements(has: Mapping[str, Any]) -> Iterator[str]:
     if has["causal"]:
         yield "Query row i sees key j when j <= i + seqlen_kv - seqlen_q."
     yield from _block_statements(has)
-    yield from words.empty_rows(has)
+    yield words.empty_rows(has)
     yield "O leaves through shared memory of its own; TMA drops rows past the end."
     if has["lse"]:
         tail = words.tail_of_rows(has)

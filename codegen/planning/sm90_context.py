@@ -62,11 +62,6 @@ class Traits(shared.Traits):
         return self.causal and not inside_first
 
     @property
-    def hidden_rows(self) -> bool:
-        """A row may see no key of the KV blocks so far, so that its maximum is -inf."""
-        return self.masked_loop
-
-    @property
     def strips(self) -> bool:
         """Warpgroups see different numbers of KV blocks: the first ones skip the last.
 
@@ -118,6 +113,8 @@ def template_context(
     )
     return {
         **common,
+        "ffi_options": '"--gpu-arch sm_90a --enable-tvm-ffi"',
+        "plain_options": '"--gpu-arch sm_90a"',
         "packed_type": _PACKED_TYPES[spec.dtype],
         "smem_atom": _SMEM_ATOMS[math.gcd(64, spec.head_dim.qk, spec.head_dim.v)],
         "end_of_rows": common["seqlen_q"] + (" * Q_PER_KV" if spec.pack_gqa else ""),
@@ -131,7 +128,6 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "one_box": traits.one_box,
         "masks": traits.masks,
         "masked_loop": traits.masked_loop,
-        "hidden_rows": traits.hidden_rows,
         "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "order_barrier": traits.order_barrier,

@@ -16,9 +16,8 @@ def statements(has: Mapping[str, Any]) -> Iterator[str]:
         query = "position" if has["pack_gqa"] else "row"
         yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
     yield from _block_statements(has)
-    if has["hidden_rows"]:
-        yield "A row may have seen no key so far: a maximum of -inf is replaced before it is used."
-    yield from words.empty_rows(has)
+    yield "A row may have no finite score so far: its maximum is then the least float, and P is 0."
+    yield words.empty_rows(has)
     yield _output_statement(has)
     if has["lse"]:
         yield f"LSE is stored by one thread in four, {words.tail_of_rows(has)}."

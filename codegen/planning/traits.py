@@ -105,12 +105,6 @@ class Traits:
         return self.causal or self.kv_tail
 
     @property
-    def empty_rows(self) -> bool:
-        """A row may see no key at all."""
-        q, kv = self.seqlen_q, self.seqlen_kv
-        return self.causal and (q is None or kv is None or kv < q)
-
-    @property
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
         return self.causal or self.seqlen_kv is None

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 NO_MASK: Final = (
@@ -18,13 +18,11 @@ def crossed(has: Mapping[str, Any]) -> str:
     return " and ".join([*diagonal, *end])
 
 
-def empty_rows(has: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what becomes of rows that see no key."""
-    if has["empty_rows"]:
-        lse = " and its LSE -inf" if has["lse"] else ""
-        yield f"A row may see no key at all: its O is 0{lse}."
-    elif has["causal"]:
-        yield "Every row sees a key, because seqlen_kv >= seqlen_q: no code for empty rows."
+def empty_rows(has: Mapping[str, Any]) -> str:
+    """What becomes of rows that see no key, or none whose score is finite."""
+    what = "A row that sees no key, or" if has["causal"] else "A row"
+    lse = " and its LSE -inf" if has["lse"] else ""
+    return f"{what} whose scores are all -inf: its O is 0{lse}."
 
 
 def tail_of_rows(has: Mapping[str, Any]) -> str:

@@ -37,10 +37,13 @@ class Tensor:
     """Says that it lies on a GPU, as torch would; there is nothing at its address."""
 
     requires_grad = False
+    free = 1 << 40  # the address of the next one, far from the one before
 
-    def __init__(self, *shape, bits=16, device=(CUDA, 0), address=1 << 40, pad=0):
+    def __init__(self, *shape, bits=16, device=(CUDA, 0), past=0, offset=0, pad=0):
         self.shape, self.ndim, self.device = shape, len(shape), device
-        self.bits, self.address, steps = bits, address, [1]
+        self.bits, self.address, self.offset, steps = bits, Tensor.free, offset, [1]
+        self.address += past
+        Tensor.free += 1 << 40
         for size in reversed(shape[1:]):
             steps.insert(0, steps[0] * size + (pad if len(steps) == 1 else 0))
         self.steps = tuple(steps)
@@ -50,6 +53,16 @@ class Tensor:
 
     def numel(self):
         return 1
+
+    def data_ptr(self):
+        return self.address + self.offset
+
+    def element_size(self):
+        return self.bits // 8
+
+    @property
+    def is_cuda(self):
+        return self.device[0] == CUDA
 
     def get_device(self):
         return self.device[1]
@@ -69,6 +82,7 @@ class Tensor:
             lanes=1,
             shape=self.arrays[0],
             strides=self.arrays[1],
+            byte_offset=self.offset,
         )
         new = ctypes.pythonapi.PyCapsule_New
         new.restype, new.argtypes = ctypes.py_object, (
@@ -93,9 +107,11 @@ def good():
 def bad_calls():
     """What is wrong -> the tensors of a call of which one is."""
     yield "nothing", good()
+    q = good()["q"]
+    yield "nothing: offset", good() | {"q": Tensor(*q.shape, past=-8, offset=8)}
     for name, tensor in good().items():
         shape, bits = tensor.shape, tensor.bits
-        odd = (1 << 40) + (2 if bits == 32 else 8)
+        odd = 2 if bits == 32 else 8
         bad = {
             "type": Tensor(*shape, bits=48 - bits),
             "rank": Tensor(*shape[1:], bits=bits),
@@ -104,7 +120,8 @@ def bad_calls():
             "last": Tensor(*shape[:-1], 64, bits=bits),
             "CPU": Tensor(*shape, bits=bits, device=(CPU, 0)),
             "GPU": Tensor(*shape, bits=bits, device=(CUDA, 1)),
-            "address": Tensor(*shape, bits=bits, address=odd),
+            "address": Tensor(*shape, bits=bits, past=odd),
+            "offset": Tensor(*shape, bits=bits, offset=odd),
         }
         if name != "lse":
             bad["padding"] = Tensor(*shape, pad=1)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -130,9 +131,8 @@ def test_query_heads_are_so_many_per_head_of_k(kernel: tuple[Any, list]) -> None
     module, launches = kernel
     more = TENSORS["another number of heads"]
     changed = {name: more(arguments()[name].array) for name in ("k", "v")}
-    with pytest.raises(
-        ValueError, match=r"^q: needs .*\(2, 40, 16, 128\).* not .* 12, "
-    ):
+    message = r"^q: k has 4 heads, so q needs 16 \(4 per KV head\), not 12$"
+    with pytest.raises(ValueError, match=message):
         call(module, changed)
     assert launches == []
 
@@ -149,7 +149,7 @@ def test_the_others_follow_q_to_its_gpu(kernel: tuple[Any, list]) -> None:
     module, launches = kernel
     with pytest.raises(
         ValueError,
-        match=r"^k: needs type, shape, device .*\(2, 1\)\), not .*\(2, 0\)\)$",
+        match=r"^k: needs type, shape, device .* cuda:1\), not .* cuda:0\)$",
     ):
         call(module, {"q": Tensor(arguments()["q"].array, (2, 1))})
     assert launches == []
@@ -181,12 +181,22 @@ def test_bad_lse(kernel: tuple[Any, list], bad: Any) -> None:
     assert launches == []
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize(
+    "scale", [0.0, -1.0, float("nan"), float("inf"), 1e-50, 1e-38, 1e38, 1e300]
+)
 def test_bad_scale(kernel: tuple[Any, list], scale: float) -> None:
+    """The last four are 0 or infinite in fp32, or so is their multiple by log2(e)."""
     module, launches = kernel
-    with pytest.raises(ValueError, match=r"^softmax_scale: "):
+    with pytest.raises(ValueError, match=r"^softmax_scale: must be positive, finite"):
         call(module, {"softmax_scale": scale})
     assert launches == []
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, 1, 2.0**126])
+def test_extreme_scales(kernel: tuple[Any, list], scale: float) -> None:
+    module, launches = kernel
+    call(module, {"softmax_scale": scale})
+    assert launches[0][-3] == scale
 
 
 def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
@@ -196,7 +206,7 @@ def test_another_length_than_the_fixed_one(tmp_path, monkeypatch) -> None:
         kv = Tensor(array(1, rows, 2, HEAD_DIM))
         with pytest.raises(
             ValueError,
-            match=r"^k: needs type, shape, device .*\(1, 1000, 2, 128\), \(2, 0\)\), not",
+            match=r"^k: needs type, shape, device .*\(1, 1000, 2, 128\), cuda:0\), not",
         ):
             module.fmha(q, kv, kv, out=Tensor(array(1, 8, 2, HEAD_DIM)))
     with pytest.raises(TypeError, match="lse"):
@@ -262,6 +272,231 @@ def test_a_stride_that_is_never_stepped_over_may_be_anything(kernel) -> None:
         assert steps == (8, heads * HEAD_DIM, HEAD_DIM)
 
 
+# --- what DLPack can say and NumPy does not ------------------------------------------
+
+
+class Dlpack(Tensor):
+    """A NumPy array whose DLPack says something else of it; there is no copy."""
+
+    def __init__(
+        self, good: np.ndarray, shape: tuple[int, ...] = (), **said: int
+    ) -> None:
+        super().__init__(good)
+        self.said, self.shape = said, shape or good.shape
+
+    def __dlpack__(self, **options: Any) -> Any:
+        capsule = self.array.__dlpack__()
+        pointer = ctypes.pythonapi.PyCapsule_GetPointer
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, DLPACK_POINTER
+        managed = DlTensor.from_address(pointer(capsule, b"dltensor"))
+        for mode, size in enumerate(self.shape):
+            managed.shape[mode] = size
+        for field, value in self.said.items():
+            setattr(managed, field, value)
+        return capsule
+
+
+DLPACK_POINTER = (ctypes.py_object, ctypes.c_char_p)
+
+
+class DlTensor(ctypes.Structure):
+    """As DLPack declares it."""
+
+    _fields_ = (
+        ("data", ctypes.c_uint64),
+        ("device", ctypes.c_int32 * 2),
+        ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint8 * 4),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+def test_the_first_element_is_where_the_byte_offset_says(kernel) -> None:
+    """The DSL's own view of a tensor leaves it out; TVM-FFI reads the tensor itself."""
+    module, launches = kernel
+    given = arguments()
+    longer = array(BATCH + 1, ROWS_Q, HEADS_KV * GROUP, HEAD_DIM)
+    skipped = longer[0].nbytes
+    given["q"] = Dlpack(longer[:-1], byte_offset=skipped)
+    call(module, given)
+    if not module.HAS_FFI:
+        assert numbers(launches[0][0], 3) == told(longer[1:])
+
+
+def test_alignment_is_that_of_the_first_element(kernel) -> None:
+    module, launches = kernel
+    good = arguments()["q"].array
+    with pytest.raises(ValueError, match=r"^q: empty, null or not aligned: "):
+        call(module, {"q": Dlpack(good, byte_offset=8)})
+    odd = Dlpack(good, data=good.ctypes.data - 8, byte_offset=8)
+    call(module, {"q": odd})
+    assert len(launches) == 1
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+def test_null_is_no_address(kernel, name: str) -> None:
+    module, launches = kernel
+    with pytest.raises(ValueError, match=f"^{name}: empty, null or not aligned: "):
+        call(module, {name: Dlpack(arguments()[name].array, data=0)})
+    assert launches == []
+
+
+@pytest.mark.parametrize("rows", [2**31, 2**31 + 24, 2**32 + 24])
+def test_sizes_that_32_bits_cannot_hold(kernel, rows: int) -> None:
+    module, launches = kernel
+    given = arguments()
+    for name in ("k", "v"):
+        shape = (BATCH, rows, HEADS_KV, HEAD_DIM)
+        given[name] = Dlpack(given[name].array, shape)
+    with pytest.raises(ValueError, match=r"^k: has a size from 2147483648 on: "):
+        call(module, given)
+    assert launches == []
+
+
+@pytest.mark.parametrize(
+    ("device", "words"),
+    [((1, 0), "cpu"), ((3, 0), "cuda_host"), ((10, 0), "DLPack device 10")],
+)
+def test_devices_have_names(kernel, device: tuple[int, int], words: str) -> None:
+    module, _ = kernel
+    message = f"^q: is on {words}, needs a CUDA device$"
+    with pytest.raises(ValueError, match=message):
+        call(module, {"q": Tensor(arguments()["q"].array, device)})
+
+
+def test_a_missing_dimension_is_counted(kernel) -> None:
+    module, _ = kernel
+    with pytest.raises(ValueError, match=r"^q: needs 4 dimensions, has 3$"):
+        call(module, {"q": Tensor(arguments()["q"].array[0])})
+
+
+# --- outputs have memory of their own ------------------------------------------------
+
+
+def overlaps() -> Iterator[tuple[str, dict[str, Any], str]]:
+    """What is wrong -> the arguments that are, and what the message says."""
+    heads, given = HEADS_KV * GROUP, arguments()
+    q, out, lse = (given[name].array for name in ("q", "out", "lse"))
+    yield "out is q", {"q": q, "out": q}, "out: shares memory with q"
+    fused = array(BATCH, ROWS_Q + 1, heads, HEAD_DIM)
+    yield (
+        "out begins in q",
+        {"q": fused[:, :-1], "out": fused[:, 1:]},
+        "out: shares memory with q",
+    )
+    kv = array(BATCH, ROWS_Q, heads, HEAD_DIM)
+    yield (
+        "out holds v",
+        {"out": kv, "v": kv[:, :ROWS_KV, :HEADS_KV]},
+        "out: shares memory with v",
+    )
+    yield (
+        "lse is in out",
+        {
+            "out": out,
+            "lse": out.reshape(-1)[: 2 * lse.size].view(np.float32).reshape(lse.shape),
+        },
+        "lse: shares memory with out",
+    )
+    yield (
+        "lse is in k",
+        {
+            "k": (big := array(BATCH, ROWS_KV, 2 * HEADS_KV, HEAD_DIM))[
+                ..., :HEADS_KV, :
+            ],
+            "lse": big.reshape(-1)[: 2 * lse.size].view(np.float32).reshape(lse.shape),
+        },
+        "lse: shares memory with k",
+    )
+    for name, shape, strides in (
+        ("out", out.shape, (0, heads * HEAD_DIM, HEAD_DIM, 1)),
+        ("out", out.shape, (ROWS_Q * heads * HEAD_DIM, HEAD_DIM, HEAD_DIM, 1)),
+        ("out", out.shape, (ROWS_Q * heads * HEAD_DIM, heads * HEAD_DIM, 64, 1)),
+        ("lse", lse.shape, (0, ROWS_Q, 1)),
+        ("lse", lse.shape, (heads * ROWS_Q, 0, 1)),
+        ("lse", lse.shape, (heads * ROWS_Q, ROWS_Q, 0)),
+        ("lse", lse.shape, (heads * ROWS_Q, 1, 1)),
+    ):
+        storage = given[name].array
+        steps = tuple(step * storage.itemsize for step in strides)
+        view = np.lib.stride_tricks.as_strided(storage, shape, steps)
+        words = "has elements that share memory"
+        if name == "out" and 0 in strides:
+            words = "empty, null or not aligned"
+        yield f"{name} with strides {strides}", {name: view}, f"{name}: {words}"
+
+
+OVERLAPS = list(overlaps())
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [each[1:] for each in OVERLAPS],
+    ids=[each[0] for each in OVERLAPS],
+)
+def test_outputs_that_share_memory(kernel, torch, changed, message: str) -> None:
+    module, launches = kernel
+    for kind in (Tensor, TorchTensor):
+        given = {name: kind(x.array) for name, x in tensors_of(arguments())}
+        given |= {name: kind(x) for name, x in changed.items()}
+        with pytest.raises(ValueError, match=f"^{message}"):
+            call(module, given)
+    assert launches == []
+
+
+def apart() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Layouts whose memory interleaves without being shared."""
+    heads, given = HEADS_KV * GROUP, arguments()
+    lse = given["lse"].array
+    packed = array(BATCH, ROWS_Q, 2 * heads, HEAD_DIM)
+    yield "out beside q in a row", {
+        "q": packed[:, :, :heads],
+        "out": packed[:, :, heads:],
+    }
+    turned = array(BATCH, ROWS_Q, heads, 2 * HEAD_DIM)
+    yield "out beside q in a head", {
+        "out": turned[..., :HEAD_DIM],
+        "q": turned[..., HEAD_DIM:],
+    }
+    rows = array(BATCH, 2, heads, ROWS_Q, HEAD_DIM).transpose(1, 0, 3, 2, 4)
+    yield "out beside q in a batch", {"q": rows[0], "out": rows[1]}
+    row = array(BATCH, ROWS_Q, heads * (HEAD_DIM + 8))
+    split = heads * HEAD_DIM
+    yield "lse behind out in a row", {
+        "out": row[..., :split].reshape(BATCH, ROWS_Q, heads, HEAD_DIM),
+        "lse": row.view(np.float32)[..., split // 2 :][..., :heads].transpose(0, 2, 1),
+    }
+    for order in itertools.permutations(range(3)):
+        shape = tuple(lse.shape[mode] + 3 for mode in order)
+        back = tuple(order.index(mode) for mode in range(3))
+        wide = array(*shape, dtype=np.float32).transpose(back)
+        yield f"lse in the order {order}", {
+            "lse": wide[: lse.shape[0], : lse.shape[1], : lse.shape[2]]
+        }
+    yield "lse backwards", {"lse": lse[:, ::-1, ::-1]}
+
+
+APART = dict(apart())
+
+
+@pytest.mark.parametrize("what", APART)
+def test_outputs_may_lie_between_other_tensors(kernel, torch, what: str) -> None:
+    module, launches = kernel
+    changed = APART[what]
+    for kind in (Tensor, TorchTensor):
+        given = {name: kind(x.array) for name, x in tensors_of(arguments())}
+        call(module, given | {name: kind(x) for name, x in changed.items()})
+    assert len(launches) == 2
+    if module.HAS_FFI:  # read once, by the others' call
+        assert TorchTensor.dlpack_calls == 0
+
+
+def tensors_of(given: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    return ((name, x) for name, x in given.items() if isinstance(x, Tensor))
+
+
 # --- torch's tensors, by a stand-in --------------------------------------------------
 
 
@@ -281,6 +516,12 @@ class TorchTensor:
 
     def stride(self) -> tuple[int, ...]:
         return tuple(n // self.array.itemsize for n in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return self.array.ctypes.data
+
+    def element_size(self) -> int:
+        return self.array.itemsize
 
     def get_device(self) -> int:
         return 0 if self.is_cuda else -1

@@ -77,15 +77,17 @@ def only_dsl(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_alone(stem: str, site_packages: Path, folder: Path) -> dict[str, Any]:
-    """Copy a shipped file into a folder of its own and run it there, isolated."""
+    """Copy a shipped file into a folder of its own and run it there, isolated.
+
+    The environment does not say which arch to compile for.
+    """
     copy = folder / f"{stem}.py"
     copy.write_bytes((GENERATED / copy.name).read_bytes())
-    compile_arch = support.shipped_plan(stem).compile_arch
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     done = subprocess.run(
         [sys.executable, "-I", "-S", str(ALONE), str(site_packages), str(copy)],
         cwd=folder,
-        env=kept | {"CUTE_DSL_ARCH": compile_arch, "CUTE_DSL_NO_CACHE": "1"},
+        env=kept | {"CUTE_DSL_NO_CACHE": "1"},
         capture_output=True,
         text=True,
         timeout=SECONDS,
@@ -105,6 +107,20 @@ def test_alone(stem: str, only_dsl: Path, tmp_path: Path) -> None:
     for argument, message in report["refusals"].values():
         assert message.startswith(f"{argument}: "), message
     assert report["compiled_by_bad_calls"] == 0
+
+
+@pytest.mark.parametrize("stem", [SHIPPED[0], SHIPPED[-1]])
+def test_without_the_dsl_the_traceback_says_what_to_install(stem: str) -> None:
+    """Not the package that Python misses: `pip install cuda` gets another one."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(GENERATED / f"{stem}.py")],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert "ModuleNotFoundError: No module named 'cuda'" in done.stderr
+    wanted = f"{toolchain.DSL}{toolchain.DSL_RANGE}"
+    assert f'# pip install "{wanted}"' in done.stderr
 
 
 # --- what it says of itself ------------------------------------------------------

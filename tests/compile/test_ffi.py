@@ -32,19 +32,21 @@ def report() -> dict[str, Any]:
 
 
 def test_a_right_call_gets_as_far_as_the_driver(report: dict[str, Any]) -> None:
-    right = report["nothing"]
-    assert right["plain"]
-    for kind, text in (right["ffi"], right["fmha"]):
-        assert kind == "RuntimeError"
-        assert "cuda" in text.lower()
+    for what in ("nothing", "nothing: offset"):
+        right = report[what]
+        assert right["plain"], what
+        for kind, text in (right["ffi"], right["fmha"]):
+            assert kind == "RuntimeError", what
+            assert "cuda" in text.lower(), what
 
 
 def test_every_bad_call_is_refused_by_the_compiled_code(report: dict[str, Any]) -> None:
-    bad = {what: found for what, found in report.items() if what != "nothing"}
-    assert len(bad) == 5 * 8 + 4
+    bad = {what: x for what, x in report.items() if not what.startswith("nothing")}
+    assert len(bad) == 5 * 9 + 4
     for what, found in bad.items():
-        # Python looks at the heads of Q and K, and leaves the rest to TVM-FFI.
-        assert found["plain"] == (what not in ("q: rank", "k: rank")), what
+        # Python looks at Q's device and the heads of Q and K, and leaves the rest to TVM-FFI.
+        by_python = ("q: rank", "k: rank", "q: CPU")
+        assert found["plain"] == (what not in by_python), what
         assert found["ffi"] is not None, what
         kind, text = found["ffi"]
         assert kind in ("TypeError", "ValueError"), what
@@ -58,7 +60,7 @@ def test_fmha_names_the_tensor_that_tvm_ffi_counts(report: dict[str, Any]) -> No
             what == "q: GPU"
         ):  # TVM-FFI would blame the others, `fmha` compares with the current one
             assert found["fmha"][1].startswith("q: is on device 1, which is not")
-        elif what != "nothing":
+        elif not what.startswith("nothing"):
             _, text = found["ffi"]
             counted = int(text.partition("on argument #")[2].split()[0])
             kind, told = found["fmha"]

@@ -16,6 +16,7 @@ KERNEL = support.GENERATED / "sm100_d128_bf16_causal_gqa4_lse.py"
 CONSTANTS = rehearsal.read_constants(KERNEL.read_text(encoding="utf-8"))
 FAR = np.float32(CONSTANTS["FAR_REFERENCE"])
 SLACK = np.float32(CONSTANTS["RESCALE_SLACK"])
+UNSET = np.float32(CONSTANTS["NO_REFERENCE"])
 HALF_ULP = {"bf16": 2.0**-8, "fp16": 2.0**-11}  # [of the value]
 HALF_TINY = {
     "bf16": 0.0,
@@ -43,7 +44,7 @@ def kernel_rows(scores, scale, values, dtype):
     power = np.ldexp(np.float32(1), exponents)
     power = power.astype(np.float32)  # above the scale: a mantissa of frexp is below 1
     rows = len(scores)
-    reference = np.full((rows, 1), -np.inf, np.float32)
+    reference = np.full((rows, 1), UNSET, np.float32)
     row_sum, out = np.zeros((rows, 1), np.float32), np.zeros((rows, 1))
     highest = np.zeros((rows, 1))
     for block in range(BLOCKS):
@@ -54,10 +55,9 @@ def kernel_rows(scores, scale, values, dtype):
         largest = np.where(is_near(near), near, far)
         new = np.where(largest - reference <= SLACK, reference, largest)
         factor = np.exp2(reference - new)
-        factor = np.where(reference == -np.inf, np.float32(1), factor)
+        factor = np.where(reference == UNSET, np.float32(1), factor)
         used = np.where(is_near(new), scale, power)
-        shift = np.where(new == -np.inf, np.float32(0), -new)
-        p = np.exp2(fma(s, used, shift))
+        p = np.exp2(fma(s, used, -new))
         p16 = tensors.FROM_BITS[dtype](tensors.TO_BITS[dtype](p)).astype(np.float64)
         row_sum = (row_sum * factor + p.sum(1, keepdims=True)).astype(np.float32)
         out = out * factor + (p16 * v).sum(1, keepdims=True)

@@ -55,6 +55,9 @@ class FakeKernel:
             out.fill_(1.0)
         if self.fault != "checks nothing":
             self._check(q, k, v, out, lse)
+            self._check_memory({"q": q, "k": k, "v": v, "out": out, "lse": lse})
+            if softmax_scale is not None and not 1e-37 < softmax_scale < 1e37:
+                raise ValueError("softmax_scale is wrong")
         self.launches += 1
         batch, rows, heads, _ = q.shape
         if out is None:
@@ -177,6 +180,26 @@ class FakeKernel:
                 refuse("lse")
             if self.fault == "wants a contiguous lse" and not lse.is_contiguous():
                 refuse("lse")
+
+    def _check_memory(self, given):
+        used = set()
+        for name, x in given.items():
+            if x is None:
+                continue
+            place = x.untyped_storage().data_ptr()
+            if name in ("out", "lse") and (place in used or not distinct(x)):
+                raise ValueError(f"{name} is wrong")
+            used.add(place)
+
+
+def distinct(x: torch.Tensor) -> bool:
+    """Whether each element has memory of its own, if strides are nested."""
+    end = 1
+    for step, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and step < end:
+            return False
+        end += step * (size - 1)
+    return True
 
 
 class CpuDevice:

@@ -182,7 +182,7 @@ def test_right_kernel_refuses_every_misuse(
     found = misuse_findings(
         seqlen={"q": seqlen, "kv": seqlen}, lse=lse, q_per_kv=q_per_kv
     )
-    assert len(found) >= 44
+    assert len(found) >= 54
     assert {name: text for name, text in found.items() if text} == {}
 
 
@@ -203,12 +203,16 @@ def test_kernel_that_checks_nothing_is_found() -> None:
     assert found["q: misaligned by one element"] == "accepted"
     assert found["k: row stride of 8 bytes more"] == "accepted"
     assert found["v: fp32"] == "accepted"
+    assert found["out: where q is"] == "accepted"
+    assert found["softmax_scale: 1e-50"] == "accepted"
 
 
 def test_lse_may_be_a_parameter_that_does_not_exist() -> None:
     class Without(FakeKernel):
-        def fmha(self, q: Any, k: Any, v: Any, *, out: Any = None) -> Any:
-            return super().fmha(q, k, v, out=out)
+        def fmha(
+            self, q: Any, k: Any, v: Any, *, out: Any = None, softmax_scale: Any = None
+        ) -> Any:
+            return super().fmha(q, k, v, out=out, softmax_scale=softmax_scale)
 
     kernel = Without(spec(lse=False))
     found = [
