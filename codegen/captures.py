@@ -11,7 +11,8 @@ from typing import Any
 
 from . import cache, toolchain
 from .arch import ARCHITECTURES
-from .emulator.launch import Argument, Launch, open_host_program
+from .emulator.launch import Argument, Launch, NoAnswer, open_host_program
+from .errors import EnvironmentProblem
 from .toolchain import Compiler
 
 # What decides a capture, apart from the kernel's text and the DSL.
@@ -32,7 +33,7 @@ def capture(
     """Return the kernel's PTX and the launch that each call makes.
 
     arch: the SPEC's. compiler: whose DSL compiles; ours when None. Raises CaptureError when it does
-    not compile or launch, EnvironmentProblem when the DSL is missing.
+    not compile or launch, EnvironmentProblem when the DSL is missing or the machine takes too long.
     """
     text = kernel.read_text(encoding="utf-8")
     compiler = compiler or toolchain.own_compiler()
@@ -44,11 +45,14 @@ def capture(
     ptx: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
     if ptx is None or None in found:
-        with open_host_program(
-            kernel, arch=ARCHITECTURES[arch].compile_arch, python=compiler.python
-        ) as program:
-            ptx = program.ptx
-            found = [program.launch(call).to_json() for call in calls]
+        try:
+            with open_host_program(
+                kernel, arch=ARCHITECTURES[arch].compile_arch, python=compiler.python
+            ) as program:
+                ptx = program.ptx
+                found = [program.launch(call).to_json() for call in calls]
+        except NoAnswer as slow:
+            raise EnvironmentProblem(f"this machine is too slow: {slow}") from slow
         cache.put(ptx_key, ptx)
         for key, data in zip(keys, found, strict=True):
             cache.put(key, data)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import numerics
+from .contraction import contractions
 from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
 from .emitters.emitter import is_special
@@ -69,8 +70,10 @@ class Block:
 class Program:
     """A lowered module: blocks, and their functions as they are asked for."""
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, *, contract: bool = False) -> None:
         self.module = module
+        self.contractions = contractions(module) if contract else {}
+        """Each sum that is fused with its product: (index of that, the source that it is)."""
         self.instructions = module.instructions
         self.slots: dict[str, int] = {}
         self.homes: list[str] = []
@@ -320,6 +323,10 @@ def _after_gate(program: Program, index: int, *, masked: bool) -> list[str]:
     return emitter.lines
 
 
-def lower(module: Module) -> Program:
-    """Splits a module into blocks; raises UnsupportedInstruction for what the model lacks."""
-    return Program(module)
+def lower(module: Module, *, contract: bool = False) -> Program:
+    """Splits a module into blocks; raises UnsupportedInstruction for what the model lacks.
+
+    contract: whether products are fused with the sums that add them wherever PTX leaves that to
+    the compiler, or nowhere.
+    """
+    return Program(module, contract=contract)
