@@ -25,7 +25,7 @@ _TOGETHER, _ALONE = 0, 1
 """Places in `_own` of what the lanes did, and of what one lane did alone."""
 
 Some = NDArray[np.bool_] | None
-"""Of a warp's 32 lanes those that act; None: all that live."""
+"""Of a warp's 32 lanes those that act; None: all that it began with."""
 
 
 class Agent:
