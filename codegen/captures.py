@@ -23,10 +23,12 @@ from .emulator.launch import (
     CaptureError,
     HostProgram,
     Launch,
+    NoAnswer,
     expected_stream,
     open_host_program,
 )
 from .emulator.tma import MAP_BYTES, TensorMap
+from .errors import EnvironmentProblem
 from .toolchain import Compiler
 
 # What decides a capture, apart from the kernel's text and the DSL.
@@ -47,7 +49,8 @@ def capture(
 
     arch: the SPEC's. compiler: whose DSL compiles; ours when None. ffi: whether the kernel finds
     TVM-FFI. Raises CaptureError when it does not compile, or neither launches nor refuses;
-    EnvironmentProblem when the DSL is missing.
+    EnvironmentProblem when the DSL is missing or the machine
+    takes too long.
     """
     text, found = _captured(kernel, calls, arch, compiler, "fmha", ffi)
     return text, [Called.from_json(data) for data in found]
@@ -85,14 +88,17 @@ def _captured(
     ptx: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
     if ptx is None or None in found:
-        with open_host_program(
-            kernel,
-            arch=ARCHITECTURES[arch].compile_arch,
-            python=compiler.python,
-            ffi=ffi,
-        ) as program:
-            ptx = program.ptx
-            found = [_run(program, kind, call) for call in calls]
+        try:
+            with open_host_program(
+                kernel,
+                arch=ARCHITECTURES[arch].compile_arch,
+                python=compiler.python,
+                ffi=ffi,
+            ) as program:
+                ptx = program.ptx
+                found = [_run(program, kind, call) for call in calls]
+        except NoAnswer as slow:
+            raise EnvironmentProblem(f"this machine is too slow: {slow}") from slow
         cache.put(ptx_key, ptx)
         for key, data in zip(keys, found, strict=True):
             cache.put(key, data)

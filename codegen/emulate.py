@@ -180,6 +180,11 @@ def judge(
     for event in of_kind(found, "unknown_case"):
         names = ", ".join(event["names"])
         raise UsageProblem(f"{kernel}: no case {choice.case}; there are {names}")
+    if ending.status is None and not ending.lost:
+        # A kernel that does not end is a finding of the emulator's own, after so many steps.
+        raise EnvironmentProblem(
+            f"{kernel}: this machine is too slow: the process {ending.problem}"
+        )
     runs, ended = of_kind(found, "run"), of_kind(found, "end")
     replays = _findings(runs)
     refused = of_kind(found, "refused")

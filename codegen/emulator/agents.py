@@ -25,7 +25,7 @@ _TOGETHER, _ALONE = 0, 1
 """Places in `_own` of what the lanes did, and of what one lane did alone."""
 
 Some = NDArray[np.bool_] | None
-"""Of a warp's 32 lanes those that act; None: all that live."""
+"""Of a warp's 32 lanes those that act; None: all that it began with."""
 
 
 class Agent:
@@ -93,7 +93,7 @@ class Agent:
             clock = self.clock.copy()
             clock[:, self._own] = self._met
         else:
-            clock = join(self._apart[lanes], axis=0)
+            clock = np.asarray(join(self._apart[lanes], axis=0))
         for place in self._covered(lanes):
             component = self._own[place]
             known = self.clock[:, component]
@@ -126,7 +126,8 @@ class Agent:
     def latest(self) -> Clock:
         """What any of its lanes knows."""
         if self._apart is None:
-            return self.clock.copy()
+            whole: Clock = self.clock.copy()
+            return whole
         known: Clock = np.maximum(self.clock, self._apart.max(axis=0))
         return known
 

@@ -60,6 +60,10 @@ class CaptureError(Exception):
     """The host program could not be compiled or run; the text says what it printed."""
 
 
+class NoAnswer(CaptureError):
+    """The host program took too long: of a slow machine, not of the kernel."""
+
+
 @dataclass(frozen=True)
 class Launch:
     """One kernel launch.
@@ -341,8 +345,9 @@ class _Process:
         watch.cancel()
         if not line.endswith("\n"):
             self._child.wait()
-            why = self._last_words() if in_time else f"no answer in {self._timeout:g} s"
-            raise CaptureError(why)
+            if not in_time:
+                raise NoAnswer(f"no answer in {self._timeout:g} s")
+            raise CaptureError(self._last_words())
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise CaptureError(answer["error"])

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from . import numerics
+from .contraction import contractions
 from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
 from .emitters.emitter import is_special
@@ -69,9 +70,13 @@ class Block:
 class Program:
     """A lowered module: blocks, and their functions as they are asked for."""
 
-    def __init__(self, module: Module, *, turns: bool = True) -> None:
+    def __init__(
+        self, module: Module, *, turns: bool = True, contract: bool = False
+    ) -> None:
         """turns: whether a block ends after what other warps can see; see `gates.is_signal`."""
         self.module = module
+        self.contractions = contractions(module) if contract else {}
+        """Each sum that is fused with its product: (index of that, the source that it is)."""
         self.instructions = module.instructions
         self.slots: dict[str, int] = {}
         self.homes: list[str] = []
@@ -322,6 +327,10 @@ def _after_gate(program: Program, index: int, *, masked: bool) -> list[str]:
     return emitter.lines
 
 
-def lower(module: Module, *, turns: bool = True) -> Program:
-    """Splits a module into blocks; raises UnsupportedInstruction for what the model lacks."""
-    return Program(module, turns=turns)
+def lower(module: Module, *, turns: bool = True, contract: bool = False) -> Program:
+    """Splits a module into blocks; raises UnsupportedInstruction for what the model lacks.
+
+    turns: see Program. contract: whether products are fused with the sums that add them wherever
+    PTX leaves that to the compiler, or nowhere.
+    """
+    return Program(module, turns=turns, contract=contract)

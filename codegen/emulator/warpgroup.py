@@ -79,6 +79,7 @@ class Warpgroup:
         self.registers = machine.program.poisoned_registers()
         self.special = cta.special_registers(number)
         self.live: Mask = np.arange(LANES) + LANES * number < cta.threads
+        self._born = self.live
         self.warps = [
             Warp(
                 number=WARPS * number + warp,
@@ -290,12 +291,12 @@ class Warpgroup:
         self.machine.actor = (self.cta.rank, self.warps[warp].number)
 
     def lanes(self, warp: int, mask: Mask) -> Some:
-        """Which lanes of a warp a mask has; None when it has all that live."""
-        part = mask[WARP * warp : WARP * (warp + 1)]
-        if mask is self.live or mask is ALL:
+        """Which lanes of a warp a mask has; None when it has all of them, those that left too."""
+        if mask is self._born or mask is ALL:
             return None
-        live = self.live[WARP * warp : WARP * (warp + 1)]
-        return None if part.tobytes() == live.tobytes() else part
+        part = mask[WARP * warp : WARP * (warp + 1)]
+        born = self._born[WARP * warp : WARP * (warp + 1)]
+        return None if part.tobytes() == born.tobytes() else part
 
     def hold(self, reason: Callable[[], str]) -> None:
         """Says what the lanes that a gate holds back wait for, should they wait for ever."""

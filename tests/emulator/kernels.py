@@ -60,6 +60,7 @@ def execute(
     width: int = 4,
     target: str = "sm_90a",
     schedule: Schedule | None = None,
+    contract: bool = False,
     **options,
 ):
     """Runs a body; parameter 0 is `out`, then come the inputs' addresses, then tensor maps.
@@ -97,7 +98,7 @@ def execute(
         smem_bytes=smem_bytes,
         params=params,
     )
-    program = lower(ptx.parse(source))
+    program = lower(ptx.parse(source), contract=contract)
     result = machine.run(program, launch, memory, schedule=schedule, **options)
     return out, result
 

@@ -600,3 +600,49 @@ def test_refused_instructions(instruction, why):
         f"PTX line {kernels.LINES_BEFORE + 1}: tcgen05."
     )
     assert str(caught.value).endswith(f" is not modelled{why}")
+
+
+# --- tcgen05.fence: PTX ISA 9.7.16.6.4 ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_who_hands_tensor_memory_on_fences_before(schedule):
+    tail = elected(ASK + product() + commit()) + WAIT
+    for done in (LOAD + LOADED, STORE + STORED):
+        assert found(done + ARRIVE + tail, schedule=schedule) == []
+        bare = done.replace(BEFORE, "")
+        assert found(bare + ARRIVE + tail, schedule=schedule) == ["tcgen05"]
+        # A fence after the signal, or by another lane than the one that signals, is none.
+        assert found(bare + ARRIVE + BEFORE + tail, schedule=schedule) == ["tcgen05"]
+    assert "no tcgen05.fence::before_thread_sync" in first(bare + ARRIVE + tail)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_who_takes_tensor_memory_over_fences_after(schedule):
+    tail = elected(ASK + product() + commit()) + WAIT
+    good = LOAD + LOADED + ARRIVE + tail
+    bare = good.replace(ASK, ASK.replace(AFTER, ""))
+    assert found(bare, schedule=schedule) == ["tcgen05"]
+    early = bare.replace("ASK:", AFTER + "ASK:")
+    assert found(early, schedule=schedule) == ["tcgen05"]
+    assert "no tcgen05.fence::after_thread_sync" in first(bare)
+
+
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
+def test_a_commit_fences_before_and_a_wait_does_not_fence_after(schedule):
+    multiply = elected(product() + commit())
+    bare = multiply + WAIT.replace(AFTER, "") + LOAD + LOADED
+    assert found(bare, schedule=schedule) == ["tcgen05"]
+    # Who only passes on what it has heard needs no fence.
+    passed = multiply + WAIT.replace(AFTER, "") + BARRIER + LOAD + LOADED
+    assert found(passed, schedule=schedule) == []
+
+
+def test_own_stores_and_loads_need_no_fence():
+    assert found(STORE + "tcgen05.wait::st.sync.aligned;" + LOAD + LOADED) == []
+
+
+def test_products_are_committed_by_the_lane_that_issued_them():
+    other = "setp.eq.u32 %p7, %r1, 1; @!%p7 bra WAIT;" + commit()
+    apart = f"@!%p4 bra NEXT; {product()} NEXT: {other}"
+    assert "tcgen05" in found(apart + WAIT)

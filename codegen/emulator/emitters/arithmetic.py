@@ -2,8 +2,8 @@
 """Arithmetic, logic and comparisons.
 
 Floating point: ptxas may contract `mul.f32` and `add.f32` without `.rn` to one fused operation. The
-model rounds twice, as the PTX reads. PTX allows both; a kernel whose result depends on the choice
-beyond rounding is not right, and the comparison with a float64 reference is what bounds it.
+model rounds twice, as the PTX reads, or once wherever it may (see `contraction`): a kernel whose
+result depends on the choice beyond rounding is not right.
 """
 
 from __future__ import annotations
@@ -65,8 +65,12 @@ def _rounding(instruction: Instruction) -> str:
 
 def _float_arithmetic(emitter: Emitter, instruction: Instruction) -> None:
     opcode = instruction.opcode
-    first, second = _floats(emitter, instruction)
     flushes = instruction.has("ftz")
+    fused = emitter.program.contractions.get(emitter.index)
+    if fused is not None:
+        _fused_sum(emitter, instruction, *fused)
+        return
+    first, second = _floats(emitter, instruction)
     if flushes:
         first, second = f"numerics.ftz({first})", f"numerics.ftz({second})"
     if _rounding(instruction) == "rm":
@@ -75,6 +79,25 @@ def _float_arithmetic(emitter: Emitter, instruction: Instruction) -> None:
         sign = {"add": "+", "sub": "-", "mul": "*"}[opcode]
         expression = f"{first} {sign} {second}"
     if flushes:
+        expression = f"numerics.ftz({expression})"
+    _assign_floats(emitter, instruction, expression)
+
+
+def _fused_sum(
+    emitter: Emitter, instruction: Instruction, product: int, place: int
+) -> None:
+    """A sum whose source `place` is the product of that index, rounded once."""
+    factors = _floats(emitter, emitter.program.instructions[product])
+    addend = _floats(emitter, instruction)[1 - place]
+    if instruction.opcode == "sub" and place == 0:
+        addend = f"-{addend}"
+    elif instruction.opcode == "sub":
+        factors[0] = f"-{factors[0]}"
+    values = [*factors, addend]
+    if instruction.has("ftz"):
+        values = [f"numerics.ftz({value})" for value in values]
+    expression = f"numerics.fma32({', '.join(values)})"
+    if instruction.has("ftz"):
         expression = f"numerics.ftz({expression})"
     _assign_floats(emitter, instruction, expression)
 
