@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import cache, lint, manifest, records, render, toolchain, tree
+from . import cache, lint, manifest, records, render, shipped, toolchain, tree
 from .errors import CheckFailed, Diagnostic, SpecError
 from .executor import HERE, Executor, Task
 
@@ -395,12 +395,17 @@ def _compare(
 def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
     """The record that this build leaves; `on_disk` itself when it still speaks for the kernel.
 
+    Where there is no evidence for this very text, that of the packaged kernel is adopted, as far as
+    it is about this text.
+
     A compile by another version of the DSL than the recorded one is no reason to write: evidence
     names the version it was obtained with.
     """
     body = kernel.entry.body
     stale = records.staleness(on_disk, kernel=kernel.stem, body_sha256=body)
     fresh = records.current(on_disk, kernel=kernel.stem, body_sha256=body)
+    if not fresh.keys() & records.RUNGS.keys() and (on_disk is None or stale):
+        fresh = shipped.record_for(kernel.stem, body) or fresh
     if kernel.report is not None:
         result = kernel.report.to_json() | {"shared_bytes": kernel.shared_bytes}
         known = fresh.get("compiled", {})
