@@ -153,7 +153,12 @@ class Finding:
 
 def body_digest(text: str) -> str:
     """The sha256 of a file's text without its (first) digest line."""
-    return sha256(_DIGEST_LINE.sub("", text, count=1))
+    return sha256(without_digests(text))
+
+
+def without_digests(text: str, instead: str = "") -> str:
+    """A file's text with its (first) digest line replaced; instead: lines with their ends."""
+    return _DIGEST_LINE.sub(instead, text, count=1)
 
 
 def stated_digests(text: str) -> Digests | None:
@@ -179,6 +184,28 @@ def parts_of(path: str, text: str) -> list[Part]:
     """
     if not path.endswith(".py"):
         return [Part("(text)", _short("".join(text.split())), 1, text.count("\n") + 1)]
+    said, lines = _said(text)
+    end = text.count("\n")
+    return [
+        Part(name, _short("\n".join(words)), *lines.get(name, (end, end)))
+        for name, words in said.items()
+    ]
+
+
+def same_but_layout(text: str, other: str) -> bool:
+    """Whether two Python files say the same, comments included, and differ in layout at most.
+
+    The words themselves are compared: digests as short as a part's can be forged.
+    """
+    try:
+        ours, theirs = _said(text)[0], _said(other)[0]
+    except (SyntaxError, ValueError):
+        return False
+    return list(ours.items()) == list(theirs.items())
+
+
+def _said(text: str) -> tuple[dict[str, list[str]], dict[str, tuple[int, int]]]:
+    """What each part of a Python file says, in the file's order, and its lines."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     statements, comments = _read_python(text)
     said: dict[str, list[str]] = {}
@@ -192,11 +219,7 @@ def parts_of(path: str, text: str) -> list[Part]:
         place = bisect.bisect_left(spans, (line, ""))
         name = spans[place][1] if place < len(spans) else "(end)"
         said.setdefault(name, []).append(f"#{comment}")
-    end = text.count("\n")
-    return [
-        Part(name, _short("\n".join(words)), *lines.get(name, (end, end)))
-        for name, words in said.items()
-    ]
+    return said, lines
 
 
 def _read_python(text: str) -> tuple[list[_Statement], list[tuple[int, str]]]:

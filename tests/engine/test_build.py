@@ -68,7 +68,7 @@ def test_nothing_changed_means_no_work_and_no_write(parts, specs, out):
     again = fake.Parts()
     result = run(again, [specs], out)
     assert result.ok
-    assert (again.compiled, again.rendered, result.compiles, result.changes) == (
+    assert (again.compiled, again.formatted, result.compiles, result.changes) == (
         [],
         [],
         0,
@@ -104,7 +104,7 @@ def test_check_changes_nothing_trusts_no_cache_and_reports_all(parts, specs, out
     again = fake.Parts()
     result = run(again, [specs], out, check=True)
     assert not result.ok
-    assert sorted(again.compiled) == sorted(again.rendered) == ["a", "b", "c"]
+    assert sorted(again.compiled) == sorted(again.formatted) == ["a", "b", "c"]
     assert fake.contents(out) == before
     assert kinds(result) == {
         "MANIFEST.lock": "changed",

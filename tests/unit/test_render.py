@@ -35,43 +35,6 @@ def test_syntax_error_names_template_and_line():
         )
 
 
-def test_closure_follows_include_import_and_extends():
-    templates = env(
-        a="{% extends 'b.j2' %}",
-        b="{% include 'c.j2' %}{% from 'd.j2' import m %}",
-        c="{% import 'd.j2' as d %}",
-        d="{% macro m() %}{% endmacro %}",
-        other="",
-    )
-    assert render.template_closure("a.j2", env=templates) == (
-        "a.j2",
-        "b.j2",
-        "c.j2",
-        "d.j2",
-    )
-    assert render.template_closure("c.j2", env=templates) == ("c.j2", "d.j2")
-
-
-def test_closure_refuses_computed_and_missing_names():
-    with pytest.raises(CheckFailed, match="computed name"):
-        render.template_closure("a.j2", env=env(a="{% include x %}"))
-    with pytest.raises(CheckFailed, match=r"gone\.j2: not found"):
-        render.template_closure("a.j2", env=env(a="{% include 'gone.j2' %}"))
-
-
-def test_closure_digest_moves_with_members_only():
-    before = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="1")
-    )
-    other = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="2")
-    )
-    member = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="2", c="1")
-    )
-    assert before == other != member
-
-
 def test_finish_states_what_body_digest_finds():
     text = render.finish(TEXT, "ab" * 32)
     stated = render.stated_digests(text)
