@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 SPECS, GENERATED = Path("specs"), Path("generated")  # unless an option says otherwise
+SAY_SECONDS = 10.0  # between two lines of a log about the same work
 PIPE_WIDTH = 200  # columns of a table that no terminal limits
 
 app = typer.Typer(
@@ -623,9 +625,9 @@ def _executor(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal while kernels are made; in a log a line for each part of the work."""
+    """A bar on a terminal while kernels are made; in a log a line now and then."""
     if not sys.stderr.isatty():
-        yield _say_part
+        yield _Said()
         return
     columns = (
         TextColumn("{task.fields[what]}"),
@@ -649,9 +651,22 @@ def _progress() -> Iterator[Any]:
         yield show
 
 
-def _say_part(what: str, done: int, total: int, stem: str) -> None:
-    if done == 1 and total > 1:
-        print(f"{what} {total} kernels", file=sys.stderr, flush=True)
+class _Said:
+    """Says in a log what is done: a line when a part of the work begins, and then now and then."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, what: str, done: int, total: int, stem: str) -> None:
+        now = time.monotonic()
+        if done == 1 and total > 1:
+            self._say(f"{what} {total} kernels", now)
+        elif now - self._last >= SAY_SECONDS and 1 < done < total:
+            self._say(f"{what} kernels: {done} of {total}", now)
+
+    def _say(self, text: str, now: float) -> None:
+        print(text, file=sys.stderr, flush=True)
+        self._last = now
 
 
 def _export(result: BuildResult, folder: Path, executor: Executor) -> None:

@@ -2,6 +2,7 @@
 import gc
 import hashlib
 
+import black
 import jinja2
 import pytest
 from fmha_gen import render
@@ -75,3 +76,52 @@ def test_the_collector_rests_while_black_works(monkeypatch) -> None:
     )
     render.format_source("x = 1\n")
     assert (seen, gc.isenabled()) == ([False], True)
+
+
+TRICKY = """\
+# above
+import  math
+@first
+# between
+@second( 1 )
+def decorated( a,b ) :
+    return a+b
+    # behind the last statement
+# of the module
+class C( Base ):
+    "Doc."
+    x:int=1
+    def f(self): return self.x
+
+
+
+    # in the class
+def one(): pass
+X=1;  Y = 2
+def two( ): return  X
+async def three():
+    await  two( )
+if X:
+    def inner( ): return 1
+    # deep
+# last
+"""
+
+
+@pytest.mark.parametrize("text", [TRICKY, "", "X=1", "def f(): pass\n", "\n\n# a\n"])
+def test_pieces_are_formatted_as_the_whole(text):
+    whole = black.format_str(
+        text, mode=black.Mode(target_versions={black.TargetVersion.PY310})
+    )
+    assert render.format_source(text) == whole
+
+
+def test_two_statements_in_a_line_are_formatted_as_the_whole():
+    text = "def f( ): return 1\nX = 1; Y = 2\ndef g( ): return 2\n"
+    assert render.format_source(text) == black.format_str(text, mode=black.Mode())
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "a\0b", "def f():\n"])
+def test_what_is_no_python_is_refused(text):
+    with pytest.raises(CheckFailed, match="not Python"):
+        render.format_source(text)
