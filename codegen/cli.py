@@ -206,7 +206,10 @@ def emulate(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a Chrome trace of one CTA's warps, in steps."),
+        typer.Option(
+            help="Write a Chrome trace of one CTA's warps, in steps."
+            " Replays the first case, or --case, once, and records nothing."
+        ),
     ] = None,
     where: Where = None,
     as_json: Json = False,
@@ -537,11 +540,17 @@ def matrix(
     ] = 300,
     write: Annotated[
         Path | None,
-        typer.Option(help="Markdown file for the table; the data goes beside it."),
+        typer.Option(
+            help="Markdown file for the table, made if it is not there, else between its marks"
+            " <!-- matrix: begin --> and <!-- matrix: end -->; the data goes beside it, as .json."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile kernels under several versions of the DSL, and compare with their records."""
+    """Compile kernels under several versions of the DSL, and compare with their records.
+
+    Each version that is installed for it takes some 400 MB in the cache and stays there.
+    """
     versions, given = _listed(dsl or ""), env or []
     if not versions and not given:
         raise typer.BadParameter("no version is given", param_hint="--dsl, --env")
