@@ -33,6 +33,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
 from . import names, specfile, vocabulary
+from . import schema as across_fields
 from .arch import ARCHITECTURES
 from .errors import Diagnostic, Location, SpecError, Violation, quoted, shown
 from .specfile import Document, FieldPath
@@ -388,7 +389,17 @@ def load_all(
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of a spec file, for editors."""
     body = Spec.model_json_schema(schema_generator=_SchemaGenerator)
-    return {"$schema": _SchemaGenerator.schema_dialect, **body}
+    defaults = {
+        name: field.default
+        for name, field in Spec.model_fields.items()
+        if not field.is_required()
+    }
+    return {
+        "$schema": _SchemaGenerator.schema_dialect,
+        "$id": across_fields.ID,
+        **body,
+        "allOf": across_fields.rules(defaults),
+    }
 
 
 class _SchemaGenerator(GenerateJsonSchema):

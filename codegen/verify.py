@@ -188,7 +188,8 @@ def parts_of(path: str, text: str) -> list[Part]:
     """The parts of a file in their order, with digests that its layout does not change.
 
     In Python: of each top-level name what its syntax tree and the comments in it say; imports count
-    as one part, in any order, as do statements that name nothing; so do comments above either. Any other file is one part, white space aside.
+    as one part, in any order, as do statements that name nothing, and the comments above each of
+    these. Any other file is one part, white space aside.
     Raises SyntaxError where a Python file is none.
     """
     if not path.endswith(".py"):
