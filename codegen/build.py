@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import cache, lint, manifest, records, render, toolchain, tree
+from . import cache, lint, manifest, records, render, shipped, toolchain, tree, verify
 from .errors import CheckFailed, Diagnostic, SpecError
 from .executor import HERE, Executor, Task
 
@@ -51,6 +51,8 @@ WRITTEN = {"missing": "added", "edited": "overwritten", "foreign": "overwritten"
 
 # ("rendering" or "compiling", kernels done, kernels to do, the one just done)
 Progress = Callable[[str, int, int, str], None]
+# The finished text of a plan's source, where it is known.
+Formatted = Callable[["Plan", str], str | None]
 
 
 class SpecFile(Protocol):
@@ -99,8 +101,8 @@ class Engine:
         [Sequence[str | Path]], tuple[Sequence[Any], Sequence[Diagnostic]]
     ]
     resolve: Callable[[Any], Plan]
-    render_kernel: Callable[[Any], str]
-    closure_digest: Callable[[Any], str]
+    render_source: Callable[[Any], str]
+    format_kernel: Callable[[Any, str], str]  # of a plan and its source
     toolchain_key: Callable[[], str]
     compile_kernel: Callable[[str, str, str], toolchain.CompileReport]
 
@@ -188,6 +190,7 @@ def build(
         executor=executor,
         progress=progress,
         cached=not check,
+        out=out,
     )
     failures = tuple(f"{k.stem}: {failure}" for k in kernels for failure in k.failures)
     if failures:
@@ -223,15 +226,18 @@ def make(
     executor: Executor = HERE,
     progress: Progress | None = None,
     cached: bool = True,
+    out: Path | None = None,
 ) -> tuple[list[Kernel], int]:
     """Render, lint, compile and gate every plan, and write nothing; plans may share a stem.
 
+    out: a folder whose kernels need no formatting where they say just what is rendered now.
     Returns the kernels, what is wrong with each in it, and how many compiles really ran. Raises
     EnvironmentProblem when this machine lacks what a compile needs.
     """
     kernels = []
+    formatted = _formatted(out)
     for plan in plans:
-        kernels.append(_render(plan, engine, cached=cached))
+        kernels.append(_render(plan, engine, cached=cached, formatted=formatted))
         if progress:
             progress("rendering", len(kernels), len(plans), plan.stem)
     if not compile:
@@ -244,12 +250,13 @@ def default_engine() -> Engine:
     """The real parts, imported here so that tests of a build need none of them."""
     from . import plan, spec
 
-    digest = functools.cache(render.closure_digest)  # many kernels, few templates
     return Engine(
         load_all=spec.load_all,
         resolve=plan.resolve,
-        render_kernel=render.render_kernel,
-        closure_digest=lambda resolved: digest(render.kernel_template(resolved)),
+        render_source=render.render_source,
+        format_kernel=lambda resolved, source: render.finish(
+            render.format_source(source), resolved.spec_file.digest
+        ),
         toolchain_key=toolchain_key,
         compile_kernel=toolchain.compile_kernel,
     )
@@ -291,33 +298,86 @@ def plan_all(paths: Sequence[str | Path], engine: Engine) -> list[Plan]:
     return plans
 
 
-def _render(plan: Plan, engine: Engine, *, cached: bool) -> Kernel:
-    """Render and lint one kernel, or take both from the cache."""
-    closure = engine.closure_digest(plan)
+def _render(
+    plan: Plan, engine: Engine, *, cached: bool, formatted: Formatted
+) -> Kernel:
+    """Render, format and lint one kernel, or take the latter two from the cache."""
     spec = plan.spec_file.digest
-    name = cache.key(
-        "text", [plan.stem, spec, closure, cache.source_digest(), tools_line()]
-    )
-    entry = cache.get(name) if cached else None
-    if not isinstance(entry, dict) or entry.keys() != {"text", "failures"}:
-        try:
-            text = engine.render_kernel(plan)
-            failures = [f"line {f.line}: {f.message}" for f in lint.lint(text)]
-        except CheckFailed as error:
-            text, failures = "", [str(error)]
-        entry = {"text": text, "failures": failures}
-        cache.put(name, entry)
+    try:
+        source = engine.render_source(plan)
+    except CheckFailed as error:
+        source, entry = "", _made("", [str(error)])
+    else:
+        parts = [plan.stem, spec, source, cache.source_digest(), tools_line()]
+        name = cache.key("text", parts)
+        known = cache.get(name) if cached else None
+        if isinstance(known, dict) and known.keys() == {"text", "failures"}:
+            entry = known
+        else:
+            entry = _linted(plan, source, engine, formatted)
+            cache.put(name, entry)
     text = entry["text"]
     return Kernel(
         stem=plan.stem,
         text=text,
-        entry=manifest.Entry(spec, render.body_digest(text), closure),
+        entry=manifest.Entry(spec, render.body_digest(text), verify.sha256(source)),
         report=None,
         shared_bytes=plan.smem_bytes,
         rung="rendered",
         state="unchanged",
         failures=tuple(entry["failures"]),
     )
+
+
+def _linted(
+    plan: Plan, source: str, engine: Engine, formatted: Formatted
+) -> dict[str, Any]:
+    """The text of a kernel, and what is wrong with it."""
+    try:
+        text = formatted(plan, source) or engine.format_kernel(plan, source)
+    except CheckFailed as error:
+        return _made("", [str(error)])
+    return _made(
+        text, [f"line {each.line}: {each.message}" for each in lint.lint(text)]
+    )
+
+
+def _made(text: str, failures: list[str]) -> dict[str, Any]:
+    """What the cache keeps of a kernel."""
+    return {"text": text, "failures": failures}
+
+
+def _formatted(out: Path | None) -> Formatted:
+    """Finds the text that the last build there made of the same source by the same tools.
+
+    The lock only says that this is so. Whoever can write the file can write the lock, so the text
+    also has to say what the source says, comments included.
+    """
+    lock = None
+    if out is not None:
+        with contextlib.suppress(CheckFailed):  # told where it is compared
+            lock = _read_lock(out)
+
+    def text_of(plan: Plan, source: str) -> str | None:
+        entry = lock.entries.get(f"{plan.stem}.py") if lock else None
+        spec = plan.spec_file.digest
+        if (
+            out is None
+            or lock is None
+            or lock.tools != tools_line()
+            or entry is None
+            or (entry.spec, entry.rendered) != (spec, verify.sha256(source))
+        ):
+            return None
+        file = out / f"{plan.stem}.py"
+        try:
+            text = file.read_bytes().decode() if file.is_file() else ""
+        except (OSError, UnicodeDecodeError):
+            return None
+        is_that = entry.body == render.body_digest(text)
+        return text if is_that and render.is_formatted(text, source, spec) else None
+
+    return text_of
 
 
 def compile_all(
@@ -454,12 +514,17 @@ def _read_record(out: Path, stem: str) -> records.Record | None:
 def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
     """The record that this build leaves; `on_disk` itself when it still speaks for the kernel.
 
+    Where there is no evidence for this very text, that of the packaged kernel is adopted, as far as
+    it is about this text.
+
     A compile by another version of the DSL than the recorded one is no reason to write: evidence
     names the version it was obtained with.
     """
     body = kernel.entry.body
     stale = records.staleness(on_disk, kernel=kernel.stem, body_sha256=body)
     fresh = records.current(on_disk, kernel=kernel.stem, body_sha256=body)
+    if not fresh.keys() & records.RUNGS.keys() and (on_disk is None or stale):
+        fresh = shipped.record_for(kernel.stem, body) or fresh
     if kernel.report is not None:
         result = kernel.report.to_json() | {"shared_bytes": kernel.shared_bytes}
         known = fresh.get("compiled", {})

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from .executor import Executor
 
 INTERRUPTED = 130
+SPECS, GENERATED = Path("specs"), Path("generated")  # unless an option says otherwise
+SAY_SECONDS = 10.0  # between two lines of a log about the same work
 PIPE_WIDTH = 200  # columns of a table that no terminal limits
 
 app = typer.Typer(
@@ -33,9 +36,26 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="YAML specs in, standalone CuTe DSL attention kernels out.",
+    epilog=f"A tutorial is in {Path(__file__).parent / 'docs' / 'tutorial.md'}",
 )
 
-Paths = Annotated[list[Path], typer.Argument(metavar="PATH...", show_default=False)]
+
+def _or_packaged(path: Path) -> Path:
+    """The packaged spec where nothing else has that name: what is here comes first."""
+    from . import shipped
+
+    return path if path.exists() else shipped.spec_of(path) or path
+
+
+# A kernel of the package, by name, stands for its spec.
+Paths = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="PATH...",
+        show_default=False,
+        callback=lambda paths: [_or_packaged(path) for path in paths],
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", help="Folder of the generated kernels.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Jobs = Annotated[
@@ -79,7 +99,7 @@ def _options(
 @app.command()
 def build(
     paths: Paths,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     check: Annotated[
         bool,
         typer.Option(
@@ -144,8 +164,11 @@ def build(
 
 @app.command()
 def explain(
-    spec: Annotated[Path, typer.Argument(metavar="SPEC", show_default=False)],
-    out: Out = Path("generated"),
+    spec: Annotated[
+        Path,
+        typer.Argument(metavar="SPEC", show_default=False, callback=_or_packaged),
+    ],
+    out: Out = GENERATED,
     svg: Annotated[
         Path | None, typer.Option(help="File for a picture of one kernel.")
     ] = None,
@@ -153,7 +176,7 @@ def explain(
     """Show the plan: every number as given or derived, the budgets and the rung."""
     with _reported():
         from . import explain as report
-        from . import plan, records
+        from . import plan, records, shipped
         from .spec import load_specs
 
         spec_files = load_specs([spec])
@@ -163,7 +186,9 @@ def explain(
             page.write(spec_files, svg)
         texts = []
         for spec_file in spec_files:
-            record = records.load(out / records.path_of(spec_file.stem))
+            stem = spec_file.stem
+            record = records.load(out / records.path_of(stem))
+            record = record or shipped.record_of_spec(stem, spec_file.digest)
             texts.append(report.render(plan.resolve(spec_file), record))
         print("\n\n".join(texts))
 
@@ -171,7 +196,7 @@ def explain(
 @app.command()
 def emulate(
     paths: Paths,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     schedules: Annotated[
         int,
         typer.Option("--schedules", min=0, help="Random schedules, beside the others."),
@@ -192,7 +217,10 @@ def emulate(
     ] = None,
     timeline: Annotated[
         Path | None,
-        typer.Option(help="Write a Chrome trace of one CTA's warps, in steps."),
+        typer.Option(
+            help="Write a Chrome trace of one CTA's warps, in steps."
+            " Replays the first case, or --case, once, and records nothing."
+        ),
     ] = None,
     where: Where = None,
     as_json: Json = False,
@@ -214,7 +242,7 @@ def emulate(
 @app.command()
 def validate(
     paths: Paths,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     jobs: Annotated[
         int, typer.Option("--jobs", "-j", min=1, help="Parallel compiles.")
     ] = 2,
@@ -249,7 +277,7 @@ def validate(
 @app.command()
 def bench(
     paths: Paths,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     against: Annotated[
         str | None,
         typer.Option(help="Peers, of cudnn,fa3,fa4; default: all that are installed."),
@@ -298,7 +326,7 @@ def bench(
 @app.command()
 def tune(
     paths: Annotated[list[Path], typer.Argument(metavar="SPEC...", show_default=False)],
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="List the candidates; needs no GPU."),
@@ -359,8 +387,12 @@ def vendor(
         Path | None, typer.Option(help="Folder whose kernels to renew.")
     ] = None,
     source: Annotated[
-        Path, typer.Option("--from", help="Folder of the generated kernels.")
-    ] = Path("generated"),
+        Path | None,
+        typer.Option(
+            "--from",
+            help="Folder of the generated kernels; default: generated, else the packaged ones.",
+        ),
+    ] = None,
     init: Annotated[
         bool,
         typer.Option("--init", help="Also a package that chooses among the kernels."),
@@ -371,8 +403,11 @@ def vendor(
     if folder is None or (kernels is None) == (into is not None) or (into and update):
         raise typer.BadParameter("either KERNEL... --into DIR, or --update DIR")
     with _reported():
+        from . import shipped
         from .vendor import command as copies
 
+        names = list(kernels) if kernels else copies.stems_in(folder)
+        source = source or shipped.source(names, GENERATED, update=update is not None)
         options = copies.Options(folder, source, tuple(kernels or ()), init)
         result = copies.vendor(options)
         print(copies.to_text(result, folder))
@@ -380,17 +415,41 @@ def vendor(
 
 
 @app.command()
+def kernels(as_json: Json = False) -> None:
+    """List the kernels of this package, whose names stand for their specs, and their rungs."""
+    from . import evidence, shipped
+
+    with _reported():
+        if as_json:
+            _print_json(shipped.to_json())
+            return
+        table = Table(box=None, pad_edge=False)
+        for title in evidence.TITLES:
+            table.add_column(title)
+        for row in shipped.rows():
+            table.add_row(*row)
+    _console().print(table)
+
+
+@app.command()
 def verify(
-    paths: Paths,
+    paths: Annotated[list[Path], typer.Argument(metavar="PATH...", show_default=False)],
     against: Annotated[
         Path | None,
-        typer.Option(help="A checkout, or a folder of kernels: what is out of date?"),
+        typer.Option(
+            metavar="DIR|packaged",
+            help="A checkout, a folder of kernels, or the packaged ones: what is out of date?",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Say of copies of kernels whether they are intact, reformatted, edited or out of date."""
+    from . import shipped
     from . import verify as copies
 
+    paths = [p if p.exists() else shipped.kernel_of(p) or p for p in paths]
+    if against == Path("packaged") and not against.exists():
+        against = shipped.generated()
     raise typer.Exit(copies.run(paths, against=against, as_json=as_json))
 
 
@@ -399,7 +458,7 @@ def diff(
     sides: Annotated[
         list[str] | None, typer.Argument(metavar="[A] [B] [PATH]...")
     ] = None,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="For a pull request's comment.")
     ] = False,
@@ -420,10 +479,15 @@ def diff(
     working tree if left out, the first one HEAD; then only the kernels of the PATHs.
     """
     with _reported(), _progress() as progress:
+        from . import shipped
         from .diff import command, report
 
+        named = [
+            side if Path(side).exists() else str(shipped.kernel_of(side) or side)
+            for side in sides or []
+        ]
         changes = command.changes(
-            sides or [], command.Options(out, compile, jobs), progress=progress
+            named, command.Options(out, compile, jobs), progress=progress
         )
     if as_json:
         _print_json(report.to_json(changes))
@@ -435,15 +499,28 @@ def diff(
 @app.command()
 def site(
     folder: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
-    specs: Annotated[Path, typer.Option(help="A spec or a folder of specs.")] = Path(
-        "specs"
-    ),
-    out: Out = Path("generated"),
+    specs: Annotated[
+        Path | None,
+        typer.Option(
+            help="A spec or a folder of specs; default: specs, else the packaged ones."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of the generated kernels; default: generated, with packaged"
+            " specs the packaged ones."
+        ),
+    ] = None,
 ) -> None:
     """Make a static site: pictures, plans, sources and evidence of kernels that are built."""
     with _reported():
+        from . import shipped
         from .website import command as website
 
+        if specs is None and not SPECS.exists():
+            specs, out = shipped.specs(), out or shipped.generated()
+        specs, out = specs or SPECS, out or GENERATED
         changed = website.write([specs], out, folder)
         print(f"{folder / 'index.html'}: {changed} files changed")
 
@@ -467,18 +544,24 @@ def matrix(
     emulate: Annotated[
         bool, typer.Option("--emulate", help="Run them in the emulator as well.")
     ] = False,
-    out: Out = Path("generated"),
+    out: Out = GENERATED,
     jobs: Jobs = None,
     timeout: Annotated[
         float, typer.Option(min=0, help="Seconds for one compile.")
     ] = 300,
     write: Annotated[
         Path | None,
-        typer.Option(help="Markdown file for the table; the data goes beside it."),
+        typer.Option(
+            help="Markdown file for the table, made if it is not there, else between its marks"
+            " <!-- matrix: begin --> and <!-- matrix: end -->; the data goes beside it, as .json."
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Compile kernels under several versions of the DSL, and compare with their records."""
+    """Compile kernels under several versions of the DSL, and compare with their records.
+
+    Each version that is installed for it takes some 400 MB in the cache and stays there.
+    """
     versions, given = _listed(dsl or ""), env or []
     if not versions and not given:
         raise typer.BadParameter("no version is given", param_hint="--dsl, --env")
@@ -562,9 +645,9 @@ def _executor(
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Any]:
-    """A bar on a terminal while kernels are made; in a log a line for each part of the work."""
+    """A bar on a terminal while kernels are made; in a log a line now and then."""
     if not sys.stderr.isatty():
-        yield _say_part
+        yield _Said()
         return
     columns = (
         TextColumn("{task.fields[what]}"),
@@ -588,9 +671,22 @@ def _progress() -> Iterator[Any]:
         yield show
 
 
-def _say_part(what: str, done: int, total: int, stem: str) -> None:
-    if done == 1 and total > 1:
-        print(f"{what} {total} kernels", file=sys.stderr, flush=True)
+class _Said:
+    """Says in a log what is done: a line when a part of the work begins, and then now and then."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, what: str, done: int, total: int, stem: str) -> None:
+        now = time.monotonic()
+        if done == 1 and total > 1:
+            self._say(f"{what} {total} kernels", now)
+        elif now - self._last >= SAY_SECONDS and 1 < done < total:
+            self._say(f"{what} kernels: {done} of {total}", now)
+
+    def _say(self, text: str, now: float) -> None:
+        print(text, file=sys.stderr, flush=True)
+        self._last = now
 
 
 def _export(result: BuildResult, folder: Path, executor: Executor) -> None:

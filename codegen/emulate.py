@@ -122,6 +122,11 @@ def run(
         print(as_json_text(outcomes))
     else:
         evaluation.print_table(lambda plain: table(outcomes, plain=plain))
+        if choice.timeline is not None:
+            print(
+                f"{choice.timeline}: one case under one schedule, replayed; nothing is"
+                " recorded"
+            )
     if text := failures(outcomes):
         raise CheckFailed(text)
     return outcomes

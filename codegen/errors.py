@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ CODES: dict[str, str] = {
     "FG023": "a number with too many digits",
     "FG024": "a fraction that is not plain decimal, or not finite",
     "FG025": "a YAML type that no field takes",
+    "FG026": "specs in a folder inside a folder of specs",
     # One field.
     "FG101": "unknown key",
     "FG102": "a required key is missing",
@@ -64,6 +66,7 @@ CODES: dict[str, str] = {
 }
 """Every diagnostic's code with its meaning in one line."""
 
+_MOST_SHOWN = 20  # of the diagnostics of one file
 _LONGEST_QUOTE = 40  # [characters] of a value or key repeated in a message
 
 
@@ -129,7 +132,14 @@ class SpecError(FmhaGenError):
         super().__init__(self.diagnostics)  # as `args`, so that it survives pickling
 
     def __str__(self) -> str:
-        return "\n".join(diagnostic.render() for diagnostic in self.diagnostics)
+        lines = []
+        by_path = itertools.groupby(self.diagnostics, lambda one: one.location.path)
+        for path, group in by_path:
+            shown = [diagnostic.render() for diagnostic in group]
+            lines += shown[:_MOST_SHOWN]
+            if more := len(shown) - _MOST_SHOWN:
+                lines += [f"{path}: {more} more"] if more > 0 else []
+        return "\n".join(lines)
 
 
 class UsageProblem(FmhaGenError):

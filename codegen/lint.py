@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TypeGuard
+from typing import Any, TypeGuard, TypeVar
 
 from .arch import ARCHITECTURES
 from .render import body_digest, stated_digests
@@ -69,6 +69,7 @@ _FORMULA_NAMES = {
 }
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+_NodeT = TypeVar("_NodeT", bound=ast.AST)
 _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
 
 
@@ -78,6 +79,38 @@ class Finding:
 
     line: int
     message: str
+
+
+class _Nodes:
+    """All nodes of a tree by their type: rules look at few of them, and a walk takes long."""
+
+    def __init__(self, tree: ast.AST) -> None:
+        self._of_type: dict[type, list[Any]] = {}
+        todo = [tree]
+        for node in todo:  # which grows meanwhile
+            self._of_type.setdefault(type(node), []).append(node)
+            todo += _children(node)
+
+    def of(self, one: type[_NodeT]) -> list[_NodeT]:
+        """The nodes of this very type."""
+        return self._of_type.get(one, [])
+
+    @property
+    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        """All functions with a name."""
+        return [*self.of(ast.FunctionDef), *self.of(ast.AsyncFunctionDef)]
+
+
+def _children(node: ast.AST) -> list[ast.AST]:
+    """The nodes directly below one, contexts left out."""
+    found: list[ast.AST] = []
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, list):
+            found += [each for each in value if isinstance(each, ast.AST)]
+        elif isinstance(value, ast.AST) and name != "ctx":
+            found.append(value)
+    return found
 
 
 def lint(text: str) -> list[Finding]:
@@ -90,13 +123,14 @@ def lint(text: str) -> list[Finding]:
             [*findings, Finding(error.lineno or 1, f"does not parse: {error.msg}")]
         )
     lines = text.splitlines()
+    nodes = _Nodes(tree)
     findings += _length(tree, lines)
     constants = _constants(tree, lines)
-    findings += _imports(tree)
-    findings += _names(tree)
-    findings += _symbols(tree)
-    findings += _unused(tree, _used_in_formulas(constants, lines))
-    findings += _numbers(tree, constants)
+    findings += _imports(nodes)
+    findings += _names(nodes)
+    findings += _symbols(nodes)
+    findings += _unused(tree, nodes, _used_in_formulas(constants, lines))
+    findings += _numbers(tree, nodes, constants)
     findings += _formulas(constants, lines)
     return sorted(set(findings))
 
@@ -148,85 +182,83 @@ def _digest(text: str) -> Iterator[Finding]:
         yield Finding(1, "body digest in the header is not the body's")
 
 
-def _imports(tree: ast.Module) -> Iterator[Finding]:
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom):
-            modules = [node.module or ""] if node.level == 0 else ["."]
-        elif isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        else:
-            continue
+def _imports(nodes: _Nodes) -> Iterator[Finding]:
+    functions = [
+        (each.lineno, each.end_lineno or each.lineno) for each in nodes.functions
+    ]
+    imported = [
+        (node.lineno, [alias.name for alias in node.names])
+        for node in nodes.of(ast.Import)
+    ]
+    for node in nodes.of(ast.ImportFrom):
+        module = (node.module or "") if node.level == 0 else "."
+        imported.append((node.lineno, [module]))
+    for line, modules in imported:
+        allowed = IMPORTS | sys.stdlib_module_names
+        if any(first <= line <= last for first, last in functions):
+            allowed |= IMPORTS_IN_FUNCTIONS
         for module in modules:
-            root = module.split(".")[0]
-            allowed = IMPORTS | sys.stdlib_module_names
-            if id(node) in inside:
-                allowed |= IMPORTS_IN_FUNCTIONS
-            if root not in allowed:
-                yield Finding(node.lineno, f"imports {module}")
+            if module.split(".")[0] not in allowed:
+                yield Finding(line, f"imports {module}")
 
 
-def _names(tree: ast.Module) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        used: list[str] = []
-        if isinstance(node, ast.Name):
-            used = [node.id]
-        elif isinstance(node, ast.Attribute):
-            used = [node.attr]
-        elif isinstance(node, ast.alias):
-            used = node.name.split(".")
-        elif isinstance(node, ast.ImportFrom):
-            used = (node.module or "").split(".")
-        for name in used:
-            if name in FORBIDDEN_NAMES:
-                # `lineno` of an alias is absent before Python 3.10 only.
-                yield Finding(
-                    getattr(node, "lineno", 1), f"{name} {FORBIDDEN_NAMES[name]}"
-                )
+def _names(nodes: _Nodes) -> Iterator[Finding]:
+    used = [(node.lineno, node.id) for node in nodes.of(ast.Name)]
+    used += [(node.lineno, node.attr) for node in nodes.of(ast.Attribute)]
+    for alias in nodes.of(ast.alias):
+        used += [(alias.lineno, name) for name in alias.name.split(".")]
+    for node in nodes.of(ast.ImportFrom):
+        used += [(node.lineno, name) for name in (node.module or "").split(".")]
+    for line, name in used:
+        if name in FORBIDDEN_NAMES:
+            yield Finding(line, f"{name} {FORBIDDEN_NAMES[name]}")
 
 
-def _symbols(tree: ast.Module) -> Iterator[Finding]:
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-            and "cutlass" in node.name.lower()
-        ):
+def _symbols(nodes: _Nodes) -> Iterator[Finding]:
+    for node in (*nodes.functions, *nodes.of(ast.ClassDef)):
+        if "cutlass" in node.name.lower():
             yield Finding(
                 node.lineno, f"{node.name}: a symbol must not hold the word cutlass"
             )
 
 
-def _unused(tree: ast.Module, in_formulas: frozenset[str]) -> Iterator[Finding]:
+def _unused(
+    tree: ast.Module, nodes: _Nodes, in_formulas: frozenset[str]
+) -> Iterator[Finding]:
     """Names that a scope binds and nothing reads, in it or below. `_` marks a name as ignored.
 
     A constant that only the formula of another one reads is used: it explains that one.
     """
-    attributes = {
-        node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
-    }
-    loaded_anywhere = attributes | _loaded(tree)
-    for scope in ast.walk(tree):
-        if not isinstance(scope, _Scope):
-            continue
+    loaded = _loaded(tree)
+    anywhere = loaded[tree] | {node.attr for node in nodes.of(ast.Attribute)}
+    for scope, here in loaded.items():
         # Members of a class are reached as attributes, from anywhere.
-        loaded = loaded_anywhere if isinstance(scope, ast.ClassDef) else _loaded(scope)
+        read = anywhere if isinstance(scope, ast.ClassDef) else here
         for name, line, kind in _bindings(scope):
             public = isinstance(scope, ast.Module) and name in PUBLIC | in_formulas
-            if name not in loaded and not name.startswith("_") and not public:
+            if name not in read and not name.startswith("_") and not public:
                 yield Finding(line, f"{kind} {name} is not used")
 
 
-def _loaded(scope: ast.AST) -> set[str]:
-    return {
-        node.id
-        for node in ast.walk(scope)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    }
+def _loaded(tree: ast.Module) -> dict[_Scope, set[str]]:
+    """The names that each scope reads, in it or below."""
+    found: dict[_Scope, set[str]] = {}
+
+    def look(node: ast.AST, names: set[str]) -> None:
+        if isinstance(node, ast.Name):
+            if isinstance(node.ctx, ast.Load):
+                names.add(node.id)
+            return
+        inner = names
+        if isinstance(node, _Scope):
+            inner = found[node] = set()
+        for child in _children(node):
+            look(child, inner)
+        if inner is not names:
+            names |= inner
+
+    look(tree, set())
+    return found
 
 
 def _bindings(scope: _Scope) -> Iterator[tuple[str, int, str]]:
@@ -258,7 +290,7 @@ def _bindings(scope: _Scope) -> Iterator[tuple[str, int, str]]:
                     yield alias.asname or alias.name.split(".")[
                         0
                     ], node.lineno, "import"
-        todo.extend(ast.iter_child_nodes(node))
+        todo += _children(node)
 
 
 def _constants(tree: ast.Module, lines: list[str]) -> list[ast.Assign]:
@@ -288,14 +320,16 @@ def _constants(tree: ast.Module, lines: list[str]) -> list[ast.Assign]:
     return block
 
 
-def _numbers(tree: ast.Module, constants: list[ast.Assign]) -> Iterator[Finding]:
+def _numbers(
+    tree: ast.Module, nodes: _Nodes, constants: list[ast.Assign]
+) -> Iterator[Finding]:
     """Number literals outside the constants block and the SPEC."""
     exempt: set[int] = set()
     for statement in tree.body:
         if _assigns(statement, "SPEC") or statement in constants:
             exempt |= {id(child) for child in ast.walk(statement)}
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Constant) or id(node) in exempt:
+    for node in nodes.of(ast.Constant):
+        if id(node) in exempt:
             continue
         value = node.value
         if isinstance(value, bool) or not isinstance(value, int | float | complex):

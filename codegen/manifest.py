@@ -2,7 +2,8 @@
 """`generated/MANIFEST.lock`: which kernels the last build left, and from what.
 
 Line 1 says which tools decide the bytes; then one line per kernel, sorted: file, digest of the
-spec, digest of the body, digest of the templates it depends on. Versions live here and not in
+spec, digest of the body, digest of the text that the templates gave before it was formatted, which
+takes most of a build's time and is not done again for the same text. Versions live here and not in
 the kernels, so that a release that changes no output changes one line.
 """
 
@@ -29,7 +30,7 @@ class Entry:
 
     spec: str
     body: str
-    closure: str
+    rendered: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ def tools_line(*, fmha_gen: str, black: str, jinja2: str, dsl: str) -> str:
 def dump(manifest: Manifest) -> str:
     """The text of the lock."""
     lines = [
-        f"{file} {entry.spec} {entry.body} {entry.closure}"
+        f"{file} {entry.spec} {entry.body} {entry.rendered}"
         for file, entry in sorted(manifest.entries.items())
     ]
     return "\n".join([manifest.tools, *lines]) + "\n"

@@ -7,19 +7,19 @@ header, so that any copy of the file can be told intact, edited or out of date b
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
-import hashlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
-import jinja2.meta
 
 from .errors import CheckFailed
-from .verify import SPEC_DIGITS, sha256
+from .verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from .verify import Digests as Digests
 from .verify import body_digest as body_digest
 from .verify import stated_digests as stated_digests
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
+_KEPT_PIECES = 4096  # formatted, some kilobytes each
 
 
 @functools.cache
@@ -57,9 +58,27 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
 
 def render_kernel(plan: KernelPlan) -> str:
     """Return the whole text of a plan's kernel: rendered, formatted, with its digests."""
+    return finish(format_source(render_source(plan)), plan.spec_file.digest)
+
+
+def render_source(plan: KernelPlan) -> str:
+    """Return the text of a plan's kernel as the templates give it."""
     values = {**plan.context, "digest_line": DIGEST_PLACEHOLDER}
-    text = format_source(render_template(kernel_template(plan), values))
-    return finish(text, plan.spec_file.digest)
+    return render_template(kernel_template(plan), values)
+
+
+def is_formatted(text: str, source: str, spec_digest: str) -> bool:
+    """Whether a kernel's text is `source`, as a build finished it, up to the layout.
+
+    Comments count, the digest of the body does too.
+    """
+    stated = stated_digests(text)
+    return (
+        stated is not None
+        and stated.spec == spec_digest[:SPEC_DIGITS]
+        and stated.body == body_digest(text)
+        and same_but_layout(without_digests(text, f"{DIGEST_PLACEHOLDER}\n"), source)
+    )
 
 
 def kernel_template(plan: KernelPlan) -> str:
@@ -84,7 +103,48 @@ def render_template(
 
 
 def format_source(text: str) -> str:
-    """Format Python text with black: default style, target 3.10. Black is pinned exactly."""
+    """Format Python text with black: default style, target 3.10. Black is pinned exactly.
+
+    Functions and classes at the top are formatted apart, each once: kernels share most of theirs,
+    and what black makes of one depends on nothing around it. Only the empty lines between them do,
+    so short stand-ins take their places while the rest is formatted.
+    """
+    lines = re.findall(r".*\n|.+\Z", text)  # as Python counts them
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise CheckFailed(f"rendered text is not Python: {error}") from error
+    rest: list[str] = []
+    taken = 0
+    pieces: dict[str, str] = {}
+    for node in body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
+        piece = "".join(lines[first : node.end_lineno])
+        stand_in = _stand_in(node, len(pieces))
+        pieces[stand_in] = _black(piece)
+        rest += [*lines[taken:first], stand_in]
+        taken = node.end_lineno or 0
+    formatted = _black("".join([*rest, *lines[taken:]]))
+    for stand_in, piece in pieces.items():
+        before, found, after = formatted.partition(stand_in)
+        if not found:  # two statements in a line, or the like: no text of ours
+            return _black(text)
+        formatted = f"{before}{piece}{after}"
+    return formatted
+
+
+def _stand_in(node: ast.FunctionDef | ast.ClassDef, number: int) -> str:
+    """A statement of the same kind, already formatted, that is nowhere else in the text."""
+    head = "class " if isinstance(node, ast.ClassDef) else "def "
+    call = ":" if isinstance(node, ast.ClassDef) else "():"
+    decorator = "@piece\n" if node.decorator_list else ""
+    return f"{decorator}{head}_piece_{number}_{call}\n    body\n"
+
+
+@functools.lru_cache(_KEPT_PIECES)
+def _black(text: str) -> str:
     # Here: most builds find their text in the cache and need no formatter.
     import black
     from black.mode import TargetVersion
@@ -102,42 +162,6 @@ def format_source(text: str) -> str:
             gc.enable()
 
 
-def template_closure(
-    name: str, *, env: jinja2.Environment | None = None
-) -> tuple[str, ...]:
-    """The template and all it includes, imports or extends, at any depth, sorted.
-
-    Raises CheckFailed for a missing template and for a name that only a run would tell.
-    """
-    env = env or _environment()
-    found: set[str] = set()
-    todo = [name]
-    while todo:
-        current = todo.pop()
-        if current in found:
-            continue
-        found.add(current)
-        for referenced in jinja2.meta.find_referenced_templates(
-            env.parse(_source(env, current))
-        ):
-            if referenced is None:
-                raise CheckFailed(
-                    f"template {current}: includes a template by a computed name"
-                )
-            todo.append(referenced)
-    return tuple(sorted(found))
-
-
-def closure_digest(name: str, *, env: jinja2.Environment | None = None) -> str:
-    """The sha256 over names and texts of a template's closure."""
-    env = env or _environment()
-    digest = hashlib.sha256()
-    for member in template_closure(name, env=env):
-        text = _source(env, member).encode()
-        digest.update(f"{member}\0{len(text)}\0".encode() + text)
-    return digest.hexdigest()
-
-
 def finish(text: str, spec_digest: str) -> str:
     """Put both digests where the header has the placeholder line; the text is final afterwards."""
     placeholder = f"{DIGEST_PLACEHOLDER}\n"
@@ -153,15 +177,6 @@ def finish(text: str, spec_digest: str) -> str:
 @functools.cache
 def _environment() -> jinja2.Environment:
     return environment()
-
-
-def _source(env: jinja2.Environment, name: str) -> str:
-    if env.loader is None:
-        raise CheckFailed(f"template {name}: not found")
-    try:
-        return env.loader.get_source(env, name)[0]
-    except jinja2.TemplateNotFound as error:
-        raise CheckFailed(f"template {name}: not found") from error
 
 
 def _place(error: BaseException, name: str) -> str:

@@ -32,7 +32,8 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, PydanticCustomError, core_schema
 
-from . import names, specfile
+from . import names, specfile, vocabulary
+from . import schema as across_fields
 from .arch import ARCHITECTURES
 from .errors import Diagnostic, Location, SpecError, Violation, quoted, shown
 from .specfile import Document, FieldPath
@@ -65,10 +66,12 @@ class Accepts:
 
     `text` says it in words and `types` are the exact types a value can have; for a `Literal` both
     follow from it. The types are compared here because Pydantic takes `True` for `Literal[1]`.
+    `field` is the name by which the vocabulary knows words that it might be given.
     """
 
     text: str = ""
     types: tuple[type, ...] = ()
+    field: str = ""
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -84,7 +87,11 @@ class Accepts:
             try:
                 return inner(value)
             except ValidationError:
-                hint = _did_you_mean(value, words) or _unquote_hint(value, types)
+                hint = (
+                    vocabulary.of_value(self.field, value)
+                    or _did_you_mean(value, words)
+                    or _unquote_hint(value, types)
+                )
                 raise _refusal("FG104", text, value, hint) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
@@ -104,6 +111,7 @@ class Block(Accepts):
 
     expand: Callable[[Any], dict[str, Any]] | None = None
     short: Any = None
+    hint: str = ""  # to who gives something else
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -112,9 +120,8 @@ class Block(Accepts):
             if isinstance(value, (dict, source)):
                 return value
             if self.expand is None or type(value) not in self.types:
-                raise _refusal(
-                    "FG103", self.text, value, _unquote_hint(value, self.types)
-                )
+                hint = self.hint or _unquote_hint(value, self.types)
+                raise _refusal("FG103", self.text, value, hint)
             return self.expand(value)
 
         model = handler(source)
@@ -218,13 +225,13 @@ class Spec(_Model):
 
     model_config = ConfigDict(title="fmha-gen spec")
 
-    arch: Annotated[Literal["sm90", "sm100"], Accepts()] = Field(
+    arch: Annotated[Literal["sm90", "sm100"], Accepts(field="arch")] = Field(
         description="The GPU architecture it is generated for."
     )
-    op: Annotated[Literal["fmha_fwd"], Accepts()] = Field(
+    op: Annotated[Literal["fmha_fwd"], Accepts(field="op")] = Field(
         description="What it computes."
     )
-    dtype: Annotated[Literal["bf16", "fp16"], Accepts()] = Field(
+    dtype: Annotated[Literal["bf16", "fp16"], Accepts(field="dtype")] = Field(
         description="Element type of Q, K, V and O."
     )
     head_dim: Annotated[
@@ -248,14 +255,19 @@ class Spec(_Model):
         default=Seqlen(),
         description="Sequence lengths, fixed or dynamic; a single value is that of q and kv.",
     )
-    heads: Annotated[Heads, Block("a mapping with q_per_kv")] = Field(
-        default=Heads(), description="How query heads share KV heads."
-    )
+    heads: Annotated[
+        Heads,
+        Block(
+            "a mapping with q_per_kv",
+            hint="write heads: {q_per_kv: N}, the query heads per KV head; how many heads"
+            " there are is known at run time",
+        ),
+    ] = Field(default=Heads(), description="How query heads share KV heads.")
     pack_gqa: Annotated[bool, Accepts("true or false", (bool,))] = Field(
         default=False,
         description="Rows of a query tile are those of all query heads of a KV head.",
     )
-    mask: Annotated[Literal["none", "causal"], Accepts()] = Field(
+    mask: Annotated[Literal["none", "causal"], Accepts(field="mask")] = Field(
         default="none",
         description="Which scores count; causal is aligned at the bottom right.",
     )
@@ -285,9 +297,11 @@ class Spec(_Model):
     stages: Annotated[Stages, Block("a mapping with q and kv")] = Field(
         default=Stages(), description="Pipeline depths; planned when left out."
     )
-    schedule: Annotated[Literal["persistent", "single"], Accepts()] = Field(
-        default="persistent",
-        description="How CTAs get their work tiles: one after the other, or a single one.",
+    schedule: Annotated[Literal["persistent", "single"], Accepts(field="schedule")] = (
+        Field(
+            default="persistent",
+            description="How CTAs get their work tiles: one after the other, or a single one.",
+        )
     )
 
     @model_validator(mode="after")
@@ -375,7 +389,17 @@ def load_all(
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of a spec file, for editors."""
     body = Spec.model_json_schema(schema_generator=_SchemaGenerator)
-    return {"$schema": _SchemaGenerator.schema_dialect, **body}
+    defaults = {
+        name: field.default
+        for name, field in Spec.model_fields.items()
+        if not field.is_required()
+    }
+    return {
+        "$schema": _SchemaGenerator.schema_dialect,
+        "$id": across_fields.ID,
+        **body,
+        "allOf": across_fields.rules(defaults),
+    }
 
 
 class _SchemaGenerator(GenerateJsonSchema):
@@ -423,7 +447,8 @@ def _load(file: Path) -> SpecFile:
     try:
         text = specfile.read(file)
     except SpecError as error:
-        raise SpecError([*_name_diagnostics(file), *error.diagnostics]) from None
+        named = _name_diagnostics(file) if file.exists() else []
+        raise SpecError([*named, *error.diagnostics]) from None
     return loads(file, text)
 
 
@@ -432,7 +457,7 @@ def _name_diagnostics(file: Path) -> list[Diagnostic]:
     violations = names.stem_violations(file.stem)
     if file.suffix != specfile.SUFFIX:
         message = f"a spec file's name ends in {specfile.SUFFIX}, not in {quoted(file.suffix)}"
-        hint = f"rename it {file.stem}{specfile.SUFFIX}"
+        hint = f"rename it {file.stem.lower()}{specfile.SUFFIX}"
         violations.append(Violation("FG304", (), message, hint))
     return [_placed(violation, {(): Location(str(file))}) for violation in violations]
 
@@ -472,6 +497,8 @@ def _refused_by_architecture(spec: Spec) -> Iterator[Violation]:
         words = [_in_yaml(name, each) for each in taken if each is not None]
         ways = [f"set {name}: {_either(words)}"] if words else []
         ways += ["leave it out"] if None in taken else []
+        if spec.cta_group == 1 and value in architecture.takes_of_pairs.get(name, ()):
+            ways.append("take cta_group: 2 with cluster: [2, 1]")
         message = f"{name}: {_in_yaml(name, value)} is not generated for {whose}"
         yield Violation("FG205", field, message, ", or ".join(ways))
 
@@ -537,7 +564,9 @@ def _diagnose(details: ErrorDetails, document: Document) -> Iterator[Diagnostic]
         *parents, key = path
         known = sorted(_fields(parents))
         inside = f" in {'.'.join(parents)}" if parents else ""
-        hints = [_did_you_mean(key, known), f"accepted: {', '.join(known)}"]
+        meant = vocabulary.of_key(key) or _did_you_mean(key, known)
+        end = "" if meant.endswith("?") else ";"
+        hints = [f"{meant}{end}" if meant else "", f"accepted: {', '.join(known)}"]
         yield Diagnostic(
             document.keys[path],
             "FG101",
@@ -587,7 +616,8 @@ def _did_you_mean(value: object, words: Sequence[str]) -> str:
     if not isinstance(value, str):
         return ""
     close = difflib.get_close_matches(value, words, n=1, cutoff=_CLOSE)
-    return f"did you mean {close[0]}?" if close else ""
+    hints = [f"did you mean {close[0]}?"] if close else []
+    return "; ".join([*filter(None, [vocabulary.foreign_letter(value)]), *hints])
 
 
 def _unquote_hint(value: object, types: tuple[type, ...]) -> str:

@@ -52,6 +52,7 @@ _REFUSED_TAG = "!refused"  # marks a node that already has its diagnostic
 _LINE_BREAK = re.compile(r"\r\n|\r|\n")
 # YAML 1.1 also breaks lines at these, editors do not: a line number would have two meanings.
 _MISLEADING = re.compile("[\x85\u2028\u2029]")
+_OP = re.compile(rb"^op:", re.MULTILINE)
 _PLAIN_INT = re.compile(r"-?(?:0|[1-9][0-9]*)")
 _PLAIN_FLOAT = re.compile(r"[-+]?[0-9]+\.[0-9]*(?:[eE][-+][0-9]+)?")
 
@@ -77,13 +78,16 @@ class Document:
 def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Diagnostic]]:
     """Return the spec files that `paths` (files and folders) name, sorted, each once.
 
-    A folder stands for the YAML files directly in it, hidden ones left out.
+    A folder stands for the YAML files directly in it, hidden ones left out. Specs in a folder
+    inside it are refused, unless that is named as well: they would be passed over in silence.
     """
+    given = {Path(path) for path in paths}
     found: dict[tuple[Path, str], Path] = {}
     diagnostics = []
-    for path in sorted({Path(path) for path in paths}, key=str):
+    for path in sorted(given, key=str):
         try:
             files = _in_folder(path) if path.is_dir() else [path]
+            diagnostics += _passed_over(path, given)
             for file in files:
                 found.setdefault((file.parent.resolve(), file.name), file)
         except (OSError, ValueError) as error:
@@ -173,8 +177,35 @@ def _in_folder(folder: Path) -> list[Path]:
     return sorted(
         entry
         for entry in folder.iterdir()
-        if entry.suffix in (SUFFIX, ".yml") and not entry.name.startswith(".")
+        if entry.suffix.lower() in (SUFFIX, ".yml") and not entry.name.startswith(".")
     )
+
+
+def _passed_over(folder: Path, paths: Iterable[Path]) -> list[Diagnostic]:
+    """What is to be said of folders in one that hold specs and are not among the paths."""
+    named = {path.resolve() for path in paths}
+    inside = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [
+        Diagnostic(
+            Location(str(entry)),
+            "FG026",
+            "a folder with specs inside a folder of specs is not looked into",
+            f"name it as well: {folder} {entry}",
+        )
+        for entry in inside
+        if entry.is_dir()
+        and not entry.name.startswith(".")
+        and entry.resolve() not in named
+        and any(map(_looks_like_a_spec, _in_folder(entry)))
+    ]
+
+
+def _looks_like_a_spec(file: Path) -> bool:
+    """Whether a YAML file is meant for us; there are many others."""
+    try:
+        return file.is_file() and _OP.search(file.read_bytes()[:MAX_BYTES]) is not None
+    except OSError:
+        return False
 
 
 def _read(path: Path) -> bytes:
@@ -193,7 +224,12 @@ def _unreadable(path: Path, error: OSError | ValueError) -> Diagnostic:
     reason = (
         error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     )
-    return Diagnostic(Location(str(path)), "FG001", f"cannot be read: {reason}")
+    hint = ""
+    if isinstance(error, FileNotFoundError) and not path.is_symlink():
+        hint = (
+            "fmha-gen kernels lists packaged kernels, whose names stand for their specs"
+        )
+    return Diagnostic(Location(str(path)), "FG001", f"cannot be read: {reason}", hint)
 
 
 def _place(path: str, before: str) -> Location:

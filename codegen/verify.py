@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Says of copies of kernels, wherever they lie, whether they are still what fmha-gen wrote.
 
-    python verify.py PATH... [--against DIR] [--json]
+    python verify.py PATH... [--against DIR] [--json] [--or-none]
 
 This one file is enough: it needs Python and its standard library. What a copy is held against is
 the `VENDOR.lock` in its folder, which `fmha-gen vendor` wrote. Without a lock the digest in the
@@ -40,6 +40,7 @@ _PART_DIGITS = (
     8  # a part's digest only says where; the file's, which is whole, says whether
 )
 _HEADER_BYTES = 4096  # the digest line stands in them
+_README, _VENDORED = "README.md", "Copied by `fmha-gen vendor`"
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules"})
 _GENERATED = "generated"  # the folder of kernels in a checkout
 
@@ -59,6 +60,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _KEPT_PIECES = 4096
+_DOCSTRING, _IMPORTS = "(docstring)", "(imports)"  # parts without a name of their own
 
 # Versions of Python differ in these, and none says what a program does.
 _IGNORED_FIELDS = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
@@ -67,6 +69,10 @@ _WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionD
 
 class Unverifiable(Exception):
     """What was asked for cannot be looked at; `str()` is the line for the user."""
+
+
+class NothingThere(Unverifiable):
+    """A folder or file that is nothing of ours."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,9 @@ class Entry(NamedTuple):
 
     sha256: str
     parts: tuple[tuple[str, str], ...]  # (name, digest), in the file's order
+
+
+_GONE = Entry("", ())  # of a file that should be there, whatever it said
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,12 @@ class Finding:
 
 def body_digest(text: str) -> str:
     """The sha256 of a file's text without its (first) digest line."""
-    return sha256(_DIGEST_LINE.sub("", text, count=1))
+    return sha256(without_digests(text))
+
+
+def without_digests(text: str, instead: str = "") -> str:
+    """A file's text with its (first) digest line replaced; instead: lines with their ends."""
+    return _DIGEST_LINE.sub(instead, text, count=1)
 
 
 def stated_digests(text: str) -> Digests | None:
@@ -173,30 +187,73 @@ def sha256(data: str | bytes) -> str:
 def parts_of(path: str, text: str) -> list[Part]:
     """The parts of a file in their order, with digests that its layout does not change.
 
-    In Python: of each top-level name what its syntax tree and its comments say; imports count as
-    one part, as do statements that name nothing. Any other file is one part, white space aside.
+    In Python: of each top-level name what its syntax tree and the comments in it say; imports count
+    as one part, in any order, as do statements that name nothing, and the comments above each of
+    these. Any other file is one part, white space aside.
     Raises SyntaxError where a Python file is none.
     """
     if not path.endswith(".py"):
         return [Part("(text)", _short("".join(text.split())), 1, text.count("\n") + 1)]
+    said, lines = _said(text)
+    return [
+        Part(name, _short("\n".join(words)), *lines[name])
+        for name, words in said.items()
+    ]
+
+
+def same_but_layout(text: str, other: str) -> bool:
+    """Whether two Python files say the same, comments included, and differ in layout at most.
+
+    The words themselves are compared: digests as short as a part's can be forged.
+    """
+    try:
+        ours, theirs = _said(text)[0], _said(other)[0]
+    except (SyntaxError, ValueError):
+        return False
+    return list(ours.items()) == list(theirs.items())
+
+
+def _said(text: str) -> tuple[dict[str, list[str]], dict[str, tuple[int, int]]]:
+    """What each part of a Python file says, in the file's order, and its lines."""
     text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
     statements, comments = _read_python(text)
     said: dict[str, list[str]] = {}
     lines: dict[str, tuple[int, int]] = {}
-    for name, words, first, last in statements:
+
+    def add(name: str, words: str, first: int, last: int) -> None:
         said.setdefault(name, []).append(words)
         lines[name] = lines.get(name, (first, last))[0], last
-    spans = sorted((last, name) for name, _, _, last in statements)
+
+    for name, words, first, last in statements:
+        add(name, words, first, last)
+    if _IMPORTS in said:
+        said[_IMPORTS] = _in_any_order(said[_IMPORTS])
+    spans = sorted((last, first, name) for name, _, first, last in statements)
     for line, comment in comments:
-        # A comment belongs to what it stands in or before.
-        place = bisect.bisect_left(spans, (line, ""))
-        name = spans[place][1] if place < len(spans) else "(end)"
-        said.setdefault(name, []).append(f"#{comment}")
-    end = text.count("\n")
-    return [
-        Part(name, _short("\n".join(words)), *lines.get(name, (end, end)))
-        for name, words in said.items()
-    ]
+        # A comment belongs to what it stands in, else it is a part above what follows.
+        place = bisect.bisect_left(spans, (line, 0, ""))
+        if place == len(spans):
+            add("(end)", f"#{comment}", line, line)
+        elif line >= spans[place][1]:
+            said[spans[place][2]].append(f"#{comment}")
+        else:
+            add(_above(spans[place][2]), f"#{comment}", line, line)
+    return said, lines
+
+
+def _above(name: str) -> str:
+    """The part of the comments that stand before another part."""
+    return "(first-lines)" if name == _DOCSTRING else f"(above-{name.strip('()')})"
+
+
+def _in_any_order(imports: list[str]) -> list[str]:
+    """Names that are imported, sorted: formatters group and order them, which changes nothing.
+
+    Unless two of them bind the same name, of which the last one counts.
+    """
+    names = [name for words in imports for name in words.split("\n")]
+    bound = {name.rpartition(" ")[2] for name in names}
+    return sorted(names) if len(bound) == len(names) else names
 
 
 def _read_python(text: str) -> tuple[list[_Statement], list[tuple[int, str]]]:
@@ -220,7 +277,7 @@ def _read_python(text: str) -> tuple[list[_Statement], list[tuple[int, str]]]:
             found.append(_Statement(name, words, first + before, last + before))
     # Only the first string of a file is its docstring.
     found[1:] = [
-        one._replace(name="(statements)") if one.name == "(docstring)" else one
+        one._replace(name="(statements)") if one.name == _DOCSTRING else one
         for one in found[1:]
     ]
     return found, comments
@@ -267,9 +324,9 @@ def _name_of(statement: ast.stmt) -> str:
     if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return statement.name
     if isinstance(statement, (ast.Import, ast.ImportFrom)):
-        return "(imports)"
+        return _IMPORTS
     if _docstring([statement]) is not None:
-        return "(docstring)"
+        return _DOCSTRING
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     if isinstance(statement, ast.AnnAssign):
         targets = [statement.target]
@@ -287,9 +344,21 @@ def _described(statement: ast.stmt) -> list[str]:
     docstring = _docstring([statement])
     if docstring is not None:
         return [docstring]
+    if isinstance(statement, ast.ImportFrom):
+        module = f"from {'.' * statement.level}{statement.module or ''} "
+        return [f"{module}{each}" for each in map(_imported, statement.names)]
+    if isinstance(statement, ast.Import):
+        return [_imported(alias) for alias in statement.names]
     out: list[str] = []
     _append(statement, out)
     return out
+
+
+def _imported(alias: ast.alias) -> str:
+    """A name that is imported, last the one that it binds."""
+    if alias.asname is not None:
+        return f"import {alias.name} as {alias.asname}"
+    return f"import {alias.name} : {alias.name.partition('.')[0]}"
 
 
 def _append(value: object, out: list[str]) -> None:
@@ -459,7 +528,7 @@ def verify(paths: Sequence[Path], against: Path | None = None) -> list[Finding]:
     for path in paths:
         subjects = dict(_in_folder(path) if path.is_dir() else _single(path))
         if not subjects:
-            raise Unverifiable(f"{path}: holds no kernel of fmha-gen and no {LOCK}")
+            raise NothingThere(f"{path}: holds no kernel of fmha-gen and no {LOCK}")
         for file, (name, entry) in subjects.items():
             if entry is not None or file not in found:
                 found[file] = name, entry
@@ -498,8 +567,17 @@ def _in_folder(root: Path) -> Iterator[tuple[Path, tuple[str, Entry | None]]]:
                 yield folder / file, (file, None)
         if LOCK in files:
             locked.append(folder)
+        elif _was_vendored(folder, files):
+            yield folder / LOCK, (LOCK, _GONE)
     for folder in locked:
         yield from _locked(folder)
+
+
+def _was_vendored(folder: Path, files: Sequence[str]) -> bool:
+    """Whether a folder's README is that of `fmha-gen vendor`, which never comes without a lock."""
+    if _README not in files:
+        return False
+    return _VENDORED in _text((folder / _README).read_bytes()[:_HEADER_BYTES])
 
 
 def _locked(folder: Path) -> Iterator[tuple[Path, tuple[str, Entry | None]]]:
@@ -551,15 +629,20 @@ def _text(data: bytes) -> str:
 # --- for people and for machines
 
 
-def run(paths: Sequence[Path], *, against: Path | None, as_json: bool) -> int:
+def run(
+    paths: Sequence[Path], *, against: Path | None, as_json: bool, or_none: bool = False
+) -> int:
     """Print what is so of the paths. Returns the exit status.
 
     0: all are as written, reformatted ones included, and none is out of date. 1: some are not. 2:
-    there is nothing to look at.
+    there is nothing to look at; or_none: which is as good as if all were as written.
     """
     gc.disable()  # trees have no cycles, and to look for some doubles the time
     try:
         findings = verify(paths, against)
+    except NothingThere as error:
+        print(error, file=sys.stdout if or_none else sys.stderr)
+        return 0 if or_none else 2
     except (Unverifiable, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -610,8 +693,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--against", metavar="DIR", type=Path, help="a checkout, or a folder of kernels"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--or-none",
+        action="store_true",
+        help="status 0 where no kernel is: a hook comes before the first one",
+    )
     options = parser.parse_args(arguments)
-    return run(options.paths, against=options.against, as_json=options.json)
+    return run(
+        options.paths,
+        against=options.against,
+        as_json=options.json,
+        or_none=options.or_none,
+    )
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import os
 import tempfile
 from pathlib import Path
 
+import jinja2.meta
 import pytest
 from fmha_gen import plan, render
 from fmha_gen.planning.kernel_plan import KernelPlan
@@ -92,6 +93,22 @@ def _closure(distribution: str) -> set[str]:
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 todo.append(requirement.name)
+    return found
+
+
+def template_closure(name: str) -> set[str]:
+    """Return a template and all it includes, imports or extends, at any depth."""
+    environment = render.environment()
+    assert environment.loader is not None
+    found: set[str] = set()
+    todo = [name]
+    while todo:
+        current = todo.pop()
+        if current not in found:
+            found.add(current)
+            text = environment.loader.get_source(environment, current)[0]
+            referenced = jinja2.meta.find_referenced_templates(environment.parse(text))
+            todo += [each for each in referenced if each is not None]
     return found
 
 

@@ -284,7 +284,7 @@ def _rendered(
         return
     files = {file.stem: str(file) for file in specfile.find(paths)[0]}
     plans = build.plan_all(paths, engine)
-    kernels, _ = build.make(plans, engine, compile=False, progress=progress)
+    kernels, _ = build.make(plans, engine, compile=False, progress=progress, out=out)
     for kernel in kernels:
         path = files[kernel.stem]
         if not kernel.text:

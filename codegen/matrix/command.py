@@ -73,6 +73,8 @@ def run(
     versions: such as 4.7.1 or 4.7.x, made by the interpreter `python`; given: VERSION=INTERPRETER.
     Raises CheckFailed with every cell that is not as its kernel's record says.
     """
+    if write is not None:
+        document.require_place(write)
     kernels = [_kernel(path) for path in evaluation.kernel_files(paths, out)]
     found = _distinct(
         [

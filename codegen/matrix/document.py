@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from .. import evaluation, files
-from ..errors import CheckFailed
+from ..errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .cells import Cell
 from .environments import Environment
 
+DATA = ".json"  # ends the name of the data's file
 BEGIN, END = "<!-- matrix: begin -->\n", "<!-- matrix: end -->\n"
 
 
@@ -23,23 +25,46 @@ def show(cells: Sequence[Cell]) -> None:
     evaluation.print_table(lambda plain: evaluation.table(columns, rows, plain=plain))
 
 
-def write(file: Path, cells: Sequence[Cell], found: Sequence[Environment]) -> None:
-    """Put the table between the marks of a Markdown file, and the data into a .json beside it.
+def require_place(file: Path) -> None:
+    """See that a table can be written there, before hours are spent on it.
 
-    Raises CheckFailed when the file is not there or has no marks.
+    Raises UsageProblem, or CheckFailed for a file that is there and has no marks.
     """
+    if file.suffix == DATA:
+        raise UsageProblem(f"{file}: the data goes there; name a Markdown file")
+    folder = file.parent
+    if not folder.is_dir():
+        raise UsageProblem(f"{folder}: no such folder")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise EnvironmentProblem(f"{file}: cannot write there: Permission denied")
+    _around(file)
+
+
+def write(file: Path, cells: Sequence[Cell], found: Sequence[Environment]) -> None:
+    """Put the data into a .json beside a Markdown file, and the table between the file's marks.
+
+    A file that is not there is made. Raises as `require_place`, then with the data written.
+    """
+    data = json.dumps(to_json(cells, found), indent=1, sort_keys=True)
+    with files.writing(file):
+        files.replace(file.with_suffix(DATA), f"{data}\n".encode(), follow=False)
+        before, after = _around(file)
+        table = f"{before}{BEGIN}{markdown(cells)}{END}{after}"
+        files.replace(file, table.encode())
+
+
+def _around(file: Path) -> tuple[str, str]:
+    """What a Markdown file has before and after the table; nothing when it is not there."""
     try:
         text = file.read_text(encoding="utf-8")
-    except OSError as error:
-        raise CheckFailed(f"{file}: cannot be read: {error.strerror}") from error
+    except FileNotFoundError:
+        return "", ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckFailed(f"{file}: cannot be read: {error}") from error
     if (text.count(BEGIN), text.count(END)) != (1, 1):
         raise CheckFailed(f"{file}: no place between {BEGIN.strip()} and {END.strip()}")
     before, _, rest = text.partition(BEGIN)
-    after = rest.partition(END)[2]
-    table = f"{before}{BEGIN}{markdown(cells)}{END}{after}"
-    data = json.dumps(to_json(cells, found), indent=1, sort_keys=True)
-    files.replace(file, table.encode())
-    files.replace(file.with_suffix(".json"), f"{data}\n".encode(), follow=False)
+    return before, rest.partition(END)[2]
 
 
 def markdown(cells: Sequence[Cell]) -> str:

@@ -155,8 +155,21 @@ def _make(folder: Path, dsl: str, version: str, base: str) -> None:
         _output([*pip, "--disable-pip-version-check", *wanted], INSTALL_SECONDS)
         if not folder.exists():  # else somebody else was faster
             work.rename(folder)
+            megabytes = _bytes_of(folder) / 1e6
+            print(
+                f"it takes {megabytes:.0f} MB; rm -r {folder} frees them",
+                file=sys.stderr,
+            )
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(
+        path.stat().st_size
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink()
+    )
 
 
 def _describe(interpreter: str) -> dict[str, Any]:

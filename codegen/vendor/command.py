@@ -74,6 +74,11 @@ def vendor(options: Options) -> Result:
     return result
 
 
+def stems_in(into: Path) -> list[str]:
+    """The kernels that were vendored into a folder; raises CheckFailed for a lock that is none."""
+    return sorted(filter(None, map(_stem, _read_lock(into).entries)))
+
+
 class _Work:
     """The folder file by file; nothing is written before all is known."""
 

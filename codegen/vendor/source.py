@@ -9,12 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import manifest, records, tree
+from .. import manifest, records, shipped, tree
 from ..diff import kernels
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed
 
 UNKNOWN = "uncommitted"  # where no commit holds the files as they are
+PACKAGED = "packaged"  # of an installed package, whose version says which they are
 
 _TOOLS = re.compile(r"fmha-gen==(?P<version>\S+) .* nvidia-cutlass-dsl(?P<dsl>\S+)")
 
@@ -56,6 +57,8 @@ class Source:
 
     def commit(self, stems: Iterable[str]) -> str:
         """The last commit that touched these kernels, if it holds them and their records."""
+        if shipped.is_installed(self.folder):
+            return PACKAGED
         names = [name for s in stems for name in (f"{s}.py", records.path_of(s))]
         # What a user's settings show or hide must not matter.
         every = ("--porcelain", "--ignored", "--untracked-files")

@@ -174,8 +174,8 @@ class Compiler:
         return build.Engine(
             load_all=fake.load_all,
             resolve=fake.resolve,
-            render_kernel=lambda plan: of_spec(plan.stem, plan.spec_file.value),
-            closure_digest=lambda _plan: fake.CLOSURE,
+            render_source=lambda plan: of_spec(plan.stem, plan.spec_file.value),
+            format_kernel=lambda _plan, text: text,
             toolchain_key=lambda: self.toolchain_key(),
             compile_kernel=self.compile_kernel,
         )

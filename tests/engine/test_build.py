@@ -78,7 +78,7 @@ def test_nothing_changed_means_no_work_and_no_write(parts, specs, out):
     again = fake.Parts()
     result = run(again, [specs], out)
     assert result.ok
-    assert (again.compiled, again.rendered, result.compiles, result.changes) == (
+    assert (again.compiled, again.formatted, result.compiles, result.changes) == (
         [],
         [],
         0,
@@ -114,7 +114,7 @@ def test_check_changes_nothing_trusts_no_cache_and_reports_all(parts, specs, out
     again = fake.Parts()
     result = run(again, [specs], out, check=True)
     assert not result.ok
-    assert sorted(again.compiled) == sorted(again.rendered) == ["a", "b", "c"]
+    assert sorted(again.compiled) == sorted(again.formatted) == ["a", "b", "c"]
     assert fake.contents(out) == before
     assert kinds(result) == {
         "MANIFEST.lock": "changed",
@@ -124,6 +124,74 @@ def test_check_changes_nothing_trusts_no_cache_and_reports_all(parts, specs, out
         "records/c.json": "missing",
     }
     assert "-TILE = 129" in next(c.diff for c in result.changes if c.path == "b.py")
+
+
+def forget(monkeypatch, tmp_path) -> None:
+    """Take an empty cache, as a checkout in CI has."""
+    monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path / "empty"))
+
+
+def test_check_formats_nothing_that_is_as_built(
+    parts, specs, out, monkeypatch, tmp_path
+):
+    run(parts, [specs], out)
+    forget(monkeypatch, tmp_path)
+    again = fake.Parts()
+    assert run(again, [specs], out, check=True, compile=False).ok
+    assert again.formatted == []
+
+
+def restamp(file: Path, old: str, new: str) -> None:
+    """Edit a kernel, and forge its header and the lock."""
+    text = file.read_text()
+    body = render.body_digest(text)
+    forged = text.replace(old, new)
+    digest = render.body_digest(forged)
+    file.write_text(forged.replace(body, digest))
+    edit(file.parent / manifest.FILE, body, digest)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "kind"),
+    [
+        ("TILE = 128", "TILE = 129", "changed"),
+        ("return TILE", "return TILE + 1", "changed"),
+        ("# [rows]", "# [columns]", "changed"),
+        ("Kernel b.", "Kernel c.", "changed"),
+    ],
+)
+def test_check_believes_no_forged_lock(
+    parts, specs, out, monkeypatch, tmp_path, old, new, kind
+):
+    run(parts, [specs], out)
+    restamp(out / "b.py", old, new)
+    forget(monkeypatch, tmp_path)
+    again = fake.Parts()
+    result = run(again, [specs], out, check=True, compile=False)
+    assert again.formatted == ["b"]
+    assert kinds(result)["b.py"] == kind
+
+
+def test_other_sources_and_tools_are_formatted(
+    parts, specs, out, monkeypatch, tmp_path
+):
+    run(parts, [specs], out)
+    forget(monkeypatch, tmp_path)
+    again = fake.Parts()
+    # Only the layout differs, which formatting need not undo.
+    monkeypatch.setattr(
+        fake, "KERNEL", fake.KERNEL.replace("return TILE", "return  TILE")
+    )
+    assert run(again, [specs], out, check=True, compile=False).changes[0].path == (
+        manifest.FILE
+    )
+    assert again.formatted == ["a", "b"]
+    monkeypatch.undo()
+    forget(monkeypatch, tmp_path)
+    edit(out / manifest.FILE, "black==", "black==1")
+    again = fake.Parts()
+    run(again, [specs], out, check=True, compile=False)
+    assert again.formatted == ["a", "b"]
 
 
 def test_check_creates_no_folder(parts, specs, out):

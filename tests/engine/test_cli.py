@@ -216,6 +216,17 @@ def children(pid: int) -> list[str]:
     ]
 
 
+def test_a_log_is_told_how_far_it_is(specs, monkeypatch):
+    for number in range(4):
+        (specs / f"b{number}.yaml").write_text(f"{number}\n")
+    assert run("build", "specs", "--no-compile").stderr == "rendering 5 kernels\n"
+    monkeypatch.setattr(cli, "SAY_SECONDS", 0)
+    assert run("build", "specs", "--no-compile").stderr.splitlines() == [
+        "rendering 5 kernels",
+        *(f"rendering kernels: {done} of 5" for done in (2, 3, 4)),
+    ]
+
+
 def test_doctor(monkeypatch):
     result = run("doctor")
     assert result.exit_code == 0

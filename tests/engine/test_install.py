@@ -17,17 +17,22 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+from fmha_gen import evidence
 
 from . import fake
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("pyproject.toml", "README.md", "LICENSE", "codegen", "templates")
+PROJECT = (
+    *("pyproject.toml", "README.md", "LICENSE"),
+    *("codegen", "templates", "specs", "generated"),
+)
 SPECS = ("sm90_d64_bf16_full", "sm90_d128_bf16_causal_c2x1_kvmc_lse")
 
 
 def run(*command: str | Path, cwd: Path) -> str:
     """Stdout of a command that must succeed; nothing leads it to the source tree under test."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    environment["COLUMNS"] = "1000"  # no path is broken
     process = subprocess.run(
         command, cwd=cwd, env=environment, capture_output=True, text=True, check=False
     )
@@ -131,3 +136,68 @@ def test_the_site_has_the_decisions(
     here = {path.stem for path in (ROOT / "codegen" / "decisions").glob("*.md")}
     there = {path.stem for path in (tmp_path / "pages" / "decisions").glob("*.html")}
     assert there == here != set()
+
+
+def test_brings_kernels_specs_evidence_and_the_tutorial(
+    installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    commands, home = installed
+    found = json.loads(run(commands / "fmha-gen", "kernels", "--json", cwd=tmp_path))
+    here = evidence.load(ROOT / "generated")
+    assert {each["kernel"]: each["record"] for each in found} == {
+        record["kernel"]: record for record in here
+    }
+    for each in found:
+        for kind, folder in (("file", "generated"), ("spec", "specs")):
+            file = Path(each[kind])
+            assert not file.resolve().is_relative_to(ROOT)
+            assert file.read_text() == (ROOT / folder / file.name).read_text()
+    table = run(commands / "fmha-gen", "kernels", cwd=tmp_path).splitlines()
+    assert [line.split()[:2] for line in table[1:]] == [
+        [record["kernel"], record["rung"]] for record in here
+    ]
+    tutorial = Path("docs", "tutorial.md")
+    assert (home / tutorial).read_text() == (ROOT / "codegen" / tutorial).read_text()
+    assert str(tutorial) in run(commands / "fmha-gen", "--help", cwd=tmp_path)
+
+
+def test_packaged_kernels_go_by_their_names(
+    installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """From an empty folder: nothing of a checkout is there to help."""
+    commands, home = installed
+    fmha_gen = commands / "fmha-gen"
+    stem = SPECS[0]
+    explained = run(fmha_gen, "explain", stem, cwd=tmp_path)
+    assert "benchmarked" in explained and "NVIDIA H200" in explained
+    run(fmha_gen, "vendor", *SPECS, "--into", "attention", cwd=tmp_path)
+    lock = (tmp_path / "attention" / "VENDOR.lock").read_text()
+    packaged = home.name == "fmha_gen"
+    assert (" commit:packaged\n" in lock) == packaged
+    for name in SPECS:
+        copy = tmp_path / "attention" / f"{name}.py"
+        assert copy.read_text() == (ROOT / "generated" / copy.name).read_text()
+    update = run(fmha_gen, "vendor", "--update", "attention", cwd=tmp_path)
+    assert update == "nothing newer\n"
+    looked_at = ("verify", stem, "attention", "--against", "packaged")
+    assert run(fmha_gen, *looked_at, cwd=tmp_path) == "7 intact\n"
+    run(fmha_gen, "diff", stem, stem, "--no-compile", cwd=tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"attention"}
+
+
+def test_a_build_adopts_what_is_proven_of_its_text(
+    installed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    commands, _ = installed
+    (tmp_path / "mine").mkdir()
+    shutil.copy(ROOT / "specs" / f"{SPECS[0]}.yaml", tmp_path / "mine")
+    own = (tmp_path / "mine" / f"{SPECS[0]}.yaml").read_text()
+    (tmp_path / "mine" / "own.yaml").write_text(own)
+    run(commands / "fmha-gen", "build", "mine", "--no-compile", cwd=tmp_path)
+    built = tmp_path / "generated" / "records"
+    shipped = ROOT / "generated" / "records" / f"{SPECS[0]}.json"
+    assert (built / shipped.name).read_text() == shipped.read_text()
+    # The same spec under another name is another text: no evidence is about that.
+    assert json.loads((built / "own.json").read_text())["rung"] == "rendered"
+    run(commands / "fmha-gen", "build", SPECS[1], "--no-compile", cwd=tmp_path)
+    assert (built / f"{SPECS[1]}.json").is_file()

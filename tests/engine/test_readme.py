@@ -58,6 +58,29 @@ def test_evidence_is_that_of_the_records() -> None:
     assert shown == expected
 
 
+def test_the_first_example_prints_what_it_shows() -> None:
+    (shown,) = re.findall(r"^```\n(kernel .*?)^```$", README.read_text(), re.M | re.S)
+    stem, *cells = shown.splitlines()[1].split()
+    (built,) = re.findall(r"^fmha-gen build (\S+)$", README.read_text(), re.M)
+    assert built == f"specs/{stem}.yaml"
+    record = records.load(ROOT / "generated" / records.path_of(stem))
+    assert record is not None
+    compiled = record["compiled"]
+    expected = [record["rung"], " / ".join(map(str, compiled["setmaxnreg"]))]
+    expected += [f"{compiled['shared_bytes']} B", "unchanged"]
+    assert cells == " ".join(expected).split()
+
+
+def test_what_it_links_to_is_there() -> None:
+    text = README.read_text()
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith("#"):
+            title = link[1:].replace("-", " ")
+            assert re.search(rf"^## {title}$", text, re.M | re.I), link
+        elif "://" not in link:
+            assert (ROOT / link).exists(), link
+
+
 def test_every_kernel_is_in_the_evidence() -> None:
     stems = [path.stem for path in sorted((ROOT / "specs").glob("*.yaml"))]
     shown = re.findall(r"^\| `(\w+)`", parts()[1], re.MULTILINE)
@@ -80,7 +103,7 @@ def test_every_command_is_explained() -> None:
 
 
 def test_the_spec_is_the_shipped_one() -> None:
-    (block,) = blocks("yaml")
+    (block,) = (block for block in blocks("yaml") if block.startswith("# specs/"))
     comment, _, text = block.partition("\n")
     assert (ROOT / comment.removeprefix("# ")).read_text() == text
 

@@ -24,7 +24,7 @@ PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
 VENDOR = ("vendor/init.py.j2", "vendor/readme.md.j2")
 PARTIALS_OF = {
-    arch: set(render.template_closure(module)) - {module}
+    arch: support.template_closure(module) - {module}
     for arch, module in MODULES.items()
 }
 PARTIALS = sorted(set().union(*PARTIALS_OF.values()))
@@ -159,7 +159,9 @@ def test_every_template_is_used() -> None:
         path.relative_to(render.template_folder()).as_posix()
         for path in render.template_folder().rglob("*.j2")
     }
-    others = {each for top in (*SITE, *VENDOR) for each in render.template_closure(top)}
+    others = {
+        each for top in (*SITE, *VENDOR) for each in support.template_closure(top)
+    }
     assert on_disk == {*PARTIALS, *MODULES.values(), *others}
 
 

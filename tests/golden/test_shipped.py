@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
+import black
 import pytest
 import support
-from fmha_gen import build, manifest, records, render
+from fmha_gen import build, cache, manifest, records, render
 from support import GENERATED, SHIPPED, SPECS
 
 
@@ -25,6 +29,25 @@ def test_generated_is_what_the_specs_say() -> None:
     ]
     assert not changes, "\n".join([*changes, "run: fmha-gen build specs/"])
     assert [kernel.stem for kernel in result.kernels] == SHIPPED
+
+
+def test_checking_all_kernels_takes_seconds_with_an_empty_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formatting them anew would take half a minute; 15 s are five times what this takes."""
+    monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path))
+    monkeypatch.setattr(render, "format_source", lambda text: pytest.fail(text))
+    begin = time.process_time()
+    assert build.build([SPECS], GENERATED, check=True, compile=False).ok
+    assert time.process_time() - begin < 15
+
+
+@pytest.mark.parametrize("stem", SHIPPED[::8])
+def test_formatted_anew_it_is_the_same(stem: str) -> None:
+    text = (GENERATED / f"{stem}.py").read_text("utf-8")
+    assert render.render_kernel(support.shipped_plan(stem)) == text
+    mode = black.Mode(target_versions={black.TargetVersion.PY310})
+    assert black.format_str(text, mode=mode) == text
 
 
 def test_generated_holds_nothing_else() -> None:

@@ -13,6 +13,7 @@ import pytest
 from click.testing import Result
 from fmha_gen import cli, emulate, records, toolchain
 from fmha_gen.errors import CheckFailed
+from fmha_gen.matrix import document, environments
 from fmha_gen.render import body_digest
 from typer.testing import CliRunner
 
@@ -227,3 +228,51 @@ def test_a_page_without_marks_is_left_alone(tmp_path: Path, compiles: Compiles) 
     assert result.exit_code == 1
     assert "no place between" in result.stderr
     assert page.read_text() == "# No place\n"
+
+
+def test_a_page_that_is_not_there_is_made(tmp_path: Path, compiles: Compiles) -> None:
+    page = tmp_path / "new.md"
+    kernel = ship(tmp_path, "a")
+    for _ in range(2):
+        assert matrix(kernel, f"--write={page}").exit_code == 0
+        assert page.read_text() == (
+            f"<!-- matrix: begin -->\n| kernel | {HERE} |\n| --- | --- |\n"
+            "| `a` | same |\n<!-- matrix: end -->\n"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "status", "why"),
+    [
+        ("gone/page.md", 2, "no such folder"),
+        ("page.json", 2, "name a Markdown file"),
+        ("unmarked.md", 1, "no place between"),
+        ("folder", 1, "cannot be read"),
+    ],
+)
+def test_a_bad_page_is_refused_before_any_work(
+    tmp_path: Path,
+    compiles: Compiles,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    status: int,
+    why: str,
+) -> None:
+    (tmp_path / "unmarked.md").write_text("# No place\n")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(environments, "given", lambda option: pytest.fail(option))
+    result = matrix(ship(tmp_path, "a"), f"--write={tmp_path / name}")
+    assert result.exit_code == status
+    assert why in result.stderr
+
+
+def test_the_data_is_written_where_the_page_lost_its_marks(
+    tmp_path: Path, compiles: Compiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody edits it meanwhile."""
+    page = tmp_path / "page.md"
+    page.write_text("# No place\n")
+    monkeypatch.setattr(document, "require_place", lambda file: None)
+    assert matrix(ship(tmp_path, "a"), f"--write={page}").exit_code == 1
+    assert page.read_text() == "# No place\n"
+    assert json.loads(page.with_suffix(".json").read_text())["cells"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -112,6 +113,20 @@ def test_other_cuda_libraries_are_an_environment_of_their_own(
     assert environments.made("4.8.x", stub(tmp_path, offline=True)).dsl == "4.8.1"
     again = environments.made("4.8.x[cu13]", stub(tmp_path, offline=True))
     assert again == found
+
+
+def test_says_what_it_takes_and_how_to_free_it(
+    tmp_path: Path, own_cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environments.made("4.7.1", stub(tmp_path))
+    folder = own_cache / "dsl" / "4.7.1-py3.12"
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == f"installing nvidia-cutlass-dsl 4.7.1 into {folder}"
+    assert re.fullmatch(
+        rf"it takes \d+ MB; rm -r {re.escape(str(folder))} frees them", said[1]
+    )
+    environments.made("4.7.1", stub(tmp_path))
+    assert capsys.readouterr().err == ""
 
 
 def test_the_newest_of_a_minor_is_asked_for(tmp_path: Path, own_cache: Path) -> None:

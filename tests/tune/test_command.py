@@ -378,9 +378,9 @@ def test_the_readme_names_what_is_searched() -> None:
     assert re.findall(r"`([a-z_]+\.[a-z_]+)`", first) == list(space.FIELDS)
 
 
-def test_the_readme_shows_what_is_printed(folder: Path) -> None:
-    readme = (ROOT / "README.md").read_text()
-    (shown,) = re.findall(r"^\$ fmha-gen tune (.*?)^```$", readme, re.M | re.S)
+def test_the_document_shows_what_is_printed(folder: Path) -> None:
+    document = (ROOT / "codegen" / "docs" / "tuning.md").read_text()
+    (shown,) = re.findall(r"^\$ fmha-gen tune (.*?)^```$", document, re.M | re.S)
     arguments, _, expected = shown.partition("\n")
     shutil.copytree(ROOT / "specs", folder / "specs", dirs_exist_ok=True)
     result = tune(*arguments.split())

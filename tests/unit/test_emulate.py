@@ -283,6 +283,27 @@ def test_a_timeline_is_of_one_kernel(tmp_path: Path) -> None:
         emulate.run(kernels, choice=Choice(timeline=tmp_path / "t.json"))
 
 
+def test_a_timeline_says_that_it_is_a_replay(
+    tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kernel = write_kernel(tmp_path, "x", GOOD)
+    monkeypatch.setattr(emulate, "emulate", lambda *_, **__: [verdict(GOOD)])
+    trace = tmp_path / "t.json"
+    emulate.run([kernel], choice=Choice(timeline=trace))
+    said = capsys.readouterr().out
+    assert said.splitlines()[-1] == (
+        f"{trace}: one case under one schedule, replayed; nothing is recorded"
+    )
+    emulate.run([kernel], choice=Choice(timeline=trace), as_json=True)
+    json.loads(capsys.readouterr().out)
+    help_text = (
+        CliRunner()
+        .invoke(cli.app, ["emulate", "--help"], env={"COLUMNS": "300"})
+        .stdout
+    )
+    assert "records nothing" in help_text
+
+
 def test_the_command_passes_its_options_on(monkeypatch: Any, tmp_path: Path) -> None:
     found: dict[str, Any] = {}
     monkeypatch.setattr(emulate, "run", lambda paths, **options: found.update(options))

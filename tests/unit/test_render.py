@@ -2,6 +2,7 @@
 import gc
 import hashlib
 
+import black
 import jinja2
 import pytest
 from fmha_gen import render
@@ -33,43 +34,6 @@ def test_syntax_error_names_template_and_line():
         render.render_template(
             "a.j2", {}, env=env(a="{% include 'b.j2' %}", b="x\n{% if %}\n")
         )
-
-
-def test_closure_follows_include_import_and_extends():
-    templates = env(
-        a="{% extends 'b.j2' %}",
-        b="{% include 'c.j2' %}{% from 'd.j2' import m %}",
-        c="{% import 'd.j2' as d %}",
-        d="{% macro m() %}{% endmacro %}",
-        other="",
-    )
-    assert render.template_closure("a.j2", env=templates) == (
-        "a.j2",
-        "b.j2",
-        "c.j2",
-        "d.j2",
-    )
-    assert render.template_closure("c.j2", env=templates) == ("c.j2", "d.j2")
-
-
-def test_closure_refuses_computed_and_missing_names():
-    with pytest.raises(CheckFailed, match="computed name"):
-        render.template_closure("a.j2", env=env(a="{% include x %}"))
-    with pytest.raises(CheckFailed, match=r"gone\.j2: not found"):
-        render.template_closure("a.j2", env=env(a="{% include 'gone.j2' %}"))
-
-
-def test_closure_digest_moves_with_members_only():
-    before = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="1")
-    )
-    other = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="1", c="2")
-    )
-    member = render.closure_digest(
-        "a.j2", env=env(a="{% include 'b.j2' %}", b="2", c="1")
-    )
-    assert before == other != member
 
 
 def test_finish_states_what_body_digest_finds():
@@ -112,3 +76,52 @@ def test_the_collector_rests_while_black_works(monkeypatch) -> None:
     )
     render.format_source("x = 1\n")
     assert (seen, gc.isenabled()) == ([False], True)
+
+
+TRICKY = """\
+# above
+import  math
+@first
+# between
+@second( 1 )
+def decorated( a,b ) :
+    return a+b
+    # behind the last statement
+# of the module
+class C( Base ):
+    "Doc."
+    x:int=1
+    def f(self): return self.x
+
+
+
+    # in the class
+def one(): pass
+X=1;  Y = 2
+def two( ): return  X
+async def three():
+    await  two( )
+if X:
+    def inner( ): return 1
+    # deep
+# last
+"""
+
+
+@pytest.mark.parametrize("text", [TRICKY, "", "X=1", "def f(): pass\n", "\n\n# a\n"])
+def test_pieces_are_formatted_as_the_whole(text):
+    whole = black.format_str(
+        text, mode=black.Mode(target_versions={black.TargetVersion.PY310})
+    )
+    assert render.format_source(text) == whole
+
+
+def test_two_statements_in_a_line_are_formatted_as_the_whole():
+    text = "def f( ): return 1\nX = 1; Y = 2\ndef g( ): return 2\n"
+    assert render.format_source(text) == black.format_str(text, mode=black.Mode())
+
+
+@pytest.mark.parametrize("text", ["def f(:\n", "a\0b", "def f():\n"])
+def test_what_is_no_python_is_refused(text):
+    with pytest.raises(CheckFailed, match="not Python"):
+        render.format_source(text)

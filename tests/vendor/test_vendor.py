@@ -70,7 +70,7 @@ def rebuild(
     file.write_text(text.replace(stated.body, body))
     lock = manifest.parse((source / manifest.FILE).read_text())
     entry = manifest.Entry(
-        lock.entries[file.name].spec, body, lock.entries[file.name].closure
+        lock.entries[file.name].spec, body, lock.entries[file.name].rendered
     )
     entries = {**lock.entries, file.name: entry}
     write_lock(source, manifest.Manifest(lock.tools, entries))

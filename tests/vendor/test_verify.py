@@ -146,7 +146,8 @@ def test_every_part_of_a_kernel_is_watched(copies: Path) -> None:
         ("keep_mangled_name=False", "keep_mangled_name=True", [("edited", "(statements)")]),
         ("@cute.kernel\n", "", [("edited", "fmha_kernel")]),
         ("cvt.rn.bf16x2", "cvt.rz.bf16x2", [("edited", "pack_pair")]),
-        ("Apache-2.0\n", "MIT\n", [("edited", "(docstring)")]),
+        ("Apache-2.0\n", "MIT\n", [("edited", "(first-lines)")]),
+        ("# --- constants", "# --- numbers", [("edited", "(above-HEAD_DIM_QK)")]),
         ("LN_2 = 0.6931471805599453  # = math.log(2)\n", "", [("removed", "LN_2")]),
         ("WARP_ROWS = 16", "WARP_ROWS = = 16", [("unreadable", "(not Python)")]),
     ],
@@ -348,7 +349,7 @@ def test_digests_are_the_same_on_every_python() -> None:
     found = {part.name: part.digest for part in verify.parts_of("x.py", text)}
     assert found == {
         "(docstring)": "bb8f40e3",
-        "(imports)": "3f41569e",
+        "(imports)": "79be0a4a",
         "f": "f7ba0caf",
         "C": "8fd68e64",
     }
@@ -458,9 +459,73 @@ def damaged(text: str, dice: random.Random) -> str:
 
 def test_the_hook_is_the_script(copies: Path) -> None:
     (hook,) = yaml.safe_load((ROOT / ".pre-commit-hooks.yaml").read_text())
-    entry = ROOT / hook["entry"]
-    assert entry == SCRIPT
-    assert os.access(entry, os.X_OK)
+    entry, *options = hook["entry"].split()
+    assert ROOT / entry == SCRIPT
+    assert os.access(SCRIPT, os.X_OK)
     assert hook["language"] == "script" and not hook["pass_filenames"]
-    process = subprocess.run([entry, *hook["args"]], cwd=copies, check=False)
-    assert process.returncode == 0
+    command = [SCRIPT, *options, *hook["args"]]
+    assert subprocess.run(command, cwd=copies, check=False).returncode == 0
+    # Who adds the hook first has no kernel yet.
+    (copies.parent / "empty").mkdir()
+    empty = subprocess.run(
+        command,
+        cwd=copies.parent / "empty",
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (empty.returncode, empty.stderr) == (0, "")
+    assert empty.stdout == f".: holds no kernel of fmha-gen and no {verify.LOCK}\n"
+    edit(copies / KERNEL, "TILE_KV = 128 ", "TILE_KV = 112 ")
+    assert subprocess.run(command, cwd=copies, check=False).returncode == 1
+
+
+def test_a_comment_is_told_where_it_stands(copies: Path) -> None:
+    edit(
+        copies / KERNEL,
+        "# SPDX-License-Identifier: Apache-2.0",
+        "# SPDX-License-Identifier: MIT",
+    )
+    (found,) = only(copies).edits
+    assert found == verify.Edit("edited", "(first-lines)", 1, 1)
+    (copies / KERNEL).write_text(text_of(KERNEL))
+    number = line_of(copies / KERNEL, "# --- constants: chosen")
+    edit(copies / KERNEL, "# --- constants: chosen", "# --- numbers: chosen")
+    (found,) = only(copies).edits
+    assert found == verify.Edit("edited", "(above-HEAD_DIM_QK)", number, number)
+
+
+def test_imports_one_per_line_and_sorted_are_reformatted() -> None:
+    """As isort does with force_single_line and force_sort_within_sections."""
+    text = "import b\nfrom a import x, y as z  # why\nfrom . import c, d\nX = 1\n"
+    entry = verify.entry_of("x.py", text)
+    single = (
+        "from . import c\nfrom . import d\nfrom a import x  # why\nfrom a import y as z\n"
+        "import b\nX = 1\n"
+    )
+    assert verify.state_of("x.py", single.encode(), entry) == ("reformatted", [])
+    for old, new in (
+        ("y as z", "z as y"),
+        ("from . ", "from .. "),
+        ("import b", "import a"),
+    ):
+        state, found = verify.state_of("x.py", single.replace(old, new).encode(), entry)
+        assert (state, [each.name for each in found]) == ("edited", ["(imports)"])
+    # The last one of two that bind a name counts.
+    twice = "from a import x\nfrom b import x\n"
+    turned = "from b import x\nfrom a import x\n"
+    assert (
+        verify.state_of("x.py", turned.encode(), verify.entry_of("x.py", twice))[0]
+        == "edited"
+    )
+
+
+def test_a_lock_that_was_deleted_is_missed(copies: Path) -> None:
+    (copies / "README.md").write_text(
+        "# Kernels\n\nCopied by `fmha-gen vendor` from it.\n"
+    )
+    assert all(finding.ok for finding in verify.verify([copies]))
+    (copies / verify.LOCK).unlink()
+    finding = only(copies)
+    assert (finding.path, finding.state) == (copies / verify.LOCK, "missing")
+    assert verify.main([str(copies)]) == 1

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Words that specs of other tools have get an answer, no hint at another word's spelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import support
+from fmha_gen import specfile
+from fmha_gen.errors import SpecError
+from fmha_gen.spec import load_specs
+
+VALID = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": "128"}
+
+
+def told(**fields: str) -> str:
+    text = "".join(f"{key}: {value}\n" for key, value in (VALID | fields).items())
+    with pytest.raises(SpecError) as raised:
+        support.load_text(text)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "answer"),
+    [
+        ("op", "fmha_bwd", "there is no backward pass"),
+        ("op", "flash_attention", "write fmha_fwd"),
+        ("op", "fmha_decode", "decoding is not generated"),
+        ("arch", "sm120", "Hopper (sm90) and Blackwell (sm100) only"),
+        ("arch", "sm_90a", "write sm90"),
+        ("arch", "sm103", "write sm100"),
+        ("dtype", "float16", "write fp16"),
+        ("dtype", "half", "write fp16"),
+        ("dtype", "bfloat16", "write bf16"),
+        ("dtype", "fp8_e4m3", "FP8 is not generated"),
+        ("dtype", "float32", "have 16 bits"),
+        ("mask", "sliding_window", "a sliding window is not generated"),
+        ("mask", "full", "write none"),
+        ("mask", "Causal", "did you mean causal?"),
+        ("window", "128", "a sliding window is not generated"),
+        ("softcap", "30.0", "a soft cap of the scores is not generated"),
+        ("sinks", "true", "attention sinks are not generated"),
+        ("page_size", "16", "a paged KV cache is not generated"),
+        ("varlen", "true", "packed variable lengths are not generated"),
+        ("is_causal", "true", "write mask: causal"),
+        ("softmax_scale", "0.1", "an argument of fmha() at run time"),
+        ("num_heads", "8", "write heads: {q_per_kv: N}"),
+        ("heads", "8", "write heads: {q_per_kv: N}"),
+        ("mask", "\u0441ausal", "character 1 is U+0441, which is not ASCII"),
+        ("m\u0430sk", "causal", "character 2 is U+0430, which is not ASCII"),
+        ("sm100", "true", "accepted: arch"),
+    ],
+)
+def test_gets_an_answer(field: str, word: str, answer: str) -> None:
+    text = told(**{field: word})
+    assert answer in text
+    if "did you mean" in text:
+        assert "did you mean" in answer or "ASCII" in answer
+
+
+def test_a_misspelt_word_is_still_guessed() -> None:
+    assert "did you mean causal?" in told(mask="casual")
+    assert "did you mean dtype? accepted" in told(dtpye="bf16")
+
+
+def test_pairs_take_what_one_cta_does_not() -> None:
+    text = told(arch="sm100", head_dim="256")
+    assert "or take cta_group: 2 with cluster: [2, 1]" in text
+
+
+def test_a_path_that_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SpecError) as raised:
+        load_specs(["specs"])
+    assert str(raised.value) == (
+        "specs:1:1: error[FG001] cannot be read: No such file or directory\n"
+        "  hint: fmha-gen kernels lists packaged kernels, whose names stand for their specs"
+    )
+
+
+def test_nothing_is_passed_over_in_silence(tmp_path: Path) -> None:
+    text = "".join(f"{key}: {value}\n" for key, value in VALID.items())
+    for name in ("a.yaml", "B.YAML", "inner/c.yaml", ".git/d.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "jobs.yaml").write_text("jobs: []\n")
+    with pytest.raises(SpecError) as raised:
+        load_specs([tmp_path])
+    assert [each.code for each in raised.value.diagnostics] == [
+        "FG301",
+        "FG304",
+        "FG026",
+    ]
+    assert "rename it b.yaml" in str(raised.value)
+    (tmp_path / "B.YAML").unlink()
+    found, diagnostics = specfile.find([tmp_path, tmp_path / "inner"])
+    assert [path.name for path in found] == ["a.yaml", "c.yaml"]
+    assert diagnostics == []
+
+
+def test_a_file_with_a_hundred_errors_does_not_hide_the_next() -> None:
+    aliases = "".join(f"k{number}: *a\n" for number in range(80))
+    with pytest.raises(SpecError) as raised:
+        support.load_text(f"arch: &a sm90\n{aliases}")
+    lines = str(raised.value).splitlines()
+    assert len(lines) < 50
+    assert lines[-1].endswith(f": {len(raised.value.diagnostics) - 20} more")
