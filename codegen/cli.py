@@ -354,6 +354,13 @@ def vendor(
         bool,
         typer.Option("--init", help="Also a package that chooses among the kernels."),
     ] = False,
+    adapter: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Also the package, and how it fits into these: pytorch, transformers.",
+        ),
+    ] = "",
 ) -> None:
     """Copy kernels into another repository, with licence, evidence and a lock."""
     folder = update or into
@@ -362,7 +369,8 @@ def vendor(
     with _reported():
         from .vendor import command as copies
 
-        options = copies.Options(folder, source, tuple(kernels or ()), init)
+        adapters = tuple(adapter.split(",") if adapter else ())
+        options = copies.Options(folder, source, tuple(kernels or ()), init, adapters)
         result = copies.vendor(options)
         print(copies.to_text(result, folder))
     raise typer.Exit(1 if result.refused else 0)

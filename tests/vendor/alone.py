@@ -21,6 +21,7 @@ def main():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     package = importlib.import_module(folder.name)
+    imported = [name for name in ("cutlass", "cuda") if name in sys.modules]
     with FakeTensorMode():
         q = torch.empty(2, 100, 3, 128, device="cuda", dtype=torch.bfloat16)
         out, lse = package.fmha_lse(q, q, q, causal=True)
@@ -29,9 +30,11 @@ def main():
         refusal = ""
     except ValueError as error:
         refusal = str(error)
-    compiled = package.KERNELS[0].compile()
+    (name,) = package.KERNELS
+    compiled = package.load(name).compile()
     report = {
-        "kernels": [kernel.SPEC["name"] for kernel in package.KERNELS],
+        "kernels": list(package.KERNELS),
+        "imported": imported,
         "fake": [list(out.shape), str(out.device), list(lse.shape), str(lse.dtype)],
         "refusal": refusal,
         "compiled": callable(compiled),

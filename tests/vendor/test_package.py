@@ -39,8 +39,15 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
     """Attention in PyTorch for what a SPEC says, called as a kernel is."""
 
     def fmha(
-        q: Any, k: Any, v: Any, *, softmax_scale: Any = None, lse: Any = None
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        softmax_scale: Any = None,
+        out: Any,
+        lse: Any = None,
     ) -> Any:
+        assert not any(x.requires_grad for x in (q, k, v, out))
         calls.append(spec["name"])
         assert (lse is not None) <= spec["lse"]
         scale = softmax_scale or 1 / math.sqrt(q.shape[3])
@@ -52,8 +59,9 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
             scores = scores.masked_fill(~seen, -math.inf)
         if lse is not None:
             lse.copy_(scores.logsumexp(-1))
-        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float())
-        return out.to(q.dtype).contiguous()
+        weights = scores.softmax(-1).nan_to_num(0.0)  # of a row that sees no key
+        out.copy_(torch.einsum("bhqk,bkhd->bqhd", weights, v.float()))
+        return out
 
     return fmha
 
@@ -71,7 +79,7 @@ def imported(
     finally:
         sys.path.remove(str(folder))
     calls: list[str] = []
-    for kernel in package.KERNELS:
+    for kernel in map(package.load, package.KERNELS):
         kernel.fmha = reference(kernel.SPEC, calls)
     package.arch_of = lambda device: "sm90"
     return package, calls
@@ -134,7 +142,17 @@ def test_the_most_special_kernel_that_fits(
 ) -> None:
     kernel = package.select(*tensors(**shape), **choice)
     assert kernel.SPEC["name"] == expected
-    assert kernel in package.KERNELS
+    assert kernel is package.load(expected)
+
+
+def test_what_is_said_of_kernels_is_in_their_files(package: ModuleType) -> None:
+    assert sorted(package.KERNELS) == sorted(STEMS)
+    for name, made in package.KERNELS.items():
+        spec = package.load(name).SPEC
+        assert made == (
+            *(spec["arch"], spec["dtype"], *spec["head_dim"].values()),
+            *(spec["q_per_kv"], *spec["seqlen"].values(), spec["mask"], spec["lse"]),
+        )
 
 
 def test_the_device_decides(
