@@ -212,9 +212,9 @@ class _Work:
             return None
 
     def _state_after(self, step: Step) -> KernelState:
-        if step.new is not None and step.action != "refuse":
-            return self.source.load(Path(step.path).stem)
-        return self._state(step.path, step.text)
+        if step.new is None or step.edited:
+            return self._state(step.path, step.text)
+        return self.source.load(Path(step.path).stem)
 
     def _state(self, path: str, text: str) -> KernelState:
         """A kernel as it lies in the folder."""

@@ -202,8 +202,8 @@ def test_the_header_is_c_as_well(
 ) -> None:
     caller, program = tmp_path / "caller.c", tmp_path / "caller"
     caller.write_text(CALLER)
-    options = ["-std=c99", "-pedantic", *STRICT]
-    said_by("gcc", *options, caller, exported / f"{STEM}.o", *headers, *linking, "-o", program)  # fmt: skip
+    options = ["-std=c99", "-pedantic", *STRICT, *headers]
+    said_by(*("gcc", *options, caller, exported / f"{STEM}.o", *linking, "-o", program))
     assert said_by(program) == "-1 an error\n"  # too few arguments
 
 

@@ -75,7 +75,7 @@ def test_adapters_come_with_the_package_and_stay(tmp_path: Path) -> None:
 
 def test_what_no_adapter_is_for(tmp_path: Path) -> None:
     vendor = functools.partial(command.Options, tmp_path / "attention", GENERATED)
-    with pytest.raises(CheckFailed, match="^jax: .* only: pytorch, transformers"):
+    with pytest.raises(CheckFailed, match=r"^jax: .* only: pytorch, transformers"):
         command.vendor(vendor(STEMS, adapters=("jax",)))
     without = ("sm90_d64_bf16_full",)
     with pytest.raises(CheckFailed, match="wants an lse, and no kernel gives one"):
@@ -149,7 +149,7 @@ def test_pytorch_s_backward_is_refused(forward: Any) -> None:
     q, k, v = (x.transpose(1, 2) for x in tensors(80, 80))
     out, lse, *_ = forward(q, k, v, 0.0, True)
     seed = torch.zeros(2, dtype=torch.uint64)
-    with pytest.raises(NotImplementedError, match="backward pass .* forward only"):
+    with pytest.raises(NotImplementedError, match=r"backward pass .* forward only"):
         _fa4._fa4_scaled_dot_product_flash_attention_backward_impl(
             out, q, k, v, out, lse, None, None, 80, 80, 0.0, True, seed, seed
         )
@@ -321,13 +321,13 @@ def test_what_models_ask_for_and_no_kernel_has(hub: ModuleType, loaded: Loaded) 
     with pytest.raises(NotImplementedError, match=r"^mask_function: .* window"):
         window(ids)
     ours, *_ = models(hub, loaded, "Llama", **GQA | {"dtype": torch.float32})
-    with pytest.raises(ValueError, match="dtype is fp16, not torch.float32"):
+    with pytest.raises(ValueError, match=r"dtype is fp16, not torch\.float32"):
         ours(ids)
 
 
 def test_training_is_refused(hub: ModuleType, loaded: Loaded) -> None:
     ours, *_ = models(hub, loaded, "Llama", **GQA)
-    with pytest.raises(ValueError, match="^q: requires a gradient"):
+    with pytest.raises(ValueError, match=r"^q: requires a gradient"):
         ours(token_ids())
 
 

@@ -291,7 +291,7 @@ def test_an_empty_problem_is_zeros_and_minus_infinity(
             expected = torch.full((batch, count, queries), -math.inf)
             assert torch.equal(lse, expected) and lse.dtype == torch.float32
     assert calls == []
-    with pytest.raises(ValueError, match="no kernel takes .* dtype torch.float32"):
+    with pytest.raises(ValueError, match=r"no kernel takes .* dtype torch\.float32"):
         package.fmha(q.float(), k.float(), v.float(), causal=causal)
 
 
