@@ -397,6 +397,13 @@ def vendor(
         bool,
         typer.Option("--init", help="Also a package that chooses among the kernels."),
     ] = False,
+    adapter: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Also the package, and how it fits into these: pytorch, transformers.",
+        ),
+    ] = "",
 ) -> None:
     """Copy kernels into another repository, with licence, evidence and a lock."""
     folder = update or into
@@ -408,7 +415,8 @@ def vendor(
 
         names = list(kernels) if kernels else copies.stems_in(folder)
         source = source or shipped.source(names, GENERATED, update=update is not None)
-        options = copies.Options(folder, source, tuple(kernels or ()), init)
+        adapters = tuple(adapter.split(",") if adapter else ())
+        options = copies.Options(folder, source, tuple(kernels or ()), init, adapters)
         result = copies.vendor(options)
         print(copies.to_text(result, folder))
     raise typer.Exit(1 if result.refused else 0)

@@ -21,6 +21,7 @@ from .errors import CheckFailed
 from .executor import HERE, Executor, Task
 
 _LAUNCH = re.compile(r"^def launch\(\n(.*?)^\):$", re.MULTILINE | re.DOTALL)
+_ARGUMENT = re.compile(r"^    \w+:", re.MULTILINE)
 _TENSOR = re.compile(r"^    (\w+): cute.Tensor,$", re.MULTILINE)
 
 _HEADER = """\
@@ -30,17 +31,25 @@ _HEADER = """\
  * text sha256:{text}
  * object sha256:{object}
  *
- * Link it with libtvm_ffi and libcute_dsl_runtime. Arguments, in this order:
+ * Link it with libtvm_ffi and libcute_dsl_runtime, which pip installed with them: where, says
+ * `python -c 'from cutlass.cute import runtime; print(runtime.find_runtime_libraries(
+ * enable_tvm_ffi=True))'`.
+ * A whole program is docs/examples/attention.cpp of fmha-gen.
+ *
+ * args, {count} of them, each with zero_padding 0 and, in this order:
  *
  *   {tensors}
- *       each a DLTensor or an ffi.Tensor, [batch, seqlen, heads, head_dim], all on one GPU;
- *       lse: [batch, heads, seqlen_q].
+ *       kTVMFFIDLTensorPtr with v_ptr, a DLTensor *, or kTVMFFITensor; [batch, seqlen, heads,
+ *       head_dim], all on one GPU; lse: [batch, heads, seqlen_q].
  *   softmax_scale
- *       float: what scores are multiplied by.
+ *       kTVMFFIFloat with v_float64: what scores are multiplied by.
  *   sm_count
- *       int: multiprocessors of the GPU, or fewer to leave some to others.
+ *       kTVMFFIInt with v_int64: multiprocessors of the GPU, or fewer to leave some to others.
  *   stream
- *       opaque pointer or int: a CUstream.
+ *       kTVMFFIOpaquePtr with v_ptr, or kTVMFFIInt: a CUstream.
+ *
+ * self is NULL, result a TVMFFIAny of kTVMFFINone. Returns 0; or -1, and then
+ * TVMFFIErrorMoveFromRaised gives the error, whose kind and message TVMFFIErrorCell holds.
  *
  * What differs from {stem}.py in type, shape, device or alignment is refused. Not checked: no size
  * may be 0, strides must be positive (lse: any), q has as many heads per head of k as stated there.
@@ -49,12 +58,18 @@ _HEADER = """\
 
 #include <tvm/ffi/c_api.h>
 
-#define {stem} __tvm_ffi_{symbol}
-
 #ifdef __cplusplus
 extern "C"
 #endif
-    int {stem}(void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny *result);
+    int __tvm_ffi_{symbol}(
+        void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny *result);
+
+/* The object's function has its text's digest in its name; this is it by the kernel's name. */
+static inline int {stem}(
+    void *self, const TVMFFIAny *args, int32_t num_args, TVMFFIAny *result) {{
+  return __tvm_ffi_{symbol}(
+      self, args, num_args, result);
+}}
 """
 
 
@@ -104,21 +119,18 @@ def export(
 
 def header(source: Source, compiled: bytes) -> str:
     """The C header of a kernel's object."""
+    found = _LAUNCH.search(source.text)
+    signature = found[1] if found else ""
     return _HEADER.format(
         stem=source.stem,
         arch=source.arch,
         dsl=toolchain.require_dsl(),
         text=_sha256(source.text.encode()),
         object=_sha256(compiled),
-        tensors=", ".join(_tensors(source.text)),
+        tensors=", ".join(_TENSOR.findall(signature)),
+        count=len(_ARGUMENT.findall(signature)),
         symbol=symbol_of(source),
     )
-
-
-def _tensors(text: str) -> list[str]:
-    """The arguments of a kernel's `launch` that are tensors."""
-    found = _LAUNCH.search(text)
-    return _TENSOR.findall(found[1]) if found else []
 
 
 def _files(source: Source, folder: Path) -> tuple[Path, Path]:

@@ -25,12 +25,14 @@ class Options:
 
     kernels: names or files to bring in; with `update` there are none, and those that are in the
     folder are renewed. init: also write the package's `__init__.py`, which later calls keep.
+    adapters: of `contents.ADAPTERS`, files of the package, which is written with them.
     """
 
     into: Path
     source: Path
     kernels: tuple[str, ...] = ()
     init: bool = False
+    adapters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,20 @@ def vendor(options: Options) -> Result:
         raise CheckFailed(f"{into}: nothing was vendored there: no {verify.LOCK}")
     if (into / manifest.FILE).exists():
         raise CheckFailed(f"{into}: fmha-gen build writes there: take another folder")
+    for name in options.adapters:
+        if name not in contents.ADAPTERS:
+            known = ", ".join(contents.ADAPTERS)
+            raise CheckFailed(f"{name}: no adapter is for this, only: {known}")
     for stem in wanted:
+        if _stem(f"{stem}.py") is None:
+            raise CheckFailed(f"{stem}: a file of the package has this name")
         source.load(stem)  # before the folder is made
     with tree.exclusive(into):
         lock = _read_lock(into)
         work = _Work(into, source, lock)
         for stem in sorted({*filter(None, map(_stem, lock.entries)), *wanted}):
             work.kernel(stem, asked=stem in wanted)
-        work.others(init=options.init)
+        work.others(options)
         result = work.result()
         tree.apply(into, work.changes_on_disk())
     return result
@@ -117,39 +125,62 @@ class _Work:
         if step.entry is not None:
             self.kernels.append((self._state_after(step), step.edited))
 
-    def others(self, *, init: bool) -> None:
-        """README, licence and package, which say what the kernels are after this."""
+    def others(self, options: Options) -> None:
+        """README, licence, package and adapters, which say what the kernels are after this."""
         if not self.kernels:
             raise CheckFailed(f"{self.into}: no kernel would be left")
         self.kernels.sort(key=lambda each: contents.naturally(each[0].stem))
         states = [state for state, _ in self.kernels]
-        package = self.into / contents.PACKAGE
-        init = init or (contents.PACKAGE in self.lock.entries and package.exists())
+        adapters = [
+            name
+            for name, file in contents.ADAPTERS.items()
+            if name in options.adapters or self._brought(file)
+        ]
+        init = options.init or bool(adapters) or self._brought(contents.PACKAGE)
         name = self.into.resolve().name
         if init and (not name.isidentifier() or keyword.iskeyword(name)):
             raise CheckFailed(f"{self.into}: a package cannot have this name")
+        if "pytorch" in adapters and not any(map(contents.gives_lse, states)):
+            raise CheckFailed(
+                f"{self.into}: PyTorch's SDPA wants an lse, and no kernel gives one"
+            )
         texts = {
             contents.LICENSE: contents.licence(),
             contents.README: contents.readme(
-                self.source, self._commit(), self.kernels, name if init else None
+                self.source,
+                self._commit(),
+                self.kernels,
+                name if init else None,
+                adapters,
             ),
         }
         if init:
             texts[contents.PACKAGE] = contents.package(states)
+        for each in adapters:
+            texts[contents.ADAPTERS[each]] = contents.adapter(each, name)
         for path, text in texts.items():
             base = self.lock.entries.get(path)
             self.steps.append(merge.bring(self.into, path, text, base))
+        self.steps.append(self._lock())
+
+    def _lock(self) -> Step:
+        """The lock of all files so far; it is always ours, and no entry of itself."""
+        entries = {s.path: s.entry for s in self.steps if s.entry is not None}
+        line = f"fmha-gen=={self.source.version} commit:{self._commit()}"
+        text = verify.dump(Lock(line, entries))
+        return merge.put(self.into, verify.LOCK, text)
+
+    def _brought(self, path: str) -> bool:
+        """Whether a file of ours is in the folder; one that was deleted there stays away."""
+        return path in self.lock.entries and (self.into / path).exists()
 
     def changes_on_disk(self) -> list[tree.Change]:
         """What to write and delete, the lock included."""
-        entries = {s.path: s.entry for s in self.steps if s.entry is not None}
-        line = f"fmha-gen=={self.source.version} commit:{self._commit()}"
         desired = {
             step.path: step.new
             for step in self.steps
             if step.action == "write" and step.new is not None
         }
-        desired[verify.LOCK] = verify.dump(Lock(line, entries))
         orphans = [step.path for step in self.steps if step.action == "delete"]
         return tree.compare(self.into, desired, {}, orphans)
 
@@ -185,9 +216,9 @@ class _Work:
             return None
 
     def _state_after(self, step: Step) -> KernelState:
-        if step.new is not None and step.action != "refuse":
-            return self.source.load(Path(step.path).stem)
-        return self._state(step.path, step.text)
+        if step.new is None or step.edited:
+            return self._state(step.path, step.text)
+        return self.source.load(Path(step.path).stem)
 
     def _state(self, path: str, text: str) -> KernelState:
         """A kernel as it lies in the folder."""
@@ -243,7 +274,7 @@ def _said(step: Step) -> str:
 
 def _stem(path: str) -> str | None:
     """The kernel whose file this is; None when it is none's."""
-    is_kernel = path.endswith(".py") and path != contents.PACKAGE
+    is_kernel = path.endswith(".py") and path not in contents.CODE
     return path.removesuffix(".py") if is_kernel else None
 
 

@@ -21,6 +21,14 @@ PACKAGE = "__init__.py"
 EDITED = "edited here"  # in place of a rung: the evidence is about another text
 TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error ratio")
 
+# By the name of what they are for: files of the package that fit it to somebody's interface.
+ADAPTERS = {
+    "pytorch": "pytorch_adapter.py",
+    "transformers": "transformers_adapter.py",
+}
+CODE = frozenset({PACKAGE, *ADAPTERS.values()})  # Python that is no kernel
+
+_EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
 _DISTRIBUTION = "fmha-gen"
 _WORDS = re.compile(r"(\D*)(\d*)")
 
@@ -30,6 +38,7 @@ def readme(
     commit: str,
     kernels: Sequence[tuple[KernelState, bool]],
     package: str | None,
+    adapters: Sequence[str],
 ) -> str:
     """The folder's README. kernels: each with whether it was edited; package: name to import."""
     rows = [TITLES, *(_row(state, edited) for state, edited in kernels)]
@@ -40,17 +49,27 @@ def readme(
         "table": evidence.markdown(rows),
         "package": package,
         "stem": kernels[0][0].stem,
+        "adapters": adapters,
     }
     return render.render_template("vendor/readme.md.j2", values)
 
 
 def package(kernels: Sequence[KernelState]) -> str:
     """The text of `__init__.py`, which chooses among the kernels."""
-    values = {
-        "stems": [state.stem for state in kernels],
-        "lse": any(_summary(state)[1] for state in kernels),
-    }
+    made = [(state.stem, _problem(state)) for state in kernels]
+    values = {"kernels": [(stem, map(repr, fields)) for stem, fields in made if fields]}
     return render.format_source(render.render_template("vendor/init.py.j2", values))
+
+
+def adapter(name: str, package: str) -> str:
+    """The text of one of ADAPTERS for a package of this name."""
+    text = render.render_template(f"vendor/{ADAPTERS[name]}.j2", {"package": package})
+    return render.format_source(text)
+
+
+def gives_lse(state: KernelState) -> bool:
+    """Whether a kernel, of a text of any kind, gives an LSE."""
+    return bool((_problem(state) or (False,))[-1])
 
 
 def licence() -> str:
@@ -87,16 +106,30 @@ def made_for(spec: Mapping[str, Any]) -> str:
     return ", ".join([*words, "lse"] if spec["lse"] else words)
 
 
-def _summary(state: KernelState) -> tuple[str, bool]:
-    """What a kernel is made for, and whether it gives an LSE; of a text of any kind."""
+def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
+    """The fields of the package's `Problem` for a kernel; None when its SPEC cannot be read."""
     try:
-        return made_for(state.spec), bool(state.spec["lse"])
-    except (CheckFailed, LookupError, TypeError, ValueError):  # edited by hand
-        return evidence.NOTHING, False
+        spec = state.spec
+        return (
+            *(spec["arch"], spec["dtype"]),
+            *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
+            *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
+            *(spec["mask"], spec["lse"]),
+        )
+    except _EDITED:
+        return None
+
+
+def _words(state: KernelState) -> str:
+    """What a kernel, of a text of any kind, is made for."""
+    try:
+        return made_for(state.spec)
+    except _EDITED:
+        return evidence.NOTHING
 
 
 def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
-    name, words = f"[{state.stem}]({state.stem}.py)", _summary(state)[0]
+    name, words = f"[{state.stem}]({state.stem}.py)", _words(state)
     if edited:
         return name, words, EDITED, *[evidence.NOTHING] * 4
     record = state.record

@@ -61,6 +61,13 @@ def bring(folder: Path, path: str, new: str, base: Entry | None) -> Step:
     return Step(path, "write", new, local, entry, state, edits)
 
 
+def put(folder: Path, path: str, new: str) -> Step:
+    """Write a file that is ours alone, whatever it holds."""
+    local = _read(folder / path)
+    same = local == new.encode()
+    return Step(path, "keep" if same else "write", new, local, None, "intact")
+
+
 def leave(folder: Path, path: str, base: Entry) -> Step:
     """Leave a file of which nothing newer is known."""
     local = tree.read(folder, path)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import hashlib
 import json
@@ -13,9 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fmha_gen import cli, export, toolchain
+from fmha_gen import cli, export, toolchain, validate
 from fmha_gen.errors import EnvironmentProblem
-from support import GENERATED, SPECS
+from support import GENERATED, ROOT, SPECS
 from typer.testing import CliRunner
 
 STEM = "sm90_d64_bf16_full"
@@ -92,10 +93,136 @@ def test_the_header_declares_the_object_s_function(exported: Path) -> None:
     symbol = f"__tvm_ffi_{STEM}_{hashlib.sha256(text).hexdigest()}"
     header = (exported / f"{STEM}.h").read_text("utf-8")
     compiled = (exported / f"{STEM}.o").read_bytes()
-    assert f"#define {STEM} {symbol}\n" in header
+    assert f"int {symbol}(\n" in header
+    assert "#define" not in header
     assert f"object sha256:{hashlib.sha256(compiled).hexdigest()}\n" in header
     assert " *   q, k, v, out\n" in header
+    assert " * args, 7 of them, " in header
     assert symbol.encode() in compiled
+
+
+# --- from C and C++ ---------------------------------------------------------------------
+
+EXAMPLE = ROOT / "codegen" / "docs" / "examples" / "attention.cpp"
+# As in the example's first lines.
+LIBRARIES = """
+from cutlass.cute import runtime
+for library in runtime.find_runtime_libraries(enable_tvm_ffi=True):
+    print(library, "-Wl,-rpath," + library.rpartition("/")[0])
+"""
+STRICT = ("-Wall", "-Wextra", "-Werror")
+
+needs_gxx = pytest.mark.skipif(
+    shutil.which("g++") is None or shutil.which("gcc") is None,
+    reason="needs gcc and g++",
+)
+
+
+def said_by(*command: str | Path) -> str:
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=300
+    ).stdout
+
+
+@pytest.fixture(scope="module")
+def linking() -> list[str]:
+    """What a link needs besides objects."""
+    return [*said_by(sys.executable, "-c", LIBRARIES).split(), "-ldl"]
+
+
+@pytest.fixture(scope="module")
+def headers(exported: Path) -> list[str]:
+    folder = said_by(sys.executable, "-m", "tvm_ffi.config", "--includedir").strip()
+    return [f"-I{exported}", f"-isystem{folder}"]
+
+
+@pytest.fixture(scope="module")
+def example(
+    exported: Path,
+    headers: list[str],
+    linking: list[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    program = tmp_path_factory.mktemp("example") / "attention"
+    compiled = exported / f"{STEM}.o"
+    command = ["g++", "-std=c++17", *STRICT, EXAMPLE, compiled, *headers, *linking]
+    said_by(*command, "-o", program)
+    return program
+
+
+def has_driver() -> bool:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
+
+
+@needs_gxx
+@pytest.mark.skipif(has_driver(), reason="has a driver: the hardware test runs it")
+def test_the_example_links_and_comes_as_far_as_the_driver(example: Path) -> None:
+    done = subprocess.run([example], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("RuntimeError: ")
+    assert "cudaErrorInsufficientDriver" in done.stderr
+
+
+@needs_gxx
+@pytest.mark.hardware
+def test_the_example_is_right_on_the_gpu(example: Path) -> None:
+    try:
+        validate.require_gpu()
+    except EnvironmentProblem as problem:
+        pytest.skip(str(problem))
+    done = subprocess.run([example], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+
+
+CALLER = f"""
+#include <stddef.h>
+#include <stdio.h>
+#include "{STEM}.h"
+
+int main(void) {{
+  TVMFFIAny result = {{0}};
+  TVMFFISafeCallType call = {STEM};
+  TVMFFIObjectHandle error = NULL;
+  int status = call(NULL, NULL, 0, &result);
+  TVMFFIErrorMoveFromRaised(&error);
+  printf("%d %s\\n", status, error == NULL ? "no error" : "an error");
+  return TVMFFIObjectDecRef(error);
+}}
+"""
+
+
+@needs_gxx
+def test_the_header_is_c_as_well(
+    exported: Path, headers: list[str], linking: list[str], tmp_path: Path
+) -> None:
+    caller, program = tmp_path / "caller.c", tmp_path / "caller"
+    caller.write_text(CALLER)
+    options = ["-std=c99", "-pedantic", *STRICT, *headers]
+    said_by(*("gcc", *options, caller, exported / f"{STEM}.o", *linking, "-o", program))
+    assert said_by(program) == "-1 an error\n"  # too few arguments
+
+
+@needs_gxx
+def test_the_header_replaces_no_identifier(
+    exported: Path, headers: list[str], linking: list[str], tmp_path: Path
+) -> None:
+    """A member of the kernel's name, defined where the header is not and used where it is."""
+    declared = f"struct Choice {{ enum Kind {{ {STEM} = 3 }}; int {STEM}_(); }};\n"
+    declared += f"namespace theirs {{ int {STEM}(); }}\n"
+    defined, used, program = (tmp_path / name for name in ("a.cpp", "b.cpp", "program"))
+    defined.write_text(f"{declared} int theirs::{STEM}() {{ return Choice::{STEM}; }}")
+    used.write_text(
+        f'#include "{STEM}.h"\n{declared}'
+        f"int main() {{ return theirs::{STEM}() + ({STEM} == nullptr); }}"
+    )
+    options = ["-std=c++17", *headers, defined, used, exported / f"{STEM}.o"]
+    said_by("g++", *options, *linking, "-o", program)
+    assert subprocess.run([program], timeout=60, check=False).returncode == 3
 
 
 # --- when it is written again ----------------------------------------------------------

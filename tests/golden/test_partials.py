@@ -22,7 +22,15 @@ UNSHIPPED = Path(__file__).parent / "specs"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
-VENDOR = ("vendor/init.py.j2", "vendor/readme.md.j2")
+VENDOR = tuple(
+    f"vendor/{name}.j2"
+    for name in (
+        "init.py",
+        "pytorch_adapter.py",
+        "readme.md",
+        "transformers_adapter.py",
+    )
+)
 PARTIALS_OF = {
     arch: support.template_closure(module) - {module}
     for arch, module in MODULES.items()

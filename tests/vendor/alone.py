@@ -16,24 +16,35 @@ folder = Path(sys.argv[2])
 sys.path.insert(0, str(folder.parent))
 
 
+def refusal_of(function, *arguments):
+    try:
+        function(*arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def main():
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     package = importlib.import_module(folder.name)
+    imported = [name for name in ("cutlass", "fmha_gen") if name in sys.modules]
     with FakeTensorMode():
         q = torch.empty(2, 100, 3, 128, device="cuda", dtype=torch.bfloat16)
         out, lse = package.fmha_lse(q, q, q, causal=True)
-    try:
-        package.fmha(*[torch.zeros(1, 8, 2, 128, dtype=torch.bfloat16)] * 3)
-        refusal = ""
-    except ValueError as error:
-        refusal = str(error)
-    compiled = package.KERNELS[0].compile()
+        traced = refusal_of(package.fmha, q, q, q)
+    refusal = refusal_of(
+        package.fmha, *[torch.zeros(1, 8, 2, 128, dtype=torch.bfloat16)] * 3
+    )
+    (name,) = package.KERNELS
+    compiled = package.load(name).compile()
     report = {
-        "kernels": [kernel.SPEC["name"] for kernel in package.KERNELS],
+        "kernels": list(package.KERNELS),
+        "imported": imported,
         "fake": [list(out.shape), str(out.device), list(lse.shape), str(lse.dtype)],
         "refusal": refusal,
+        "traced": traced,
         "compiled": callable(compiled),
         "importable": [
             name

@@ -46,8 +46,10 @@ def test_a_vendored_package_alone(tmp_path: Path) -> None:
     report = json.loads(run(ALONE, packages, folder, cwd=tmp_path))
     assert report["importable"] == ["torch", "cutlass"]
     assert report["kernels"] == [STEM]
+    assert report["imported"] == []  # kernels are, with the first call
     assert report["fake"] == [[2, 100, 3, 128], "cuda:0", [2, 3, 100], "torch.float32"]
     assert f"  {STEM}: arch is sm90, not cpu" in report["refusal"]
+    assert f"  {STEM}: mask is causal, not none" in report["traced"]
     assert report["compiled"]
 
     said = run(ROOT / "codegen" / "verify.py", folder, cwd=tmp_path)

@@ -21,6 +21,7 @@ from fmha_gen.vendor import command
 from support import GENERATED
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 STEMS = (
     "sm100_d128_bf16_causal",
@@ -39,8 +40,15 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
     """Attention in PyTorch for what a SPEC says, called as a kernel is."""
 
     def fmha(
-        q: Any, k: Any, v: Any, *, softmax_scale: Any = None, lse: Any = None
+        q: Any,
+        k: Any,
+        v: Any,
+        *,
+        softmax_scale: Any = None,
+        out: Any,
+        lse: Any = None,
     ) -> Any:
+        assert not any(x.requires_grad for x in (q, k, v, out))
         calls.append(spec["name"])
         assert (lse is not None) <= spec["lse"]
         scale = softmax_scale or 1 / math.sqrt(q.shape[3])
@@ -52,18 +60,19 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
             scores = scores.masked_fill(~seen, -math.inf)
         if lse is not None:
             lse.copy_(scores.logsumexp(-1))
-        out = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float())
-        return out.to(q.dtype).contiguous()
+        weights = scores.softmax(-1).nan_to_num(0.0)  # of a row that sees no key
+        out.copy_(torch.einsum("bhqk,bkhd->bqhd", weights, v.float()))
+        return out
 
     return fmha
 
 
 def imported(
-    folder: Path, stems: tuple[str, ...] = STEMS
+    folder: Path, stems: tuple[str, ...] = STEMS, adapters: tuple[str, ...] = ()
 ) -> tuple[ModuleType, list[str]]:
     """Vendor and import a package; the names of the kernels that it then calls."""
     name = next(_names)
-    options = command.Options(folder / name, GENERATED, stems, init=True)
+    options = command.Options(folder / name, GENERATED, stems, True, adapters)
     command.vendor(options)
     sys.path.insert(0, str(folder))
     try:
@@ -71,7 +80,7 @@ def imported(
     finally:
         sys.path.remove(str(folder))
     calls: list[str] = []
-    for kernel in package.KERNELS:
+    for kernel in map(package.load, package.KERNELS):
         kernel.fmha = reference(kernel.SPEC, calls)
     package.arch_of = lambda device: "sm90"
     return package, calls
@@ -134,7 +143,17 @@ def test_the_most_special_kernel_that_fits(
 ) -> None:
     kernel = package.select(*tensors(**shape), **choice)
     assert kernel.SPEC["name"] == expected
-    assert kernel in package.KERNELS
+    assert kernel is package.load(expected)
+
+
+def test_what_is_said_of_kernels_is_in_their_files(package: ModuleType) -> None:
+    assert sorted(package.KERNELS) == sorted(STEMS)
+    for name, made in package.KERNELS.items():
+        spec = package.load(name).SPEC
+        assert made == (
+            *(spec["arch"], spec["dtype"], *spec["head_dim"].values()),
+            *(spec["q_per_kv"], *spec["seqlen"].values(), spec["mask"], spec["lse"]),
+        )
 
 
 def test_the_device_decides(
@@ -197,13 +216,162 @@ def test_results_are_the_kernels(package: ModuleType, calls: list[str]) -> None:
     assert calls == ["sm90_d128_bf16_causal", "sm90_d128_bf16_causal_lse"]
 
 
+def strided(tensor: Any) -> Any:
+    """The same tensor, in memory [batch, heads, seqlen, head_dim]."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("layout", [torch.clone, strided])
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_out_is_written_and_returned(
+    package: ModuleType, calls: list[str], layout: Any, return_lse: bool
+) -> None:
+    q, k, v = tensors()
+    out = layout(torch.full_like(q, math.nan))
+    given = {"causal": True, "return_lse": return_lse}
+    found = package.fmha(q, k, v, out=out, **given)
+    expected = package.fmha(q, k, v, **given)
+    name = "sm90_d128_bf16_causal" + "_lse" * return_lse
+    assert calls == [name, name]
+    if return_lse:
+        assert torch.equal(found[1], expected[1])
+        found, expected = found[0], expected[0]
+    assert found is out
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((2, 48, 2, 64), r"^out: needs shape \(2, 48, 2, 128\), not \(2, 48, 2, 64\)"),
+        ((2, 48, 256), "^out: needs 4 dimensions, has 3"),
+    ],
+)
+def test_an_out_of_another_shape(
+    package: ModuleType, shape: tuple[int, ...], message: str
+) -> None:
+    q, k, v = tensors()
+    with pytest.raises(ValueError, match=message):
+        package.fmha(q, k, v, causal=True, out=q.new_empty(shape))
+
+
+def test_tensors_that_do_not_belong_together(package: ModuleType) -> None:
+    q, k, v = tensors()
+    for name, arguments, message in (
+        ("k", (q, k[:1], v), r"needs shape \(2, 80, 2, 128\), not \(1, 80, 2, 128\)"),
+        ("k", (q, k[:, 1:], v), r"needs shape \(2, 80, 2, 128\), not \(2, 79"),
+        ("k", (q, k[..., 1:], v), r"needs shape .*, not \(2, 80, 2, 127\)"),
+        ("k", (q, k.half(), v), "needs dtype torch.bfloat16, as q, not torch.float16"),
+        ("v", (q, k, v.to("meta")), "needs device cpu, as q, not meta"),
+    ):
+        with pytest.raises(ValueError, match=message) as error:
+            package.fmha(*arguments, causal=True)
+        assert str(error.value).startswith(f"{name}: ")
+
+
+@pytest.mark.parametrize("empty", ["q", "kv", "batch"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_empty_problem_is_zeros_and_minus_infinity(
+    package: ModuleType, calls: list[str], empty: str, causal: bool
+) -> None:
+    heads = {} if causal else {"heads": 16}  # there is no other without a mask
+    sizes = {"queries": 0} if empty == "q" else {"keys": 0} if empty == "kv" else {}
+    q, k, v = (x[: 0 if empty == "batch" else 2] for x in tensors(**sizes, **heads))
+    out = package.fmha(q, k, v, causal=causal)
+    assert torch.equal(out, torch.zeros_like(q))
+    into = torch.full_like(q, math.nan)
+    package.fmha(q, k, v, causal=causal, out=into)
+    assert torch.equal(into, torch.zeros_like(q))
+    if causal:
+        into.fill_(math.nan)
+        for asked in ({}, {"out": into}):
+            out, lse = package.fmha_lse(q, k, v, causal=True, **asked)
+            assert torch.equal(out, torch.zeros_like(q))
+            batch, queries, count, _ = q.shape
+            expected = torch.full((batch, count, queries), -math.inf)
+            assert torch.equal(lse, expected) and lse.dtype == torch.float32
+    assert calls == []
+    with pytest.raises(ValueError, match=r"no kernel takes .* dtype torch\.float32"):
+        package.fmha(q.float(), k.float(), v.float(), causal=causal)
+
+
 @pytest.mark.parametrize("name", ["fmha_op", "fmha_lse_op"])
 @pytest.mark.parametrize("scale", [None, 0.5])
 def test_opcheck(package: ModuleType, name: str, scale: float | None) -> None:
     q, k, v = tensors()
-    strided = q.transpose(1, 2).contiguous().transpose(1, 2)
-    for query in (q, strided):
+    for query in (q, strided(q)):
         torch.library.opcheck(getattr(package, name), (query, k, v, True, scale))
+
+
+@pytest.mark.parametrize("layout", [torch.clone, strided])
+@pytest.mark.parametrize("lse", [False, True])
+def test_opcheck_of_what_is_written(
+    package: ModuleType, layout: Any, lse: bool
+) -> None:
+    q, k, v = tensors()
+    written = layout(torch.zeros_like(q)), torch.zeros(2, 2, 48) if lse else None
+    torch.library.opcheck(package.fmha_out_op, (q, k, v, *written, True, None))
+
+
+UNFIT = [
+    ({"dtype": torch.float32}, {"causal": True}),
+    ({"qk": 96, "v": 64}, {"causal": True}),
+    ({"heads": 3}, {"causal": True}),
+    ({"heads": 6}, {"causal": True}),
+    ({}, {}),  # no mask
+    ({"qk": 64, "v": 64}, {"causal": True, "return_lse": True}),
+    ({"kv_heads": 0}, {"causal": True}),
+]
+
+
+@pytest.mark.parametrize(("shape", "choice"), UNFIT)
+@pytest.mark.parametrize("given", [False, True])
+def test_a_trace_refuses_what_no_kernel_takes(
+    package: ModuleType, shape: dict[str, Any], choice: dict[str, bool], given: bool
+) -> None:
+    """In the words of the call itself."""
+    q, k, v = tensors(**shape)
+
+    def call(q: Any, k: Any, v: Any) -> None:
+        package.fmha(q, k, v, **choice, out=torch.empty_like(q) if given else None)
+
+    with pytest.raises(ValueError) as real:
+        call(q, k, v)
+    with FakeTensorMode() as mode, pytest.raises(ValueError) as fake:
+        call(*map(mode.from_tensor, (q, k, v)))
+    assert str(fake.value) == str(real.value)
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError) as compiled:
+        torch._dynamo.reset()
+        torch.compile(call, fullgraph=True, backend="eager")(q, k, v)
+    assert str(real.value).splitlines()[0] in str(compiled.value)
+
+
+def test_fixed_lengths_are_refused_where_the_trace_knows_them(tmp_path: Path) -> None:
+    package, calls = imported(tmp_path, ("sm90_d128_bf16_causal_s1024",))
+    with FakeTensorMode(), pytest.raises(ValueError, match="seqlen_q is 1024, not 48"):
+        package.fmha(*(torch.empty(2, 48, 2, 128).bfloat16(),) * 3, causal=True)
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return package.fmha(q, k, v, causal=True)
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="eager")
+    compiled(*tensors(1024, 1024))
+    assert calls == ["sm90_d128_bf16_causal_s1024"]
+    with pytest.raises(ValueError, match="seqlen_q is 1024, not 1000"):
+        compiled(*tensors(1000, 1000))
+
+
+def test_a_trace_without_gpu_leaves_the_gpu_open(
+    package: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(package, "arch_of", lambda device: package.UNKNOWN)
+    with FakeTensorMode():
+        q = torch.empty(2, 48, 2, 128, device="cuda", dtype=torch.bfloat16)
+        assert package.fmha(q, q, q, causal=True).shape == q.shape
+        with pytest.raises(ValueError) as error:
+            package.fmha(q, q, q)
+    assert str(error.value).startswith("no kernel takes dtype bf16, head_dim_qk 128,")
+    assert "  sm90_d128_bf16_causal: mask is causal, not none" in str(error.value)
 
 
 BACKENDS = [
@@ -233,6 +401,41 @@ def test_compile_takes_it_whole(package: ModuleType, backend: str) -> None:
             torch.testing.assert_close(found, expected)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compile_takes_what_is_written(package: ModuleType, backend: str) -> None:
+    def layer(q: Any, k: Any, v: Any, out: Any) -> Any:
+        out.add_(1)  # before and after: the write may not move
+        before = out * 1
+        _, lse = package.fmha(q, k, v, causal=True, out=out, return_lse=True)
+        inside = package.fmha(q, k, v, causal=True, out=torch.empty_like(q))
+        return before, lse * 2, inside - out
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    q, k, v = tensors()
+    outs = torch.zeros_like(q), torch.zeros_like(q)
+    for found, expected in zip(
+        compiled(q, k, v, outs[0]), layer(q, k, v, outs[1]), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    assert torch.equal(*outs)
+    assert outs[0].any()
+
+
+def test_export_takes_what_is_written(package: ModuleType) -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, q: Any, k: Any, v: Any, out: Any) -> Any:
+            return package.fmha(q, k, v, causal=True, out=out) + 1
+
+    q, k, v = tensors()
+    exported = torch.export.export(Layer(), (q, k, v, torch.zeros_like(q)))
+    expected = package.fmha(q, k, v, causal=True)
+    for program in (exported, exported.run_decompositions({})):
+        out = torch.zeros_like(q)
+        assert torch.equal(program.module()(q, k, v, out), expected + 1)
+        assert torch.equal(out, expected)
+
+
 def test_export_of_dynamic_lengths_chooses_when_it_runs(
     package: ModuleType, calls: list[str]
 ) -> None:
@@ -260,14 +463,19 @@ def test_a_gradient_is_refused(package: ModuleType) -> None:
     k.requires_grad_()
     with pytest.raises(ValueError, match=r"^k: requires a gradient"):
         package.fmha(q, k, v, causal=True)
+    with pytest.raises(ValueError, match=r"^out: requires a gradient"):
+        package.fmha(q, q, q, causal=True, out=q.clone().requires_grad_())
     with torch.no_grad():
-        package.fmha(q, k * 1, v, causal=True)
+        out = package.fmha(q, k, v, causal=True)
+        assert not out.requires_grad
+        assert torch.equal(package.fmha(q, k, v, causal=True, out=out * 0), out)
 
 
 def test_two_packages_in_one_process(package: ModuleType, tmp_path: Path) -> None:
     other, calls = imported(tmp_path, ("sm90_d128_bf16_causal",))
-    assert not hasattr(other, "fmha_lse")  # none of its kernels has it
     arguments = tensors()
+    with pytest.raises(ValueError, match="_causal: lse is False, not True"):
+        other.fmha_lse(*arguments, causal=True)
     assert torch.equal(
         other.fmha(*arguments, causal=True), package.fmha(*arguments, causal=True)
     )

@@ -96,9 +96,13 @@ def prove(source: Path, stem: str, **rungs: dict[str, object]) -> None:
 
 
 def vendor(
-    source: Path, into: Path, *kernels: str, init: bool = False
+    source: Path,
+    into: Path,
+    *kernels: str,
+    init: bool = False,
+    adapters: tuple[str, ...] = (),
 ) -> command.Result:
-    return command.vendor(command.Options(into, source, kernels, init))
+    return command.vendor(command.Options(into, source, kernels, init, adapters))
 
 
 def contents_of(folder: Path) -> dict[str, str]:
@@ -160,23 +164,35 @@ def test_vendoring_again_changes_nothing(source: Path, into: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in into.rglob("*")} == before
 
 
-def test_the_package_is_formatted_python_without_idle_parts(
+def test_the_package_and_its_adapters_are_formatted_python(
     source: Path, into: Path
 ) -> None:
     vendor(source, into, B, init=True)
+    assert A not in (into / contents.PACKAGE).read_text()
+    vendor(source, into, A, adapters=tuple(contents.ADAPTERS))
     text = (into / contents.PACKAGE).read_text()
-    assert "lse_op" not in text and "fmha_lse" not in text
-    vendor(source, into, A)
-    text = (into / contents.PACKAGE).read_text()  # kept without --init
-    assert "fmha_lse" in text
-    assert black.format_str(text, mode=black.Mode()) == text
+    assert A in text and B in text
     names = {n.name for n in ast.parse(text).body if isinstance(n, ast.FunctionDef)}
     assert {"select", "fmha", "fmha_lse"} <= names
+    files = [into / name for name in (contents.PACKAGE, *contents.ADAPTERS.values())]
+    for file in files:
+        text = file.read_text()
+        assert black.format_str(text, mode=black.Mode()) == text
     subprocess.run(
-        [sys.executable, "-m", "ruff", "check", "--quiet", into / contents.PACKAGE],
+        [sys.executable, "-m", "ruff", "check", "--quiet", *files],
         cwd=ROOT,
         check=True,
     )
+
+
+def test_the_package_knows_no_kernel_whose_spec_nobody_can_read(
+    source: Path, into: Path
+) -> None:
+    vendor(source, into, A, B, init=True)
+    edit(into / f"{A}.py", "SPEC = {", "SPEC = dict(x) or {")
+    vendor(source, into)
+    text = (into / contents.PACKAGE).read_text()
+    assert A not in text and B in text
 
 
 def test_more_kernels_later(source: Path, into: Path) -> None:
@@ -517,8 +533,21 @@ def test_the_command(source: Path, into: Path) -> None:
         result = CliRunner().invoke(cli.app, ["vendor", *map(str, arguments)])
         return result.exit_code, result.stdout
 
-    assert run(A, B, "--into", into, "--from", source)[0] == 0
+    status, text = run(A, B, "--into", into, "--from", source)
+    assert status == 0
+    assert set(text.splitlines()) == {f"added: {into / name}" for name in FILES}
     assert run("--update", into, "--from", source) == (0, "nothing newer\n")
+    status, text = run(
+        *("--update", into, "--from", source, "--adapter", "transformers,pytorch")
+    )
+    assert status == 0
+    assert text.splitlines() == [
+        f"updated: {into / 'README.md'}",
+        f"updated: {into / verify.LOCK}",
+        *(f"added: {into / name}" for name in ("__init__.py", "pytorch_adapter.py")),
+        f"added: {into / 'transformers_adapter.py'}",
+    ]
+    assert run("--update", into, "--from", source, "--adapter", "jax")[0] == 1
     edit(into / f"{A}.py", "TILE_KV = 128 ", "TILE_KV = 96 ")
     rebuild(source, A)
     status, text = run("--update", into, "--from", source)
