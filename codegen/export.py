@@ -52,7 +52,8 @@ _HEADER = """\
  * TVMFFIErrorMoveFromRaised gives the error, whose kind and message TVMFFIErrorCell holds.
  *
  * What differs from {stem}.py in type, shape, device or alignment is refused. Not checked: no size
- * may be 0, strides must be positive (lse: any), q has as many heads per head of k as stated there.
+ * may be 0, strides must be positive (lse: any), q has as many heads per head of k as stated there,
+ * and out and lse share no memory with another tensor or within themselves.
  */
 #pragma once
 

@@ -237,7 +237,11 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
             ["each cluster takes", "each loads its slice of K and V for both"],
             ["diagonal", "LSE"],
         ),
-        ("sm100_single", ["A CTA for each tile, those", "Every row"], ["Persistent"]),
+        (
+            "sm100_single",
+            ["A CTA for each tile, those", "or whose scores are all -inf"],
+            ["Persistent"],
+        ),
         ("sm100_short", ["Loop 1, masked for the end of K"], ["Loop 2", "No mask"]),
     ],
 )
