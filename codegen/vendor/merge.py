@@ -63,7 +63,7 @@ def bring(folder: Path, path: str, new: str, base: Entry | None) -> Step:
 
 def put(folder: Path, path: str, new: str) -> Step:
     """Write a file that is ours alone, whatever it holds."""
-    local = _read(folder / path)
+    local = tree.read(folder, path)
     same = local == new.encode()
     return Step(path, "keep" if same else "write", new, local, None, "intact")
 
