@@ -31,10 +31,14 @@ _HEADER = """\
  * text sha256:{text}
  * object sha256:{object}
  *
- * Link it with libtvm_ffi and libcute_dsl_runtime, which pip installed with them: where, says
- * `python -c 'from cutlass.cute import runtime; print(runtime.find_runtime_libraries(
- * enable_tvm_ffi=True))'`.
- * A whole program is docs/examples/attention.cpp of fmha-gen.
+ * Link it with libtvm_ffi and libcute_dsl_runtime. Where pip installed them, this says:
+ *
+ *   python -c 'from cutlass.cute import runtime; \
+print(*runtime.find_runtime_libraries(enable_tvm_ffi=True))'
+ *
+ * docs/examples/attention.cpp of fmha-gen is a whole program, with its link line. In C++,
+ * tvm::ffi::Function::InvokeExternC(nullptr, {stem}, ...) of <tvm/ffi/function.h>
+ * takes DLTensor pointers and numbers as they are, and throws the error.
  *
  * args, {count} of them, each with zero_padding 0 and, in this order:
  *

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -205,6 +206,35 @@ def test_the_header_is_c_as_well(
     options = ["-std=c99", "-pedantic", *STRICT, *headers]
     said_by(*("gcc", *options, caller, exported / f"{STEM}.o", *linking, "-o", program))
     assert said_by(program) == "-1 an error\n"  # too few arguments
+
+
+TYPED = f"""
+#include <tvm/ffi/tvm_ffi.h>
+#include <cstdio>
+#include "{STEM}.h"
+
+int main() {{
+  int64_t shape[] = {{2, 16, 3, 96}}, strides[] = {{4608, 288, 96, 1}};  // it is made for 64
+  DLTensor x{{shape, {{kDLCUDA, 0}}, 4, {{kDLBfloat, 16, 1}}, shape, strides, 0}};
+  void *stream = nullptr;
+  try {{
+    tvm::ffi::Function::InvokeExternC(nullptr, {STEM}, &x, &x, &x, &x, 0.125, 132, stream);
+  }} catch (const tvm::ffi::Error &error) {{
+    std::printf("%s: %s", error.kind().c_str(), error.message().c_str());
+  }}
+}}
+"""
+
+
+@needs_gxx
+def test_what_the_header_says_of_typed_calls(
+    exported: Path, headers: list[str], linking: list[str], tmp_path: Path
+) -> None:
+    caller, program = tmp_path / "typed.cpp", tmp_path / "typed"
+    caller.write_text(TYPED)
+    command = ["g++", "-std=c++17", caller, exported / f"{STEM}.o", *headers]
+    said_by(*command, *linking, "-o", program)
+    assert re.match(r"ValueError: .*\bq\b.*\b64\b", said_by(program), re.DOTALL)
 
 
 @needs_gxx

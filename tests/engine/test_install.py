@@ -119,11 +119,19 @@ def test_builds_the_same_bytes_as_here(
 def test_vendors_with_the_licence(installed: tuple[Path, Path], tmp_path: Path) -> None:
     commands, _ = installed
     kernels = [ROOT / "generated" / f"{stem}.py" for stem in SPECS]
-    vendor = ["vendor", *kernels, "--init", "--into", tmp_path / "attention"]
+    vendor = ["vendor", *kernels, "--adapter", "transformers"]
+    vendor += ["--into", tmp_path / "attention"]
     run(commands / "fmha-gen", *vendor, cwd=tmp_path)
     found = fake.contents(tmp_path / "attention")
     assert found["LICENSE"] == (ROOT / "LICENSE").read_text()
-    assert f"from . import (\n    {SPECS[0]},\n" in found["__init__.py"]
+    assert f'KERNELS = {{\n    "{SPECS[0]}": ' in found["__init__.py"]
+    assert "def mask(" in found["transformers_adapter.py"]
+
+
+def test_has_the_example_of_an_export(installed: tuple[Path, Path]) -> None:
+    example = "docs/examples/attention.cpp"
+    text = (installed[1] / example).read_text("utf-8")
+    assert text == (ROOT / "codegen" / example).read_text("utf-8")
 
 
 def test_the_site_has_the_decisions(

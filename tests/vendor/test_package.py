@@ -196,6 +196,10 @@ def test_a_tensor_of_three_dimensions(package: ModuleType) -> None:
     q, k, v = tensors()
     with pytest.raises(ValueError, match=r"^k: needs 4 dimensions, has 3"):
         package.fmha(q, k[0], v, causal=True)
+    for flat in (q[0], q[0, 0, 0, 0]):
+        for out in (None, torch.empty_like(q)):
+            with pytest.raises(ValueError, match=r"^q: needs 4 dimensions, has [30]"):
+                package.fmha(flat, k, v, causal=True, out=out, return_lse=True)
 
 
 def test_results_are_the_kernels(package: ModuleType, calls: list[str]) -> None:
