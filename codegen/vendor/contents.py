@@ -19,7 +19,7 @@ LICENSE = "LICENSE"
 PACKAGE = "__init__.py"
 
 EDITED = "edited here"  # in place of a rung: the evidence is about another text
-TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error ratio")
+TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error over its bound")
 
 _DISTRIBUTION = "fmha-gen"
 _WORDS = re.compile(r"(\D*)(\d*)")
@@ -103,7 +103,6 @@ def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
     ran = record.get("validated", {})
     proof = ran or record.get("emulated", {})
     known = proof or record.get("compiled", {})
-    worst = proof.get("worst")
     return (
         name,
         words,
@@ -111,5 +110,5 @@ def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
         ran.get("gpu", evidence.NOT_RUN if proof else evidence.NOTHING),
         ran.get("driver", evidence.NOTHING),
         known.get("dsl", evidence.NOTHING),
-        f"{worst['ratio']:.2f}" if worst else evidence.NOTHING,
+        evidence.over_bound(proof.get("worst")),
     )

@@ -13,6 +13,7 @@ from fmha_gen.emulator.walk import Extent, prepare, walk
 
 from .kernels import FIRST_INPUT, OUT, text
 
+
 def left(body: str) -> list[str]:
     """Names of the instructions that are left of a kernel."""
     return [each.name for each in skeleton(ptx.parse(text(body))).instructions]

@@ -294,7 +294,8 @@ def test_the_name_of_a_schedule_replays_it(plan):
 def test_constants_are_read_without_running_the_module():
     text = (
         'import nothing_there\nSPEC = {"cluster": [2, 1], "q_per_kv": 1}\nTILE_Q = 64\n'
-        "TILE_KV = 32\nQ_STAGES = 2\nQ_RELEASES = 3\nRESCALE_SLACK = 7.5\nDTYPE = nothing_there.Type\nboom()\n"
+        "TILE_KV = 32\nQ_STAGES = 2\nQ_RELEASES = 3\n"
+        "RESCALE_SLACK = 7.5\nDTYPE = nothing_there.Type\nboom()\n"
     )
     found = read_constants(text)
     assert found == {
