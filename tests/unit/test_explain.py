@@ -299,9 +299,8 @@ VALIDATED = {
     "cases": 25,
     "worst": {
         "case": "steep",
-        "error": 3.12e-3,
-        "reference_error": 3.06e-3,
-        "ratio": 1.02,
+        "absolute": 3.12e-3,
+        "of_bound": 0.52,
     },
     "lse_worst": None,
     "repeats": 20,
