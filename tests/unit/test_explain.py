@@ -267,7 +267,7 @@ def test_evidence(tmp_path: Path) -> None:
     text = shown(record)
     assert "rung validated compiled for sm_90a" in text
     assert "validated 25 cases on NVIDIA H200; " in text
-    assert "worst error 0.00312, 1.02 times the 16-bit reference's, in steep" in text
+    assert "worst error 0.00312, 0.52 of its bound, in steep" in text
     assert "memcheck not run" in text
     record["validated"] = {**record["validated"], "body_sha256": "0" * 64}
     assert shown(record).startswith("Evidence rung compiled (stale: its record holds")
