@@ -17,7 +17,11 @@ def findings(folder, stem, text, tag):
     kernel.write_text(text, encoding="utf-8")
     constants = rehearsal.read_constants(text)
     found = cases.cases_for(constants["SPEC"], cases.tiles_of(constants))
-    (name,) = (case.name for case in found if case.emulated and case.name.startswith(f"{tag}_b"))
+    (name,) = (
+        case.name
+        for case in found
+        if case.emulated and case.name.startswith(f"{tag}_b")
+    )
     events.unlink(missing_ok=True)
     rehearsal.main([str(kernel), str(events), "--case", name, *EAGER])
     (run,) = of_kind(read_events(events), "run")
