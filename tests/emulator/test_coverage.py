@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who stores which rows, of kernels whose stores were damaged: what is not written once is named."""
+"""Who stores which rows, of kernels whose stores were damaged: what is wrong is named."""
 
 from __future__ import annotations
 
