@@ -433,10 +433,10 @@ def _fitted(
     work, per_tile = work_tiles(made, spec, tiles), math.ceil(kv / tiles.kv)
     running: tuple[int, ...] | None = None
     if work * per_tile > MANY_BLOCKS and DYNAMIC not in spec["seqlen"].values():
-        # Every cluster has a work tile, or one has two.
+        # Every cluster has a work tile, or one has two; of more clusters the others do not start.
         two = tag == "strided" and not tiles.single
-        clusters = max(clusters, work // 2 if two else work)
-        last = clusters - 1
+        busy = work // 2 if two else work
+        clusters, last = max(clusters, busy), busy - 1
         running = tuple(sorted({0, last // 2, last})) if tag == "ragged" else (last,)
         work = len(running) * (1 + two)
     sm_count = clusters * tiles.ctas + idle

@@ -7,14 +7,14 @@ proves nothing and is left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from . import records
 from .render import body_digest, stated_digests
 
-TITLES = ("kernel", "rung", "GPU", "worst error ratio", "registers")
+TITLES = ("kernel", "rung", "GPU", "worst error over its bound", "registers")
 NOTHING = "-"  # where no evidence is
 NOT_RUN = "emulated, not run"  # its error is the emulator's
 
@@ -57,9 +57,15 @@ def row(record: records.Record) -> tuple[str, ...]:
         f"`{record['kernel']}`",
         record["rung"],
         gpu,
-        f"{worst['ratio']:.2f}" if worst else NOTHING,
+        over_bound(worst),
         " / ".join(map(str, registers)),
     )
+
+
+def over_bound(worst: Mapping[str, Any] | None) -> str:
+    """A worst error over what it may be, at most 1; NOTHING where a record does not say."""
+    found = (worst or {}).get("of_bound")
+    return NOTHING if found is None else f"{found:.2f}"
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

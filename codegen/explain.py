@@ -248,10 +248,10 @@ def _validated(evidence: Mapping[str, Any]) -> str:
         f"{evidence['cases']} cases on {evidence['gpu']}",
         f"driver {evidence['driver']}, CuTe DSL {evidence['dsl']}",
     ]
-    if worst:
+    if worst and "of_bound" in worst:
         parts.append(
-            f"worst error {worst['error']:.3g}, {worst['ratio']:.2f} times the 16-bit"
-            f" reference's, in {worst['case']}"
+            f"worst error {worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound,"
+            f" in {worst['case']}"
         )
     if lse:
         parts.append(f"LSE off by at most {lse['absolute']:.2g}, in {lse['case']}")

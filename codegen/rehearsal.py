@@ -207,6 +207,8 @@ class Rehearsal:
         wanted = self.expected
         result.of_rows = math.prod(counts.shape[:3])
         result.rows = result.of_rows if wanted is None else int(wanted.sum())
+        if result.rows == 0:
+            result.findings.append("the clusters that ran store no row of out")
         result.findings += written_once(
             out, counts.max(-1), counts.min(-1), wanted, writes
         )

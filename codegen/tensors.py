@@ -25,7 +25,6 @@ from .inputs import GUARD, Layout, Placed, place_tensors, values
 Bits = NDArray[Any]
 
 STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
-STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
 DEFAULT_SMS = 132  # of a case that leaves it to the GPU
 FIRST_ADDRESS = 0x7F00_0000_0000
 ADDRESS_STEP = 1 << 32  # between storages: no overrun reaches the next

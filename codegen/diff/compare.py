@@ -224,7 +224,7 @@ def _facts(state: KernelState) -> dict[tuple[str, str], Value]:
         for name, count in by_class(counts).items():
             facts["loops", f"{loop}: {name}"] = count
     facts["proof", "rung"] = state.rung
-    facts["proof", "worst error ratio"] = _error(state)
+    facts["proof", "worst error over its bound"] = _error(state)
     return facts
 
 
@@ -257,8 +257,8 @@ def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Value]
 def _error(state: KernelState) -> float | None:
     for rung in ("validated", "emulated"):
         worst = state.record.get(rung, {}).get("worst")
-        if worst:
-            return round(float(worst["ratio"]), 2)
+        if worst and "of_bound" in worst:
+            return round(float(worst["of_bound"]), 2)
     return None
 
 

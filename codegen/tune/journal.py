@@ -27,7 +27,7 @@ from .rounds import Played
 # What decides who is wrong and how rounds are taken.
 SOURCES: Final = (
     *(f"bench/{name}.py" for name in ("contenders", "cuda", "problems", "timing")),
-    *(f"{name}.py" for name in ("cases", "compare", "reference", "trial")),
+    *(f"{name}.py" for name in ("cases", "compare", "inputs", "reference", "trial")),
     *(f"tune/{name}.py" for name in ("rounds", "worker")),
 )
 

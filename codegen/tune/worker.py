@@ -31,7 +31,7 @@ from .. import trial
 from ..bench import contenders, timing
 from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
-from ..cases import REPEATS, Case, cases_for, tiles_of
+from ..cases import REPEATS, Case, cases_for, tiles_of, work_tiles
 from ..errors import one_line
 from ..gpu import find_gpu, visible
 from ..processes import Event
@@ -159,10 +159,15 @@ def check(kernel: Any, device: trial.Device) -> None:
 
 
 def check_cases(kernel: Any) -> tuple[Case, ...]:
-    """Of the cases of validate: the largest ragged one, and the one with the most work tiles."""
-    cases = cases_for(kernel.SPEC, tiles_of(trial.vars_of(kernel)))
+    """Of the cases of validate: the largest ragged one, and the fullest one that is repeated."""
+    tiles = tiles_of(trial.vars_of(kernel))
+    cases = cases_for(kernel.SPEC, tiles)
     ragged = max(filter(_is_plain, cases), key=lambda case: case.work)
-    return tuple(dict.fromkeys([ragged, max(cases, key=lambda case: case.work)]))
+    repeated = (case for case in cases if not case.emulated and case.repeats == REPEATS)
+    most = max(
+        repeated, key=lambda case: (work_tiles(case, kernel.SPEC, tiles), case.work)
+    )
+    return tuple(dict.fromkeys([ragged, most]))
 
 
 def _is_plain(case: Case) -> bool:

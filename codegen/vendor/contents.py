@@ -19,7 +19,7 @@ LICENSE = "LICENSE"
 PACKAGE = "__init__.py"
 
 EDITED = "edited here"  # in place of a rung: the evidence is about another text
-TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error ratio")
+TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error over its bound")
 
 # By the name of what they are for: files of the package that fit it to somebody's interface.
 ADAPTERS = {
@@ -136,7 +136,6 @@ def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
     ran = record.get("validated", {})
     proof = ran or record.get("emulated", {})
     known = proof or record.get("compiled", {})
-    worst = proof.get("worst")
     return (
         name,
         words,
@@ -144,5 +143,5 @@ def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
         ran.get("gpu", evidence.NOT_RUN if proof else evidence.NOTHING),
         ran.get("driver", evidence.NOTHING),
         known.get("dsl", evidence.NOTHING),
-        f"{worst['ratio']:.2f}" if worst else evidence.NOTHING,
+        evidence.over_bound(proof.get("worst")),
     )

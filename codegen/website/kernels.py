@@ -162,10 +162,8 @@ def _emulated(record: records.Record) -> list[Row]:
         ("schedules", ", ".join(found["schedules"])),
         ("findings", str(len(found["findings"]))),
     ]
-    if worst := found["worst"]:
-        said = (
-            f"{worst['error']:.3g}, {worst['ratio']:.2f} times the 16-bit reference's"
-        )
+    if "of_bound" in (worst := found["worst"] or {}):
+        said = f"{worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound"
         rows.append(("worst error", f"{said}, in {worst['case']}"))
     return rows
 

@@ -108,7 +108,7 @@ VALIDATED = {
     "cases": 15,
     "dsl": "4.8.1",
     "gpu": "NVIDIA H200",
-    "worst": {"ratio": 0.4567},
+    "worst": {"of_bound": 0.4567},
 }
 
 

@@ -9,36 +9,53 @@ from pathlib import Path
 
 import support
 from fmha_gen import captures
-from fmha_gen.emulator import ptx
-from fmha_gen.emulator.lower import lower
-from fmha_gen.rehearsal import Rehearsal, read_constants, tiles_of
-from fmha_gen.rehearsal_cases import cases_for
+from fmha_gen.cases import Case, cases_for, tiles_of
+from fmha_gen.coverage import rows_stored, walked
+from fmha_gen.emulator import lower, ptx, walk
+from fmha_gen.rehearsal import Rehearsal, read_constants
 from fmha_gen.tensors import arguments, make_problem
 
 
-def rehearsals(path: Path) -> tuple[str, list[Rehearsal]]:
-    """The kernel's PTX, and each of its cases: one compile, which tests share by the cache."""
+def emulated_cases(path: Path) -> list[Case]:
+    """Those that the emulator runs."""
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    cases = cases_for(constants["SPEC"], tiles_of(constants))
+    return [case for case in cases if case.emulated]
+
+
+def rehearsals(
+    path: Path, tags: Iterable[str] | None = None
+) -> tuple[str, list[Rehearsal]]:
+    """The kernel's PTX, and each of its cases: one compile, which tests share by the cache.
+
+    tags: of the cases, which are their names without the counts; None for all.
+    """
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
-    cases = cases_for(spec, tiles)
-    problems = [make_problem(spec, case) for case in cases]
-    calls = [
-        arguments(spec, case, problem)
-        for case, problem in zip(cases, problems, strict=True)
-    ]
+    cases = emulated_cases(path)
+    calls = [arguments(spec, case) for case in cases]
     text, called = captures.capture(path, calls, arch=spec["arch"])
-    program = lower(ptx.parse(text))
-    ready = [
-        Rehearsal(spec, tiles, program, case, problem, each.launched)
-        for case, problem, each in zip(cases, problems, called, strict=True)
-    ]
+    module = ptx.parse(text)
+    program, schedule = lower.lower(module), walk.prepare(module)
+    ready = []
+    for case, each in zip(cases, called, strict=True):
+        if tags is not None and case.name.rpartition("_b")[0] not in tags:
+            continue
+        stored = None
+        if case.clusters is not None:
+            seen = walked(constants, case, each.launched, schedule)
+            stored = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
+        problem = make_problem(spec, tiles, case)
+        ready.append(
+            Rehearsal(spec, tiles, program, case, problem, each.launched, stored)
+        )
     return text, ready
 
 
 def tagged(path: Path, tags: Iterable[str]) -> list[Rehearsal]:
     """Those of the cases whose names, without the counts, are among the tags."""
-    _, ready = rehearsals(path)
-    return [each for each in ready if each.case.name.rpartition("_b")[0] in tags]
+    _, ready = rehearsals(path, list(tags))
+    return ready
 
 
 def check_launches(stem: str, ready: Iterable[Rehearsal]) -> None:

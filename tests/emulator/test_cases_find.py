@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import rehearsal, render
+from fmha_gen import cases, rehearsal, render
 from fmha_gen.processes import of_kind, read_events
 
 EAGER = ("--completion", "eager")
@@ -16,9 +16,12 @@ def findings(folder, stem, text, tag):
     kernel, events = folder / f"{stem}.py", folder / "events.jsonl"
     kernel.write_text(text, encoding="utf-8")
     constants = rehearsal.read_constants(text)
-    tiles = rehearsal.tiles_of(constants)
-    cases = rehearsal.cases_for(constants["SPEC"], tiles)
-    (name,) = (case.name for case in cases if case.name.startswith(f"{tag}_b"))
+    found = cases.cases_for(constants["SPEC"], cases.tiles_of(constants))
+    (name,) = (
+        case.name
+        for case in found
+        if case.emulated and case.name.startswith(f"{tag}_b")
+    )
     events.unlink(missing_ok=True)
     rehearsal.main([str(kernel), str(events), "--case", name, *EAGER])
     (run,) = of_kind(read_events(events), "run")
@@ -35,28 +38,28 @@ FAULTS = {
         "sections",
         "last = section == problem.last_section",
         "last = section > problem.last_section",
-        "elements of out are NaN",
+        "of out: ",
     ),
     "all heads are one section of the last one's size": (
         "sm90_d128_fp16_causal_lse_gqa4",
         "sections",
         "last = section == problem.last_section",
         "last = section >= 0",
-        "elements of out are NaN",
+        "of out: ",
     ),
     "a limit below 0 is compared by its bits": (
         "sm90_d64_bf16_causal_lse",
         "long_kv",
         "has_limit = (limit >= 0.0) & (reference <= FAR_REFERENCE)",
         "has_limit = reference <= FAR_REFERENCE",
-        "elements of out are NaN",
+        "of out: ",
     ),
     "a reference falls with S": (
         "sm90_d64_bf16_causal_lse",
         "long_kv",
         "stats.max[r] = cute.arch.fmax(stats.max[r], row_max(acc_S, r))",
         "stats.max[r] = row_max(acc_S, r)",
-        "elements of out are NaN",
+        "of out: ",
     ),
     "a Q stage is freed by an arrival too few": (
         "sm90_d256_bf16_full",
@@ -77,28 +80,28 @@ FAULTS = {
         "edge",
         "position = (row + ROW_STEP * r) // Q_PER_KV",
         "position = row + ROW_STEP * r",
-        "the error in 16 bits",
+        "of out: wrong",
     ),
     "a packed tile is taken for as many positions as rows": (
         "sm90_d128_bf16_causal_gqa8_pack_t64x128",
         "edge",
         "count_masked_blocks(q_tile * TILE_POSITIONS,",
         "count_masked_blocks(q_tile * TILE_Q,",
-        "the error in 16 bits",
+        "of out: wrong",
     ),
     "only the first of a group's packed rows get an LSE": (
         "sm90_d128_bf16_full_gqa8_pack_lse",
         "ragged",
         "if row + ROW_STEP * r < problem.seqlen_q * Q_PER_KV:",
         "if row + ROW_STEP * r < problem.seqlen_q:",
-        "elements of lse are NaN",
+        "of lse: not written",
     ),
     "a quad is transposed by half": (
         "sm90_d192x128_bf16_causal_lse",
         "ragged",
         "for step in (1, 2):",
         "for step in (1,):",
-        "the error in 16 bits",
+        "of out: wrong",
     ),
 }
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import cache, captures, tensors
+from fmha_gen.cases import Case, tiles_of
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch, open_host_program
 from fmha_gen.emulator.tma import TensorMap
 from fmha_gen.plan import resolve
 from fmha_gen.rehearsal import read_constants
-from fmha_gen.rehearsal_cases import Case
 from fmha_gen.spec import load_specs
 
 DATA = Path(__file__).parent / "data"
@@ -127,13 +127,13 @@ def pair():
         yield opened
 
 
-@pytest.mark.parametrize("layout", ["bshd", "bhsd", "fused"])
+@pytest.mark.parametrize("layout", ["own", "bhsd", "mixed", "fused"])
 def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
     constants = read_constants(PAIR.read_text(encoding="utf-8"))
     spec = constants["SPEC"]
     case = Case("x", batch=3, kv_heads=2, q=300, kv=301, sm_count=5, layout=layout)
-    problem = tensors.make_problem(spec, case)
-    captured = pair.call(tensors.arguments(spec, case, problem)).launched
+    problem = tensors.make_problem(spec, tiles_of(constants), case)
+    captured = pair.call(tensors.arguments(spec, case)).launched
     assert captured.stream == tensors.STREAM
 
     (spec_file,) = load_specs([ROOT / "specs" / f"{PAIR.stem}.yaml"])
@@ -161,7 +161,9 @@ def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
         of_mode = dict(zip(found.dimensions[2:], found.strides[2:], strict=True))
         assert found.dimensions[:2] == (dim, seqlen)
         steps = {"batch": 0, "seqlen": 1, "heads": 2}
-        strides = {name: tensor.strides[mode] * 2 for name, mode in steps.items()}
+        strides = {
+            name: tensor.placed.strides[mode] * 2 for name, mode in steps.items()
+        }
         assert found.strides[:2] == (2, strides["seqlen"])
         assert of_mode == {heads: strides["heads"], batch: strides["batch"]}
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import captures, emulate, records, rehearsal
+from fmha_gen.cases import cases_for, tiles_of
 from fmha_gen.executor import Local
 from fmha_gen.processes import of_kind, read_events
 
@@ -30,7 +31,7 @@ def test_shipped_kernel_holds(number):
     check_launches(KERNELS[number].stem, ready)
     for place, kernel in enumerate(ready):
         schedule = SCHEDULES[(number + place) % len(SCHEDULES)]
-        assert kernel.run(schedule, kernel.truth()).findings == [], schedule
+        assert kernel.run(schedule).findings == [], schedule
 
 
 def test_what_holds_is_recorded(tmp_path):
@@ -56,7 +57,7 @@ def rehearse(monkeypatch, folder, damage, *options):
     events = folder / "events.jsonl"
     events.unlink(missing_ok=True)
     spec = rehearsal.read_constants(SMALL.read_text(encoding="utf-8"))
-    case = rehearsal.cases_for(spec["SPEC"], rehearsal.tiles_of(spec))[0].name
+    case = cases_for(spec["SPEC"], tiles_of(spec))[0].name
     rehearsal.main([str(SMALL), str(events), "--case", case, *options])
     monkeypatch.setattr(captures, "capture", original)
     return read_events(events)

@@ -146,7 +146,7 @@ def write_record(generated: Path, body: str) -> None:
     record = None
     for rung, result in (
         ("compiled", {"setmaxnreg": [24, 240], "registers": 168}),
-        ("validated", {"gpu": "NVIDIA H200", "worst": {"ratio": 1.234}}),
+        ("validated", {"gpu": "NVIDIA H200", "worst": {"of_bound": 0.734}}),
     ):
         record = records.merge_rung(
             record, kernel="a", body_sha256=body, rung=rung, result=result
@@ -165,7 +165,7 @@ def test_evidence_without_a_record(generated: Path) -> None:
 
 def test_evidence_of_the_text_itself(generated: Path) -> None:
     write_record(generated, render.body_digest((generated / "a.py").read_text()))
-    assert cells(generated) == ["`a`", "validated", "NVIDIA H200", "1.23", "24 / 240"]
+    assert cells(generated) == ["`a`", "validated", "NVIDIA H200", "0.73", "24 / 240"]
 
 
 def test_evidence_of_another_text_does_not_count(generated: Path) -> None:

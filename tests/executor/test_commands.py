@@ -123,18 +123,18 @@ def test_a_real_compile(lasting: Processes, tmp_path: Path, own_cache: None) -> 
 # --- emulate and validate -----------------------------------------------------------------
 
 RAN = {
-    **{"event": "run", "case": "c", "schedule": "eager", "error": 2e-3},
-    **{"reference_error": 2e-3, "ratio": 1.0, "lse_of_tolerance": None},
+    **{"event": "run", "case": "c", "schedule": "eager", "absolute": 2e-3},
+    **{"of_bound": 0.5, "lse_of_bound": None},
     **{"lse_absolute": None, "rows": 8, "of_rows": 8, "steps": 9, "seconds": 0.5},
 }
 TRIED = {
-    **{"event": "case", "case": "c", "error": 2e-3, "reference_error": 2e-3},
-    **{"reference": "steps", "ratio": 1.0, "lse_absolute": None},
-    **{"lse_of_tolerance": None, "repeats": 2},
+    **{"event": "case", "case": "c", "absolute": 2e-3},
+    **{"of_bound": 0.5, "lse_absolute": None},
+    **{"lse_of_bound": None, "repeats": 2},
 }
-KERNEL = {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "d" * 64}
+KERNEL = {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "d" * 64, "not_walked": {}}
 MACHINE = {"event": "machine", "gpu": "NVIDIA H200", "dsl": "4.8.1"}
-END = {"event": "end", "schedules": ["eager"], "lse_guards": "none"}
+END = {"event": "end", "schedules": ["eager"]}
 START = {"event": "start", "case": "c", "schedule": "eager"}
 
 

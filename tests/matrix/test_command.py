@@ -25,18 +25,17 @@ RUN = {
     "event": "run",
     "case": "a",
     "schedule": "eager",
-    "error": 2e-3,
-    "reference_error": 2e-3,
-    "ratio": 1.0,
+    "of_bound": 0.5,
+    "absolute": 2e-3,
+    "lse_of_bound": None,
     "lse_absolute": None,
-    "lse_of_tolerance": None,
     "rows": 1,
     "of_rows": 1,
     "steps": 1,
     "seconds": 0.1,
     "findings": [],
 }
-KERNEL = {"event": "kernel", "dsl": HERE, "ptx_sha256": "e" * 64}
+KERNEL = {"event": "kernel", "dsl": HERE, "ptx_sha256": "e" * 64, "not_walked": {}}
 END = {"event": "end", "schedules": ["eager"]}
 
 

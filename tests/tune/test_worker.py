@@ -23,7 +23,8 @@ from fmha_gen import compare, reference, trial  # noqa: E402
 from fmha_gen.bench import contenders, timing  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.bench.problems import Problem  # noqa: E402
-from fmha_gen.cases import Case  # noqa: E402
+from fmha_gen.cases import Case, tiles_of  # noqa: E402
+from fmha_gen.inputs import values  # noqa: E402
 from fmha_gen.tune import journal, worker  # noqa: E402
 from fmha_gen.tune.arena import MACHINE, WHOLE_SECONDS  # noqa: E402
 from fmha_gen.tune.rounds import score  # noqa: E402
@@ -40,6 +41,8 @@ from {here} import Timed
 
 kernel = Timed({name!r}, {fault!r})
 SPEC, compile, fmha = kernel.SPEC, kernel.compile, kernel.fmha
+TILE_Q, TILE_KV, Q_STAGES = kernel.TILE_Q, kernel.TILE_KV, kernel.Q_STAGES
+RESCALE_SLACK, sm_count = kernel.RESCALE_SLACK, kernel.sm_count
 """
 
 device = ModelDevice()
@@ -147,7 +150,7 @@ def test_a_heat_together_is_not_checked_again_case_by_case(tmp_path: Path) -> No
     ("fault", "why"),
     [
         ("last row unwritten", "wrong: small: "),
-        ("weights in 4 bits", "wrong: small: error "),
+        ("weights in 4 bits", "wrong: small: row "),
         ("does not compile", "RuntimeError: ptxas says no"),
         ("breaks the GPU", "RuntimeError: an illegal memory access"),
     ],
@@ -207,11 +210,12 @@ def test_the_checks_are_a_ragged_case_and_one_of_many_tiles(
 ) -> None:
     monkeypatch.undo()
     for known in (spec(), spec(mask="causal", q_per_kv=8)):
-        ragged, many = worker.check_cases(known)
+        ragged, many = worker.check_cases(FakeKernel(known))
         assert ragged.name.startswith("plain")
         assert ragged.kv % 16 and ragged.q % 64
         assert many.name.startswith("many")
-    fixed = worker.check_cases(spec(seqlen={"q": 4096, "kv": 4096}))
+    long = FakeKernel(spec(seqlen={"q": 4096, "kv": 4096}))
+    fixed = worker.check_cases(long)
     assert {(case.q, case.kv) for case in fixed} == {(4096, 4096)}
 
 
@@ -221,12 +225,12 @@ def test_the_checks_do_not_hang_on_the_names_of_cases(
     q: Any, kv: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
-    known = spec(seqlen={"q": q, "kv": kv})
-    cases = worker.cases_for(known)
+    known = FakeKernel(spec(seqlen={"q": q, "kv": kv}))
+    cases = worker.cases_for(known.SPEC, tiles_of(trial.vars_of(known)))
     named = [cases.index(case) for case in worker.check_cases(known)]
     assert [cases[i].name.split("_")[0] for i in named] == ["plain", "many"]
     others = tuple(replace(case, name=f"case {i}") for i, case in enumerate(cases))
-    monkeypatch.setattr(worker, "cases_for", lambda spec: others)
+    monkeypatch.setattr(worker, "cases_for", lambda spec, tiles: others)
     assert [others.index(case) for case in worker.check_cases(known)] == named
 
 
@@ -234,7 +238,7 @@ def test_all_that_decides_a_heat_is_in_its_key() -> None:
     deciding: list[Any] = [
         *(worker.check, worker.check_problem, worker.play, trial.check_case),
         *(contenders.error_of, contenders.make_inputs, timing.graph_round),
-        *(compare.judge_output, reference.attention, Case, Problem, CudaDevice),
+        *(compare.judge_output, reference.truth, values, Case, Problem, CudaDevice),
     ]
     package = Path(journal.__file__).parents[1]
     files = {

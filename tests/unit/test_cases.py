@@ -1,144 +1,375 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The list of cases has every axis that the bar asks for, for every kind of SPEC."""
+"""The cases have every axis that the bar asks for, for every shipped kernel and kind of SPEC."""
 
 from __future__ import annotations
 
-import itertools
-from typing import Any
+import math
+from typing import get_args
 
 import pytest
+import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.cases import (
-    RAGGED_LENGTHS,
-    Case,
+    DYNAMIC,
+    LONG_TILE,
+    MANY_BLOCKS,
+    MANY_TILES,
+    REPEATS,
+    Data,
+    Layout,
+    Tiles,
     cases_for,
-    query_tiles,
+    residues,
     smallest_ragged,
-    tiles_of_kv_head,
+    tiles_of,
+    walks_for,
+    work_tiles,
 )
+from fmha_gen.rehearsal import read_constants
 
-LENGTHS: tuple[Any, ...] = ("dynamic", 1, 127, 512, 4096)
-SPECS = [
-    {"arch": arch, "seqlen": {"q": q, "kv": kv}, "q_per_kv": q_per_kv}
-    for arch in ARCHITECTURES
-    for q, kv, q_per_kv in itertools.product(LENGTHS, LENGTHS, (1, 4, 8))
-] + [
-    {
-        "arch": "sm90",
-        "seqlen": {"q": q, "kv": "dynamic"},
-        "q_per_kv": q_per_kv,
-        "pack_gqa": True,
-    }
-    for q, q_per_kv in itertools.product(LENGTHS, (2, 8, 12))
-]
-DYNAMIC = [spec for spec in SPECS if set(spec["seqlen"].values()) == {"dynamic"}]
+KERNELS = {
+    path.stem: read_constants(path.read_text(encoding="utf-8"))
+    for path in sorted(support.GENERATED.glob("*.py"))
+}
+every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
+MOST_BLOCKS = 1400  # (work tile, KV block) pairs of all emulated cases of a kernel
 
 
-def label(spec: dict[str, Any]) -> str:
-    pack = "-pack" if "pack_gqa" in spec else ""
-    lengths = spec["seqlen"]
-    return (
-        f"{spec['arch']}-q{lengths['q']}-kv{lengths['kv']}-gqa{spec['q_per_kv']}{pack}"
-    )
+def taken(constants):
+    """(spec, tiles, cases) of a kernel."""
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    return spec, tiles, cases_for(spec, tiles)
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_every_spec_gets_every_kind_of_input(spec: dict[str, Any]) -> None:
-    cases = cases_for(spec)
-    assert {case.data for case in cases} == {
-        "normal",
-        "huge_key",
-        "uniform_1e4",
-        "all_1e4",
-    }
-    assert {case.layout for case in cases} == {"bshd", "bhsd", "fused", "cache"}
-    assert {1.0, 30.0} == {case.scale_factor for case in cases}
-    assert {case.batch for case in cases} >= {1, 3}
-    assert {case.kv_heads for case in cases} >= {1, 2, 3}
-    assert {True, False} == {case.gaps for case in cases}
-    assert len(cases) <= 26
+def emulated(cases):
+    return [case for case in cases if case.emulated]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_lengths_are_fixed_or_ragged(spec: dict[str, Any]) -> None:
-    cases = cases_for(spec)
-    for side in ("q", "kv"):
-        lengths = {getattr(case, side) for case in cases}
-        fixed = spec["seqlen"][side]
-        if fixed == "dynamic":
-            assert lengths >= set(RAGGED_LENGTHS)
-        else:
-            assert lengths == {fixed}
+def blocks(tiles, case):
+    return math.ceil(case.kv / tiles.kv)
 
 
-@pytest.mark.parametrize("spec", DYNAMIC, ids=label)
-def test_either_side_is_the_longer_one(spec: dict[str, Any]) -> None:
-    differences = {case.q - case.kv for case in cases_for(spec)}
-    assert min(differences) < 0 < max(differences)
-    assert 0 in differences
+def clusters(case, tiles):
+    return case.sm_count // tiles.ctas
 
 
-def filling(spec: dict[str, Any]) -> list[Case]:
-    """The cases that give some CTA of a persistent grid a third work tile."""
-    gpu = ARCHITECTURES[spec["arch"]]
-    return [
-        case
-        for case in cases_for(spec)
-        if query_tiles(case, spec, gpu.tallest_tile) > 2 * gpu.sm_count
-    ]
+def tags(cases):
+    return {case.name.rsplit("_b", 1)[0]: case for case in cases}
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_some_case_fills_a_persistent_grid_more_than_twice_and_repeats(
-    spec: dict[str, Any],
-) -> None:
-    full = filling(spec)
-    assert full
-    assert max(case.repeats for case in full) == 20
+def is_dynamic(spec):
+    return set(spec["seqlen"].values()) == {DYNAMIC}
 
 
-@pytest.mark.parametrize("spec", DYNAMIC, ids=label)
-@pytest.mark.parametrize("tile", [128, 192, 256])
-def test_odd_and_even_numbers_of_query_tiles_in_many_tiles(
-    spec: dict[str, Any], tile: int
-) -> None:
-    full = filling(spec)
-    one_head = {
-        "q_per_kv": 1
-    }  # a packed group has other numbers, of both kinds elsewhere
-    assert {tiles_of_kv_head(c.q, one_head, tile) % 2 for c in full} == {0, 1}
-    every = {tiles_of_kv_head(case.q, spec, tile) % 2 for case in cases_for(spec)}
-    assert "pack_gqa" not in spec or every == {0, 1}
-    assert any(
-        case.q > case.kv for case in full
-    )  # causal: work tiles without any key in between
+def is_long(spec, tiles):
+    kv = spec["seqlen"]["kv"]
+    return kv != DYNAMIC and kv > LONG_TILE * tiles.kv
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=label)
-def test_names_and_inputs_are_unique_and_stable(spec: dict[str, Any]) -> None:
-    cases = cases_for(spec)
-    assert len({case.name for case in cases}) == len(cases)
-    assert len({case.seed for case in cases}) == len(cases)
-    assert len(
-        {
-            (c.batch, c.kv_heads, c.q, c.kv, c.data, c.layout, c.scale_factor)
-            for c in cases
+def test_there_are_kernels():
+    assert KERNELS
+
+
+@every_kernel
+def test_fixed_lengths_are_kept(constants):
+    spec, tiles, cases = taken(constants)
+    for case in (*cases, *walks_for(spec, tiles)):
+        for side, length in (("q", case.q), ("kv", case.kv)):
+            assert spec["seqlen"][side] in (DYNAMIC, length)
+
+
+@every_kernel
+def test_names_calls_and_seeds_are_unique_and_stable(constants):
+    spec, tiles, cases = taken(constants)
+    every = [*cases, *walks_for(spec, tiles)]
+    assert len({case.name for case in every}) == len(every)
+    assert len({case.seed for case in every}) == len(every)
+    assert cases == cases_for(spec, tiles)
+
+
+@every_kernel
+def test_every_kind_of_data_layout_and_scale(constants):
+    spec, tiles, cases = taken(constants)
+    shown = emulated(cases)
+    data = set(get_args(Data))
+    if spec["mask"] != "causal":
+        data -= {"future"}
+    if not is_dynamic(spec):
+        data -= {"second_rows", "negative", "normal"}
+    if is_long(spec, tiles):
+        data -= {"rising_9", "rising_20", "uniform_1e4", "all_1e4"}
+    if spec["seqlen"]["kv"] != DYNAMIC:
+        data -= {"negative"}
+    assert {case.data for case in shown} >= data
+    layouts = set(get_args(Layout))
+    if spec["seqlen"]["kv"] != DYNAMIC:
+        layouts -= {"mixed", "fused"} if spec["seqlen"]["q"] != DYNAMIC else {"mixed"}
+    if is_long(spec, tiles):
+        layouts -= {"cache"}
+    assert {case.layout for case in shown} >= layouts
+    scales = {case.scale_factor for case in shown}
+    assert {1.0, 30.0} <= scales and (not is_dynamic(spec) or 1.3 in scales)
+    assert is_long(spec, tiles) or {2.0**-10, 1e4} <= scales
+
+
+@every_kernel
+def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
+    """Of kv, and where it is causal of kv - q: the mask's edge."""
+    spec, tiles, cases = taken(constants)
+    if spec["seqlen"]["kv"] != DYNAMIC:
+        return
+    edges = [case for case in emulated(cases) if case.data == "edges"]
+    wanted = set(residues(tiles.kv))
+    assert len(wanted) == 6
+    assert {case.kv % tiles.kv for case in edges} >= wanted
+    fixed = spec["seqlen"]["q"]
+    for above in (False, True):
+        if fixed != DYNAMIC and (fixed > tiles.positions) != above:
+            continue
+        some = [case for case in edges if (case.q > tiles.positions) == above]
+        of = {
+            (case.kv - case.q * (spec["mask"] == "causal")) % tiles.kv for case in some
         }
-    ) == len(cases)
-    assert cases == cases_for(spec)
+        assert of >= wanted, above
 
 
-def test_a_seed_is_the_same_everywhere() -> None:
-    first = cases_for(DYNAMIC[0])[0]
-    assert (first.name, first.seed) == ("plain_b1_hkv1_q1_kv1", 348279657)
+@every_kernel
+def test_three_kv_heads_and_two_batches_at_once(constants):
+    """A wrong stride of either, or a head taken for a batch, is seen nowhere else."""
+    spec, tiles, cases = taken(constants)
+    every = [*emulated(cases), *walks_for(spec, tiles)]
+    assert any(case.kv_heads >= 3 and case.batch >= 2 for case in every)
+    if is_dynamic(spec):
+        some = [c for c in emulated(cases) if c.kv_heads >= 3 and c.batch >= 3]
+        assert some and any(case.layout == "mixed" for case in some)
 
 
-def test_the_case_for_slow_tools_is_ragged_on_both_sides() -> None:
-    case = smallest_ragged(cases_for(DYNAMIC[0]))
-    assert (case.batch, case.kv_heads, case.q, case.kv) == (1, 1, 65, 64)
-    assert (
-        smallest_ragged(
-            cases_for({"arch": "sm90", "seqlen": {"q": 1, "kv": 1}, "q_per_kv": 1})
-        ).q
-        == 1
+@every_kernel
+def test_a_cta_of_a_dynamic_kernel_has_many_tiles(constants):
+    spec, tiles, cases = taken(constants)
+    if not is_dynamic(spec) or tiles.single:
+        return
+    assert any(
+        work_tiles(case, spec, tiles) >= MANY_TILES * clusters(case, tiles)
+        for case in emulated(cases)
     )
+    assert MANY_TILES >= 20
+
+
+@every_kernel
+def test_grids_of_every_size(constants):
+    spec, tiles, cases = taken(constants)
+    shown, walks = emulated(cases), walks_for(spec, tiles)
+    assert not is_dynamic(spec) or any(clusters(case, tiles) == 1 for case in shown)
+    fewer = [c for c in shown if work_tiles(c, spec, tiles) < clusters(c, tiles)]
+    assert fewer or not is_dynamic(spec), "more SMs than work tiles"
+    sizes = {case.sm_count for case in walks}
+    assert sizes >= {7, 114, 132, ARCHITECTURES[spec["arch"]].sm_count, tiles.ctas}
+    if is_dynamic(spec):
+        waves = tags(shown)["waves"]
+        assert waves.sm_count % 2 == 1, "an SM of the odd number is idle, or is a CTA"
+        assert work_tiles(waves, spec, tiles) > clusters(waves, tiles)
+
+
+@every_kernel
+def test_each_kernel_is_seen_with_three_blocks_and_two_waves(constants):
+    spec, tiles, cases = taken(constants)
+    found = emulated(cases)
+    assert any(
+        blocks(tiles, case) >= 3
+        and work_tiles(case, spec, tiles) >= 2 * clusters(case, tiles)
+        for case in found
+    ) or (tiles.single and any(work_tiles(c, spec, tiles) >= 2 for c in found))
+    kv = spec["seqlen"]["kv"]
+    whole = kv != DYNAMIC and kv % tiles.kv == 0  # there is no tail to see
+    assert whole or any(case.kv % tiles.kv for case in found)
+    assert all(case.sm_count >= tiles.ctas for case in found)
+
+
+@every_kernel
+def test_no_case_costs_more_than_a_model_can_pay(constants):
+    spec, tiles, cases = taken(constants)
+    for case in emulated(cases):
+        work = work_tiles(case, spec, tiles)
+        running = work if tiles.single else min(clusters(case, tiles), work)
+        each = math.ceil(work / running)
+        if case.clusters is None:
+            assert case.blocks == work * blocks(tiles, case)
+            assert case.blocks <= 4 * MANY_BLOCKS
+        else:
+            assert all(0 <= number < running for number in case.clusters)
+            assert case.blocks == len(case.clusters) * each * blocks(tiles, case)
+    assert sum(case.blocks for case in emulated(cases)) <= MOST_BLOCKS
+
+
+@every_kernel
+def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(constants):
+    """Each leaves one to the next phase of a barrier that counts one too few."""
+    spec, tiles, cases = taken(constants)
+    arrivals = tiles.q_releases
+    assert arrivals >= 1  # with one, no barrier can count one too few
+    assert spec["seqlen"]["kv"] != DYNAMIC or any(
+        blocks(tiles, case) == 1
+        and work_tiles(case, spec, tiles) > arrivals * clusters(case, tiles)
+        for case in emulated(cases)
+    )
+
+
+@every_kernel
+def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
+    spec, tiles, cases = taken(constants)
+    assert (tiles.sms_per_head > 0) == (spec["mask"] == "causal")
+    found = [case for case in emulated(cases) if case.name.startswith("sections")]
+    asked = tiles.sms_per_head > 0 and is_dynamic(spec)
+    assert len(found) == asked
+    for case in found:
+        heads = case.kv_heads * spec["q_per_kv"] // tiles.heads
+        section = case.sm_count // tiles.sms_per_head
+        assert 0 < heads % section < section < heads
+        assert case.q > tiles.cluster_rows, "a head of one tile has no order"
+        assert case.clusters is None
+
+
+@every_kernel
+def test_a_head_has_two_query_tiles_in_some_case(constants):
+    """Or a wrong slice of Q, or of O, along a wrong dimension cannot be seen."""
+    spec, tiles, cases = taken(constants)
+    fixed = spec["seqlen"]["q"]
+    assert (fixed != DYNAMIC and fixed <= tiles.cluster_rows) or any(
+        case.q > tiles.cluster_rows for case in emulated(cases)
+    )
+
+
+@every_kernel
+def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
+    constants,
+):
+    spec, tiles, cases = taken(constants)
+    if spec["mask"] != "causal" or not is_dynamic(spec):
+        return
+    assert any(
+        case.kv % tiles.kv == 0  # so that they have no masked block
+        and case.q <= tiles.positions // 2
+        and work_tiles(case, spec, tiles) >= 2 * clusters(case, tiles)
+        for case in emulated(cases)
+    )
+
+
+@every_kernel
+def test_rows_see_no_key(constants):
+    spec, _, cases = taken(constants)
+    lengths = spec["seqlen"]
+    if spec["mask"] == "causal" and lengths["kv"] == DYNAMIC:
+        assert any(case.kv + 1 < case.q for case in emulated(cases))
+
+
+@every_kernel
+def test_some_case_fills_a_gpu_more_than_twice_and_repeats(constants):
+    spec, tiles, cases = taken(constants)
+    sms = ARCHITECTURES[spec["arch"]].sm_count // tiles.ctas
+    full = [
+        case
+        for case in cases
+        if not case.emulated and work_tiles(case, spec, tiles) > 2 * sms
+    ]
+    assert full and max(case.repeats for case in full) == REPEATS
+    if is_dynamic(spec):
+        rests = {math.ceil(case.q / tiles.cluster_rows) % 2 for case in cases}
+        assert rests == {0, 1}, "odd and even numbers of query tiles"
+        assert any(case.q > case.kv for case in full), "tiles that see no key"
+        differences = {case.q - case.kv for case in cases}
+        assert min(differences) < 0 < max(differences) and 0 in differences
+
+
+def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
+    direct = [one for one in KERNELS.values() if one["Q_STAGES"] == 1]
+    # A fixed length of whole tiles has no such end.
+    ragged = [one for one in direct if one.get("SEQLEN_Q", 1) % one["TILE_Q"]]
+    assert ragged
+    for constants in ragged:
+        _, tiles, cases = taken(constants)
+        assert any(case.q % tiles.q for case in emulated(cases))
+
+
+# --- kinds of SPEC that are not shipped -----------------------------------------------------
+
+
+def spec(q=DYNAMIC, kv=DYNAMIC, q_per_kv=1, mask="causal", arch="sm90"):
+    return {
+        "arch": arch,
+        "seqlen": {"q": q, "kv": kv},
+        "q_per_kv": q_per_kv,
+        "mask": mask,
+    }
+
+
+def test_a_dynamic_kernel_meets_every_kind_of_problem():
+    tiles = Tiles(128, 128, (1, 1))
+    found = tags(cases_for(spec(), tiles))
+    assert found["exact"].q % 128 == found["exact"].kv % 128 == 0
+    assert found["one_by_one"].q == found["one_by_one"].kv == 1
+    assert found["one_row"].q == 1 and found["one_key"].kv == 1
+    assert found["short_kv"].q > found["short_kv"].kv + 1  # rows that see no key
+    assert found["ragged"].kv > found["ragged"].q
+    assert found["waves"].sm_count == 3
+    assert work_tiles(found["waves"], spec(), tiles) == 5
+    assert found["fused"].layout == "fused"
+    assert "odd_tiles" not in found
+
+
+def test_a_pair_of_query_tiles_meets_an_odd_number_of_them():
+    tiles = Tiles(128, 128, (2, 1))
+    found = tags(emulated(cases_for(spec(), tiles)))
+    assert math.ceil(found["odd_tiles"].q / 128) % 2 == 1
+    assert found["waves"].sm_count == 7, "three pairs, and an SM without a partner"
+
+
+@pytest.mark.parametrize("cluster", [(1, 1), (2, 1)])
+@pytest.mark.parametrize(("q", "heads"), [(64, 8), (128, 8), (192, 12), (128, 128)])
+def test_a_packed_kernel_meets_every_kind_of_problem(q, heads, cluster):
+    tiles = Tiles(q, 128, cluster, sms_per_head=4, packed=heads)
+    packed = spec(q_per_kv=heads)
+    found = tags(emulated(cases_for(packed, tiles)))
+    positions = q // heads
+    assert tiles.positions == positions
+    assert tiles.cluster_rows == positions * cluster[0]
+    assert found["one_by_one"].q == found["one_row"].q == 1
+    assert positions == 1 or found["ragged"].q % positions
+    assert work_tiles(found["ragged"], packed, tiles) >= 2  # of the only cluster
+    assert work_tiles(found["waves"], packed, tiles) >= 5
+    # All rows of a tile see no key, and there is another tile.
+    assert found["no_key"].q - found["no_key"].kv > 2 * tiles.cluster_rows
+    # The first position of the second tile does not see the block that its last begins with.
+    edge = found["edge"]
+    first = positions + 1 + edge.kv - edge.q
+    last = first + positions - 1
+    assert positions == 1 or -(-first // 128) < -(-last // 128)
+    plain = Tiles(q, 128, cluster)
+    assert not {"edge", "no_key"} & set(tags(cases_for(packed, plain)))
+
+
+@pytest.mark.parametrize(("q", "kv"), [(4096, 4096), (1000, DYNAMIC), (4096, 300)])
+def test_long_fixed_lengths_run_on_the_first_a_middle_and_the_last_cluster(q, kv):
+    tiles = Tiles(128, 128, (1, 1))
+    found = emulated(cases_for(spec(q, kv), tiles))
+    some = [case for case in found if case.clusters is not None]
+    if kv == DYNAMIC:
+        assert not some
+        return
+    ragged = tags(some)["ragged"]
+    count = ragged.sm_count
+    assert ragged.clusters == (0, (count - 1) // 2, count - 1)
+    strided = tags(some)["strided"]
+    assert work_tiles(strided, spec(q, kv), tiles) == 2 * strided.sm_count
+
+
+def test_a_seed_is_the_same_everywhere():
+    first = cases_for(spec(), Tiles(128, 128, (1, 1)))[0]
+    assert (first.name, first.seed) == ("ragged_b1_hkv1_q197_kv449", 3505353118)
+
+
+def test_the_case_for_slow_tools_is_small_and_ragged_on_both_sides():
+    case = smallest_ragged(cases_for(spec(), Tiles(128, 128, (1, 1))))
+    assert min(case.q, case.kv) > 1 and case.work < 2**16 and case.layout != "far"
+    fixed = cases_for(spec(1, 1), Tiles(128, 128, (1, 1)))
+    assert smallest_ragged(fixed).q == 1

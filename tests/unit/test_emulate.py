@@ -25,7 +25,12 @@ from typer.testing import CliRunner
 FAKE_PROCESS = Path(__file__).parent / "fake_trial.py"
 WELL = Ending(0, "", 300.0)
 WHOLE = Choice()
-KERNEL = {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "ab" * 32}
+KERNEL = {
+    "event": "kernel",
+    "dsl": "4.8.1",
+    "ptx_sha256": "ab" * 32,
+    "not_walked": {"long_q": "too long"},
+}
 END = {"event": "end", "schedules": ["eager", "late", "random-0"]}
 
 
@@ -36,11 +41,10 @@ def ran(
         "event": "run",
         "case": case,
         "schedule": schedule,
-        "error": 2e-3,
-        "reference_error": 2e-3,
-        "ratio": 1.0,
+        "of_bound": 0.5,
+        "absolute": 2e-3,
+        "lse_of_bound": 1e-3,
         "lse_absolute": 1e-6,
-        "lse_of_tolerance": 1e-3,
         "rows": 10,
         "of_rows": 10,
         "steps": 100,
@@ -54,12 +58,16 @@ def started(case: str, schedule: str = "eager") -> dict[str, Any]:
     return {"event": "start", "case": case, "schedule": schedule}
 
 
+WALKED = {"of_bound": math.nan, "absolute": math.nan, "lse_of_bound": None}
+
 GOOD = [
     KERNEL,
+    started("w", "walk"),
+    ran("w", "walk", **WALKED),
     started("a"),
     ran("a"),
     ran("a", "late"),
-    ran("b", "eager", ratio=1.31234, lse_of_tolerance=0.5, lse_absolute=5e-4),
+    ran("b", "eager", of_bound=0.71234, lse_of_bound=0.5, lse_absolute=5e-4),
     ran("b", "random-0", rows=4),
     END,
 ]
@@ -74,19 +82,16 @@ def verdict(
 def test_a_kernel_that_held_earns_the_rung() -> None:
     outcome = verdict(GOOD)
     assert outcome.findings == ()
-    assert (outcome.cases, outcome.schedules, outcome.steps) == (2, 3, 400)
+    assert (outcome.cases, outcome.schedules, outcome.steps) == (3, 3, 500)
     assert outcome.result == {
         "dsl": "4.8.1",
         "ptx_sha256": "ab" * 32,
-        "cases": 2,
+        "cases": 3,
+        "walks": 1,
+        "not_walked": {"long_q": "too long"},
         "schedules": ["eager", "late", "random-0"],
-        "worst": {
-            "case": "b",
-            "error": 0.002,
-            "reference_error": 0.002,
-            "ratio": 1.312,
-        },
-        "lse_worst": {"case": "b", "absolute": 0.0005, "of_tolerance": 0.5},
+        "worst": {"case": "b", "of_bound": 0.7123, "absolute": 0.002},
+        "lse_worst": {"case": "b", "of_bound": 0.5, "absolute": 0.0005},
         "rows_of_partial_cases": {"b": [4, 10]},
         "findings": [],
     }
@@ -115,8 +120,8 @@ def test_a_finding_is_told_once_with_how_often_it_was_seen() -> None:
     ("events", "ending", "expected"),
     [
         (GOOD[:-1], WELL, Finding("a", "stopped before its last case")),
-        (GOOD[:2], Ending(None, "", 9), Finding("a", "did not end within 9 s")),
-        (GOOD[:2], Ending(-11, "boom", 9), Finding("a", "died of signal 11: boom")),
+        (GOOD[:4], Ending(None, "", 9), Finding("a", "did not end within 9 s")),
+        (GOOD[:4], Ending(-11, "boom", 9), Finding("a", "died of signal 11: boom")),
         ([], Ending(1, "boom", 9), Finding("launch", "ended with status 1: boom")),
         ([{"event": "refused", "message": "no"}], WELL, Finding("launch", "no")),
         (
@@ -135,7 +140,7 @@ def test_whatever_did_not_end_well_is_a_finding(
 
 
 def test_what_was_refused_has_no_numbers() -> None:
-    none = {"ratio": math.nan, "rows": 0, "lse_of_tolerance": None}
+    none = {"of_bound": math.nan, "rows": 0, "lse_of_bound": None}
     outcome = verdict([KERNEL, ran("a", "eager", "PTX line 3", **none), END])
     assert outcome.worst is None and outcome.lse_worst is None
 
@@ -256,21 +261,21 @@ def test_a_failure_says_how_to_see_it_again() -> None:
 
 def test_the_table_has_a_row_per_kernel() -> None:
     stream = io.StringIO()
-    bad = verdict([KERNEL, ran("a", "eager", "race", lse_of_tolerance=None), END])
+    bad = verdict([KERNEL, ran("a", "eager", "race", lse_of_bound=None), END])
     view = emulate.table([verdict(GOOD), bad], plain=True)
     Console(file=stream, width=120).print(view)
     _, good, failed = (line.split() for line in stream.getvalue().splitlines())
-    assert good == ["x", "2", "3", "1.31", "b", "0.50", "400", "1.0", "emulated"]
-    assert failed == ["x", "1", "1", "1.00", "a", "-", "100", "0.2", "FAILED"]
+    assert good == ["x", "3", "3", "0.71", "b", "0.50", "500", "1.2", "emulated"]
+    assert failed == ["x", "1", "1", "0.50", "a", "-", "100", "0.2", "FAILED"]
 
 
 def test_json_has_no_number_that_json_lacks() -> None:
     bad = verdict(
-        [KERNEL, ran("a", "late", "race", ratio=math.inf, error=math.inf), END]
+        [KERNEL, ran("a", "late", "race", of_bound=math.inf, absolute=math.inf), END]
     )
     good, failed = json.loads(emulate.as_json_text([verdict(GOOD), bad]))
-    assert good["verdict"] == "emulated" and good["result"]["cases"] == 2
-    assert failed["verdict"] == "failed" and failed["worst"]["ratio"] is None
+    assert good["verdict"] == "emulated" and good["result"]["cases"] == 3
+    assert failed["verdict"] == "failed" and failed["worst"]["of_bound"] is None
     (finding,) = failed["findings"]
     assert finding["case"] == "a" and finding["replay"].endswith("--completion late")
 

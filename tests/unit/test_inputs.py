@@ -278,7 +278,7 @@ def test_far_tensors_are_beyond_what_32_bits_hold():
     assert not found.guarded
     for tensor in found.tensors.values():
         first, end = extent(tensor)
-        assert end - first > FAR or tensor.name == "out" and end - first > FAR // 4
+        assert end - first > FAR or (tensor.name == "out" and end - first > FAR // 4)
     far = {name: max(x.strides) for name, x in found.tensors.items()}
     assert min(far[name] for name in ("q", "k", "v")) >= FAR
     offsets = [found.tensors[name].offset for name in "qkv"]

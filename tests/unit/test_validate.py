@@ -22,21 +22,19 @@ from rich.console import Console
 FAKE_TRIAL = Path(__file__).parent / "fake_trial.py"
 WELL = Ending(0, "", 300.0)
 MACHINE = {"event": "machine", "gpu": "NVIDIA H200", "dsl": "4.8.1"}
-END = {"event": "end", "lse_guards": "between rows"}
+END = {"event": "end"}
 
 
 def case(
-    name: str, ratio: float = 1.0, lse: float | None = 0.25, **changes: Any
+    name: str, of_bound: float = 0.5, lse: float | None = 0.25, **changes: Any
 ) -> dict[str, Any]:
     return {
         "event": "case",
         "case": name,
-        "error": ratio * 2e-3,
-        "reference_error": 2e-3,
-        "reference": "steps",
-        "ratio": ratio,
+        "of_bound": of_bound,
+        "absolute": of_bound * 2e-3,
+        "lse_of_bound": lse,
         "lse_absolute": None if lse is None else lse * 1e-3,
-        "lse_of_tolerance": lse,
         "repeats": 2,
         "findings": [],
         **changes,
@@ -54,9 +52,9 @@ def started(name: str) -> dict[str, Any]:
 GOOD = [
     MACHINE,
     started("a"),
-    case("a", 1.0, 0.5),
+    case("a", 0.5, 0.5),
     started("b"),
-    case("b", 1.23123, 0.25, repeats=20),
+    case("b", 0.73123, 0.25, repeats=20),
     started("misuse"),
     misuse("q: fp32"),
     misuse("k: fp32"),
@@ -82,15 +80,8 @@ def test_a_kernel_that_held_earns_the_rung() -> None:
         "dsl": "4.8.1",
         "cases": 2,
         "misuses": 2,
-        "worst": {
-            "case": "b",
-            "error": 0.002462,
-            "reference_error": 0.002,
-            "ratio": 1.231,
-            "reference": "steps",
-        },
-        "lse_worst": {"case": "a", "absolute": 0.0005, "of_tolerance": 0.5},
-        "lse_guards": "between rows",
+        "worst": {"case": "b", "of_bound": 0.7312, "absolute": 0.001462},
+        "lse_worst": {"case": "a", "of_bound": 0.5, "absolute": 0.0005},
         "repeats": 20,
         "sanitizer": None,
     }
@@ -357,7 +348,7 @@ def test_paths_are_kernels_specs_or_folders(tmp_path: Path) -> None:
 
 
 def test_failures_name_kernel_case_numbers_and_replay() -> None:
-    text = "error 4.000e-03 is more than 1.5 x 2.000e-03, the error in 16 bits"
+    text = "row 3 of head 0, batch 1 of out: wrong"
     failed = verdict([MACHINE, case("b", 2.0, findings=[text, "lse"]), END])
     assert validate.failures([verdict(GOOD), failed]) == (
         f"generated/x.py: b: {text}\n"
@@ -397,7 +388,7 @@ def test_a_piped_table_is_plain_text() -> None:
             "memcheck",
             "verdict",
         ],
-        ["x", "2", "1.23", "b", "0.50", "20", "clean", "validated"],
+        ["x", "2", "0.73", "b", "0.50", "20", "clean", "validated"],
         ["x", "1", "inf", "a", "-", "2", "-", "FAILED"],
         ["x", "0", "-", "-", "-", "0", "-", "FAILED"],
     ]
@@ -408,7 +399,7 @@ def test_json_has_no_number_that_json_lacks() -> None:
     failed = verdict([MACHINE, case("a", math.inf, math.inf, findings=["wrong"]), END])
     good, bad = json.loads(validate.as_json_text([verdict(GOOD), failed]))
     assert good["verdict"] == "validated" and good["result"]["cases"] == 2
-    assert bad["verdict"] == "failed" and bad["worst"]["ratio"] is None
+    assert bad["verdict"] == "failed" and bad["worst"]["of_bound"] is None
     assert bad["findings"] == [{"case": "a", "text": "wrong"}]
 
 

@@ -145,10 +145,10 @@ def test_a_folder_has_kernels_records_licence_readme_and_lock(
 def test_what_is_written_about_kernels(
     source: Path, into: Path, init: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ran = {"gpu": "NVIDIA H200", "driver": "580", "worst": {"ratio": 0.551}}
+    ran = {"gpu": "NVIDIA H200", "driver": "580", "worst": {"of_bound": 0.551}}
     prove(source, A, compiled={}, validated=ran)
     prove(source, B, compiled={})
-    prove(source, C, compiled={}, emulated={"worst": {"ratio": 1.05}})
+    prove(source, C, compiled={}, emulated={"worst": {"of_bound": 0.45}})
     vendor(source, into, A, B, C, init=init)
     expected = EXPECTED / ("with_package" if init else "without_package")
     for name in ("README.md", contents.PACKAGE) if init else ("README.md",):

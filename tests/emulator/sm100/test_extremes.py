@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures, rehearsal, rehearsal_cases, tensors
+from fmha_gen import captures, cases, rehearsal, tensors
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.lower import lower
 
@@ -28,13 +28,13 @@ def make(stem, fill):
     """The kernel and a problem whose Q, K and V are what `fill` makes of random ones."""
     path = support.GENERATED / f"{stem}.py"
     constants = rehearsal.read_constants(path.read_text(encoding="utf-8"))
-    spec, tiles = constants["SPEC"], rehearsal.tiles_of(constants)
-    case = rehearsal_cases.Case("extreme", 1, 1, ROWS, KEYS, sm_count=1)
-    problem = tensors.make_problem(spec, case)
+    spec, tiles = constants["SPEC"], cases.tiles_of(constants)
+    case = cases.Case("extreme", 1, 1, ROWS, KEYS, sm_count=1)
+    problem = tensors.make_problem(spec, tiles, case)
     values = [tensors.FROM_BITS[spec["dtype"]](x.view) for x in problem.inputs]
     for tensor, changed in zip(problem.inputs, fill(*values), strict=True):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](changed)
-    call = tensors.arguments(spec, case, problem)
+    call = tensors.arguments(spec, case)
     text, (called,) = captures.capture(path, [call], arch="sm100")
     program = lower(ptx.parse(text))
     return rehearsal.Rehearsal(spec, tiles, program, case, problem, called.launched)
@@ -63,7 +63,7 @@ def test_scores_are_right_whatever_their_size(stem):
     """Where a reference is rounded by many powers of two, and beyond FAR_REFERENCE."""
     kernel = make(stem, far_scores)
     truth = kernel.truth()
-    assert kernel.run(SCHEDULE, truth).findings == []
+    assert kernel.run(SCHEDULE).findings == []
     # In each row: P, which may be no power of two, and O are rounded; the polynomial's error.
     error = np.abs(outputs(kernel)[0] - truth.out).max(axis=(0, 2, 3))
     allowed = 2 * HALF_ULP[kernel.spec["dtype"]] + 1.1e-4
@@ -88,9 +88,8 @@ def nan_in_a_key(q, k, v):
 )
 def test_a_nan_reaches_the_rows_that_see_it_and_no_other(stem, fill, rows):
     whole, damaged = make(stem, lambda *values: values), make(stem, fill)
-    truth = whole.truth()
-    assert whole.run(SCHEDULE, truth).findings == []
-    damaged.run(SCHEDULE, truth)
+    assert whole.run(SCHEDULE).findings == []
+    damaged.run(SCHEDULE)
     seen = np.zeros(ROWS, np.bool_)
     seen[list(rows)] = True
     heads = [0] if fill is nan_in_a_query else range(whole.spec["q_per_kv"])

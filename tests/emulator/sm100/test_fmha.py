@@ -49,9 +49,8 @@ def test_shipped_kernel_holds(stem):
     assert kernels
     check_launches(stem, kernels)
     for place, kernel in enumerate(kernels):
-        truth = kernel.truth()
         for schedule in (SCHEDULES[1], SCHEDULES[3 + place % 2]):
-            assert kernel.run(schedule, truth).findings == [], schedule
+            assert kernel.run(schedule).findings == [], schedule
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -62,5 +61,4 @@ def test_damage_is_noticed(tmp_path, name):
     path = tmp_path / f"{DAMAGED}.py"
     path.write_text(text.replace(right, wrong), encoding="utf-8")
     (kernel,) = tagged(path, [tag])
-    truth = kernel.truth()
-    assert any(kernel.run(schedule, truth).findings for schedule in SCHEDULES)
+    assert any(kernel.run(schedule).findings for schedule in SCHEDULES)

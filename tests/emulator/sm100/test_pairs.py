@@ -56,9 +56,8 @@ DAMAGE = {  # the kernel, the case that shows it, the text, what is there instea
 @pytest.mark.parametrize("stem, tag", CASES)
 def test_it_holds(stem, tag):
     (kernel,) = tagged(support.GENERATED / f"{stem}.py", [tag])
-    truth = kernel.truth()
     for schedule in SCHEDULES[2:]:
-        assert kernel.run(schedule, truth).findings == [], schedule
+        assert kernel.run(schedule).findings == [], schedule
 
 
 @pytest.mark.parametrize("name", DAMAGE)
@@ -69,5 +68,4 @@ def test_damage_is_noticed(tmp_path, name):
     path = tmp_path / f"{stem}.py"
     path.write_text(text.replace(right, wrong), encoding="utf-8")
     (kernel,) = tagged(path, [tag])
-    truth = kernel.truth()
-    assert any(kernel.run(schedule, truth).findings for schedule in SCHEDULES)
+    assert any(kernel.run(schedule).findings for schedule in SCHEDULES)
