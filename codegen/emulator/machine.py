@@ -126,6 +126,8 @@ class Machine:
         self.max_steps = max_steps
         self.tiles = tiles
         self.rng = random.Random(schedule.seed)
+        self.leader = schedule.leader
+        """The lane of a warp that elect.sync elects."""
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
         self.statistics: Counter[str] = Counter()

@@ -21,7 +21,6 @@ from .gates import ALIGNED_GROUP
 from .lanes import (
     ALL,
     LANES,
-    LEADERS,
     NONE,
     OFFSET_MASK,
     RANK_SHIFT,
@@ -330,11 +329,13 @@ class Warpgroup:
         return result
 
     def elect(self, index: int, mask: Mask) -> tuple[Lanes, Mask]:
-        """The lowest lane of each warp among those that run."""
-        if mask.all():
-            return np.zeros(LANES, np.uint32), LEADERS
+        """One lane of each warp among those that run: the schedule's, or else the lowest.
+
+        PTX says only that the same members always elect the same one.
+        """
         lanes = mask.reshape(WARPS, WARP)
-        leader = lanes.argmax(axis=1)
+        chosen = self.machine.leader
+        leader = np.where(lanes[:, chosen], chosen, lanes.argmax(axis=1))
         elected = np.zeros((WARPS, WARP), np.bool_)
         elected[np.arange(WARPS), leader] = True
         return np.repeat(leader.astype(np.uint32), WARP), (elected & lanes).reshape(-1)
