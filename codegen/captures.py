@@ -11,7 +11,14 @@ from typing import Any
 
 from . import cache, toolchain
 from .arch import ARCHITECTURES
-from .emulator.launch import Argument, Launch, NoAnswer, open_host_program
+from .emulator import ptx
+from .emulator.launch import (
+    Argument,
+    CaptureError,
+    Launch,
+    NoAnswer,
+    open_host_program,
+)
 from .errors import EnvironmentProblem
 from .toolchain import Compiler
 
@@ -42,18 +49,33 @@ def capture(
         parts.append(compiler.python)  # its version does not tell what was patched
     ptx_key = cache.key("ptx", parts)
     keys = [cache.key("launch", [*parts, json.dumps(call)]) for call in calls]
-    ptx: str | None = cache.get(ptx_key)
+    code: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
-    if ptx is None or None in found:
+    if code is None or None in found:
         try:
             with open_host_program(
                 kernel, arch=ARCHITECTURES[arch].compile_arch, python=compiler.python
             ) as program:
-                ptx = program.ptx
+                code = program.ptx
                 found = [program.launch(call).to_json() for call in calls]
         except NoAnswer as slow:
             raise EnvironmentProblem(f"this machine is too slow: {slow}") from slow
-        cache.put(ptx_key, ptx)
+        cache.put(ptx_key, code)
         for key, data in zip(keys, found, strict=True):
             cache.put(key, data)
-    return ptx, [Launch.from_json(data) for data in found]
+    return code, [Launch.from_json(data) for data in found]
+
+
+def sources(kernel: Path, code: str, *, arch: str) -> dict[int, str]:
+    """PTX line of a kernel's captured code to `file:line` of its text, for findings.
+
+    It compiles the kernel once more, the code being the same whether or not its lines are named.
+    Empty when that does not work: a finding then names the PTX line alone.
+    """
+    compile_arch = ARCHITECTURES[arch].compile_arch
+    try:
+        with open_host_program(kernel, arch=compile_arch, line_info=True) as program:
+            found = ptx.sources(ptx.parse(code), ptx.parse(program.ptx))
+    except (CaptureError, ptx.PtxError):
+        return {}
+    return {line: source.rpartition("/")[2] for line, source in found.items()}

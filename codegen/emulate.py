@@ -107,7 +107,7 @@ def run(
 
     paths: kernels, specs (meaning ``out/<stem>.py``) or folders of either. timeout: seconds per
     kernel. Raises CheckFailed when anything did not hold, EnvironmentProblem when this machine
-    cannot compile the kernels.
+    cannot compile the kernels, or not run them in time.
     """
     kernels = kernel_files(paths, out)
     if choice.timeline is not None and len(kernels) > 1:
@@ -179,13 +179,13 @@ def judge(
     for event in of_kind(found, "unknown_case"):
         names = ", ".join(event["names"])
         raise UsageProblem(f"{kernel}: no case {choice.case}; there are {names}")
-    if ending.status is None and not ending.lost:
+    runs, ended = of_kind(found, "run"), of_kind(found, "end")
+    replays = _findings(runs)
+    if ending.status is None and not ending.lost and not replays:
         # A kernel that does not end is a finding of the emulator's own, after so many steps.
         raise EnvironmentProblem(
             f"{kernel}: this machine is too slow: the process {ending.problem}"
         )
-    runs, ended = of_kind(found, "run"), of_kind(found, "end")
-    replays = _findings(runs)
     refused = of_kind(found, "refused")
     replays |= {Finding(HOST, event["message"]): "" for event in refused}
     if not refused and (ending.problem or not ended):

@@ -139,12 +139,14 @@ def open_host_program(
     arch: str = "sm_90a",
     timeout: float = TIMEOUT,
     python: str = sys.executable,
+    line_info: bool = False,
 ) -> Iterator[HostProgram]:
     """Compile a module in a process of its own, which ends with this context.
 
     module: a Python file whose ``compile()`` returns what ``cute.compile`` made of a host function
     that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
-    the interpreter whose DSL compiles; of this package it needs nothing installed.
+    the interpreter whose DSL compiles; of this package it needs nothing installed. line_info:
+    whether the PTX says from which line of the module each instruction comes.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
@@ -160,7 +162,9 @@ def open_host_program(
                 str(module.resolve()),
             ],
             cwd=work,
-            env=_environment(arch, library, work) | _found_by(python, work),
+            env=_environment(arch, library, work)
+            | _found_by(python, work)
+            | ({"CUTE_DSL_LINEINFO": "1"} if line_info else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed,

@@ -252,7 +252,9 @@ class Warpgroup:
                 if len(warps) == 1
                 else f"warps {warps[0]} to {warps[-1]}"
             )
-            source = f" ({instruction.source})" if instruction.source else ""
+            names += self.machine.names.role(warps[0])
+            told = self.machine.source(instruction)
+            source = f" ({told})" if told else ""
             reason = self._reasons.get(place)
             lines.append(
                 f"cta {self.cta.rank} {names} at PTX line {instruction.line}{source}: "
