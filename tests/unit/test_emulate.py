@@ -255,7 +255,7 @@ def test_a_failure_says_how_to_see_it_again() -> None:
 
 def test_a_slow_machine_is_no_finding() -> None:
     late = Ending(None, "", 9)
-    with pytest.raises(EnvironmentProblem, match="too slow: .* within 9 s"):
+    with pytest.raises(EnvironmentProblem, match=r"too slow: .* within 9 s"):
         verdict([KERNEL, started("c", "random-9")], late)
     # What was found until then is one.
     found, _ = verdict([KERNEL, ran("a", "eager", "race")], late).findings
