@@ -133,6 +133,9 @@ class Machine:
         self.rng = random.Random(schedule.seed)
         self.leader = schedule.leader
         """The lane of a warp that elect.sync elects."""
+        lanes = np.arange(LANES) % WARP
+        self.elected = np.full(LANES, self.leader, np.uint32), lanes == self.leader
+        """That lane, and the mask of those, when all lanes run."""
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
         self.statistics: Counter[str] = Counter()
