@@ -34,10 +34,10 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
         "before_signal()\n    pipes",
     ),
     "fence before P": ("ragged", "before_signal()\n            pipes.s", "pipes.s"),
-    "fence after S": (
-        "ragged",
-        "pipes.s.consumer_wait(s_state)\n        after_wait()",
-        "pipes.s.consumer_wait(s_state)",
+    "fence after the wait for O": (
+        "strided",
+        'in tensor memory."""\n    after_wait()',
+        'in tensor memory."""',
     ),
     "wait for the tail of P": ("ragged", "pipes.tail.consumer_wait(p_state)", "pass"),
     "wait for room in sO": (
