@@ -15,7 +15,7 @@ from typing import Any
 
 from . import cache, toolchain
 from .arch import ARCHITECTURES
-from .emulator import ptx as ptx_text
+from .emulator import ptx
 from .emulator.launch import (
     Argument,
     Call,
@@ -85,9 +85,9 @@ def _captured(
     ptx_key = cache.key("ptx", parts)
     way = [kind, str(ffi)]
     keys = [cache.key("launch", [*parts, *way, json.dumps(call)]) for call in calls]
-    ptx: str | None = cache.get(ptx_key)
+    code: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
-    if ptx is None or None in found:
+    if code is None or None in found:
         try:
             with open_host_program(
                 kernel,
@@ -95,14 +95,14 @@ def _captured(
                 python=compiler.python,
                 ffi=ffi,
             ) as program:
-                ptx = program.ptx
+                code = program.ptx
                 found = [_run(program, kind, call) for call in calls]
         except NoAnswer as slow:
             raise EnvironmentProblem(f"this machine is too slow: {slow}") from slow
-        cache.put(ptx_key, ptx)
+        cache.put(ptx_key, code)
         for key, data in zip(keys, found, strict=True):
             cache.put(key, data)
-    return ptx, found
+    return code, found
 
 
 def _run(program: HostProgram, kind: str, call: Any) -> dict[str, Any]:
@@ -196,7 +196,7 @@ def differences(text: str, one: Launch, two: Launch) -> Iterator[str]:
     for name in ("kernel", "grid", "block", "cluster", "smem_bytes", "stream"):
         if getattr(one, name) != getattr(two, name):
             yield f"{name}: {getattr(one, name)} and {getattr(two, name)}"
-    module = ptx_text.parse(text)
+    module = ptx.parse(text)
     loaded = _loaded(module)
     for param in module.params:
         place = slice(param.offset, param.offset + param.size)
@@ -208,17 +208,32 @@ def differences(text: str, one: Launch, two: Launch) -> Iterator[str]:
             yield f"parameters {param.name}"
 
 
-def _loaded(module: ptx_text.Module) -> dict[str, set[int]]:
+def _loaded(module: ptx.Module) -> dict[str, set[int]]:
     """By parameter, the offsets of the bytes that some ld.param reads."""
     found: dict[str, set[int]] = {}
     for each in module.instructions:
         if each.opcode != "ld" or not each.has("param"):
             continue
         target, address = each.operands
-        assert isinstance(address, ptx_text.Address)
-        assert isinstance(address.base, ptx_text.Symbol)
-        count = len(target.elements) if isinstance(target, ptx_text.Vector) else 1
+        assert isinstance(address, ptx.Address)
+        assert isinstance(address.base, ptx.Symbol)
+        count = len(target.elements) if isinstance(target, ptx.Vector) else 1
         start = address.base.offset + address.offset
         size = count * int(each.modifiers[-1].strip("bfsu")) // 8
         found.setdefault(address.base.name, set()).update(range(start, start + size))
     return found
+
+
+def sources(kernel: Path, code: str, *, arch: str) -> dict[int, str]:
+    """PTX line of a kernel's captured code to `file:line` of its text, for findings.
+
+    It compiles the kernel once more, the code being the same whether or not its lines are named.
+    Empty when that does not work: a finding then names the PTX line alone.
+    """
+    compile_arch = ARCHITECTURES[arch].compile_arch
+    try:
+        with open_host_program(kernel, arch=compile_arch, line_info=True) as program:
+            found = ptx.sources(ptx.parse(code), ptx.parse(program.ptx))
+    except (CaptureError, ptx.PtxError):
+        return {}
+    return {line: source.rpartition("/")[2] for line, source in found.items()}

@@ -33,6 +33,7 @@ Data = Literal[
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "plain"]
 
 DYNAMIC = "dynamic"
+FUSED = "+fused"  # ends the name of a schedule with fused products and sums
 WALK = "walk"  # in place of the name of a schedule, where only the schedule runs
 
 STEEP = 30.0  # softmax_scale times this: rows close to one-hot
@@ -351,7 +352,9 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         q = rows if fixed == DYNAMIC else int(fixed)
         for number, residue in enumerate(residues(tiles.kv)):
             kv = residue + q * of_difference
-            if tag == "above":  # less keys than rows, so that the difference is negative
+            if (
+                tag == "above"
+            ):  # less keys than rows, so that the difference is negative
                 kv %= tiles.kv
             kv = kv if kv > tiles.kv // 2 else kv + tiles.kv
             layout = ("own", "mixed", "bhsd")[number % 3]

@@ -14,6 +14,7 @@ from .compare import place, rows_named
 from .emulator import walk
 from .emulator.launch import Launch
 from .emulator.lower import Program
+from .emulator.report import NAMELESS, Names
 from .emulator.writes import Writes
 from .inputs import place_tensors
 from .schedule_check import extent
@@ -81,9 +82,16 @@ def written_once(
 
 
 def walked(
-    constants: Mapping[str, Any], case: Case, launch: Launch, program: Program
+    constants: Mapping[str, Any],
+    case: Case,
+    launch: Launch,
+    program: Program,
+    names: Names = NAMELESS,
 ) -> walk.Walk:
-    """The schedule of all CTAs of a launch, or of those of the case. program: of `walk.prepare`."""
+    """The schedule of all CTAs of a launch, or of those of the case.
+
+    program: of `walk.prepare`. names: for findings.
+    """
     located = locate(constants["SPEC"], place_tensors(constants["SPEC"], case))
     addresses = {name: x.address for name, x in located.items()}
     return walk.walk(
@@ -95,6 +103,7 @@ def walked(
         ],
         clusters=case.clusters,
         tiles=tiles_of_tensors(tiles_of(constants), addresses),
+        names=names,
     )
 
 

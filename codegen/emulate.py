@@ -19,7 +19,7 @@ from typing import Any, Literal
 from rich.table import Table
 
 from . import evaluation, files, toolchain
-from .cases import WALK
+from .cases import FUSED, WALK
 from .errors import CheckFailed, EnvironmentProblem, UsageProblem
 from .evaluation import (
     DEFAULT_OUT,
@@ -108,7 +108,7 @@ def run(
 
     paths: kernels, specs (meaning ``out/<stem>.py``) or folders of either. timeout: seconds per
     kernel. Raises CheckFailed when anything did not hold, EnvironmentProblem when this machine
-    cannot compile the kernels.
+    cannot compile the kernels, or not run them in time.
     """
     kernels = kernel_files(paths, out)
     if choice.timeline is not None and len(kernels) > 1:
@@ -185,13 +185,13 @@ def judge(
     for event in of_kind(found, "unknown_case"):
         names = ", ".join(event["names"])
         raise UsageProblem(f"{kernel}: no case {choice.case}; there are {names}")
-    if ending.status is None and not ending.lost:
+    runs, ended = of_kind(found, "run"), of_kind(found, "end")
+    replays = _findings(runs)
+    if ending.status is None and not ending.lost and not replays:
         # A kernel that does not end is a finding of the emulator's own, after so many steps.
         raise EnvironmentProblem(
             f"{kernel}: this machine is too slow: the process {ending.problem}"
         )
-    runs, ended = of_kind(found, "run"), of_kind(found, "end")
-    replays = _findings(runs)
     refused = of_kind(found, "refused")
     replays |= {Finding(HOST, event["message"]): "" for event in refused}
     if not refused and (ending.problem or not ended):
@@ -269,7 +269,8 @@ def _findings(runs: Sequence[Event]) -> dict[Finding, str]:
 def _replay_options(event: Event) -> str:
     if event["schedule"] == WALK:
         return f"--case {event['case']}"
-    completion, _, seed = event["schedule"].partition("-")
+    schedule = event["schedule"].removesuffix(FUSED)
+    completion, _, seed = schedule.partition("-")
     found = f"--case {event['case']} --completion {completion}"
     return f"{found} --seed {seed}" if seed else found
 

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import captures, toolchain
-from .cases import WALK, Case, Tiles, cases_for, tiles_of, walks_for
+from .cases import FUSED, WALK, Case, Tiles, cases_for, tiles_of, walks_for
 from .compare import judge_lse, judge_output, same_bits
 from .coverage import rows_stored, tiles_of_tensors, walked, write_counts, written_once
 from .emulator import lower, machine, ptx, timeline, walk
 from .emulator.launch import CaptureError, Launch
 from .emulator.lower import UnsupportedInstruction
-from .emulator.report import Event
+from .emulator.report import NAMELESS, Event, Names
 from .emulator.scheduler import Completion, Order, Schedule
 from .emulator.writes import Writes
 from .errors import EnvironmentProblem
+from .finding_names import names_of
 from .reference import EXP_ERRORS, Truth, truth
 from .schedule_check import refusal, schedule_findings
 from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
@@ -106,12 +108,24 @@ def _schedule(completion: Completion, seed: int | None) -> Schedule:
     return Schedule(seed, order, completion)
 
 
-def name_of(schedule: Schedule) -> str:
-    """For people and records: the completion, and the seed of a random order."""
+def name_of(schedule: Schedule, fused: bool = False) -> str:
+    """For people and records: the completion, the seed of a random order, and the rounding."""
     name = schedule.completion.value
-    if schedule.order is Order.ROUND_ROBIN:
-        return name
-    return f"{name}-{schedule.seed}"
+    if schedule.order is not Order.ROUND_ROBIN:
+        name = f"{name}-{schedule.seed}"
+    return f"{name}{FUSED}" if fused else name
+
+
+def with_roundings(
+    plans: Sequence[Schedule], *, both: bool = False
+) -> list[tuple[Schedule, bool]]:
+    """Each schedule, and whether products and sums are fused in it: in every other one.
+
+    both: each schedule twice.
+    """
+    if both:
+        return [(plan, fused) for plan in plans for fused in (False, True)]
+    return [(plan, number % 2 == 1) for number, plan in enumerate(plans)]
 
 
 def read_constants(text: str) -> dict[str, Any]:
@@ -131,7 +145,11 @@ def read_constants(text: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A kernel that is ready to run a case."""
+    """A kernel that is ready to run a case.
+
+    fused: the program with each product and sum in one, as a compiler may make it; None: `program`.
+    names: for findings. expected: bool [batch, q, heads], rows of out that are stored; None for all.
+    """
 
     spec: Mapping[str, Any]
     tiles: Tiles
@@ -139,9 +157,9 @@ class Rehearsal:
     case: Case
     problem: Problem
     launch: Launch
-    expected: NDArray[np.bool_] | None = (
-        None  # rows of out that are stored; None for all
-    )
+    fused: lower.Program | None = None
+    names: Names = NAMELESS
+    expected: NDArray[np.bool_] | None = None
     truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
 
     def truth(self, wanted: NDArray[np.bool_] | None = None) -> Truth:
@@ -164,16 +182,17 @@ class Rehearsal:
         self,
         schedule: Schedule,
         *,
+        fused: bool = False,
         run: Run = machine.run,
         events: list[Event] | None = None,
     ) -> RunEvent:
         """Run under one schedule and compare. events: receives the timeline's."""
-        result = RunEvent(self.case.name, name_of(schedule))
+        result = RunEvent(self.case.name, name_of(schedule, fused))
         for output in self.problem.outputs:
             output.poison()
         begin = time.perf_counter()
         try:
-            ran = self._execute(schedule, run, events)
+            ran = self._execute(schedule, fused, run, events)
         except UnsupportedInstruction as error:
             result.findings.append(str(error))
             return result
@@ -184,16 +203,17 @@ class Rehearsal:
         return result
 
     def _execute(
-        self, schedule: Schedule, run: Run, events: list[Event] | None
+        self, schedule: Schedule, fused: bool, run: Run, events: list[Event] | None
     ) -> machine.RunResult:
         return run(
-            self.program,
+            (fused and self.fused) or self.program,
             self.launch,
             self.problem.memory(),
             schedule=schedule,
             clusters=self.case.clusters,
             timeline=events,
             tiles=self._tiles_of_tensors(),
+            names=self.names,
         )
 
     def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
@@ -232,26 +252,28 @@ class Rehearsal:
 
 def rehearse(
     rehearsal: Rehearsal,
-    plans: Sequence[Schedule],
+    plans: Sequence[tuple[Schedule, bool]],
     tell: Tell,
     *,
     run: Run = machine.run,
     events: list[Event] | None = None,
 ) -> None:
-    """One case under every schedule; a kernel's bits do not depend on the schedule."""
-    first: list[NDArray[Any]] = []
-    for plan in plans:
-        tell("start", {"case": rehearsal.case.name, "schedule": name_of(plan)})
-        result = rehearsal.run(plan, run=run, events=events)
+    """One case under every schedule; a kernel's bits depend on the rounding only."""
+    first: dict[bool, tuple[str, list[NDArray[Any]]]] = {}
+    for plan, fused in plans:
+        name = name_of(plan, fused)
+        tell("start", {"case": rehearsal.case.name, "schedule": name})
+        result = rehearsal.run(plan, fused=fused, run=run, events=events)
         found = [output.view.copy() for output in rehearsal.problem.outputs]
-        if first and not result.findings:
-            what = f"from the schedule {name_of(plans[0])}"
+        if fused in first and not result.findings:
+            other, bits_before = first[fused]
+            what = f"from the schedule {other}"
             for output, bits, expected in zip(
-                rehearsal.problem.outputs, found, first, strict=True
+                rehearsal.problem.outputs, found, bits_before, strict=True
             ):
                 if text := same_bits(output.name, what, bits, expected):
                     result.findings.append(text)
-        first = first or found
+        first.setdefault(fused, (name, found))
         tell("run", asdict(result))
 
 
@@ -284,7 +306,8 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
 
 
 def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
-    constants = read_constants(options.kernel.read_text(encoding="utf-8"))
+    source = options.kernel.read_text(encoding="utf-8")
+    constants = read_constants(source)
     spec, tiles = constants["SPEC"], tiles_of(constants)
     cases = [case for case in cases_for(spec, tiles) if case.emulated]
     walks = list(walks_for(spec, tiles))
@@ -297,9 +320,10 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         if not cases + walks:
             tell("unknown_case", {"names": names})
             return
-    plans = schedules(
+    chosen = schedules(
         options.schedules, completion=options.completion, seed=options.seed
     )
+    plans = with_roundings(chosen, both=len(chosen) == 1)
     if options.timeline:
         cases, plans, walks = cases[:1], plans[:1], []
     if too_large := [text for case in cases if (text := _too_large(spec, case))]:
@@ -321,10 +345,13 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
     tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left})
     module = ptx.parse(text)
-    program, schedule = lower.lower(module), walk.prepare(module)
+    program, fused = lower.lower(module), lower.lower(module, contract=True)
+    schedule = walk.prepare(module)
+    lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
+    names = replace(names_of(source), sources=lines)
     for case, launch in zip(walks, launches[len(cases) :], strict=True):
         tell("start", {"case": case.name, "schedule": WALK})
-        tell("run", asdict(_walk(constants, case, launch, schedule)))
+        tell("run", asdict(_walk(constants, case, launch, schedule, names)))
     events: list[Event] | None = [] if options.timeline else None
     for case, launch in zip(cases, launches, strict=False):
         expected = None
@@ -333,7 +360,10 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
             expected = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
         problem = make_problem(spec, tiles, case)
         rehearse(
-            Rehearsal(spec, tiles, program, case, problem, launch, expected),
+            Rehearsal(
+                *(spec, tiles, program, case, problem, launch),
+                *(fused, names, expected),
+            ),
             plans,
             tell,
             events=events,
@@ -341,15 +371,35 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     if events is not None:
         trace = timeline.chrome_trace(events, title=f"{spec['name']}: {cases[0].name}")
         tell("timeline", {"trace": trace})
-    tell("end", {"schedules": [name_of(plan) for plan in plans]})
+    tell("end", {"schedules": [name_of(*plan) for plan in plans]})
+
+
+class Lines(Mapping[int, str]):
+    """Lines of a kernel's text by those of its PTX, found when the first one is asked for."""
+
+    def __init__(self, find: Callable[[], dict[int, str]]) -> None:
+        self._find = functools.cache(find)
+
+    def __getitem__(self, line: int) -> str:
+        return self._find()[line]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._find())
+
+    def __len__(self) -> int:
+        return len(self._find())
 
 
 def _walk(
-    constants: Mapping[str, Any], case: Case, launch: Launch, program: lower.Program
+    constants: Mapping[str, Any],
+    case: Case,
+    launch: Launch,
+    program: lower.Program,
+    names: Names,
 ) -> RunEvent:
     """What the schedule of all CTAs showed."""
     begin = time.perf_counter()
-    seen = walked(constants, case, launch, program)
+    seen = walked(constants, case, launch, program, names)
     findings = schedule_findings(seen, tiles_of(constants), constants["SPEC"], case)
     rows = case.batch * case.q * case.kv_heads * constants["SPEC"]["q_per_kv"]
     return RunEvent(

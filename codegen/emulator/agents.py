@@ -37,6 +37,7 @@ class Agent:
         self._alone = components.alone(warp)
         self._tensor = components.own_tensor(warp)
         self._own = np.array([warp, self._alone, *self._tensor])
+        self._mine = frozenset(self._own.tolist())
         self._met = self.clock[:, self._own]
         """What every lane knew of the others' doings when they last met."""
         self._acted = np.zeros(WARP, np.int64)
@@ -234,15 +235,21 @@ class Agent:
         self, component: int, epoch: int, lanes: Some = None
     ) -> bool:
         """Whether these lanes can use an mbarrier that a component initialised at its epoch."""
-        known = self.view(lanes)[:, component]
+        known = self._of(component, lanes)
         return bool(max(known[HAPPENED], known[PUBLISHED]) >= epoch)
 
     def copies_know_initialisation(
         self, component: int, epoch: int, lanes: Some = None
     ) -> bool:
         """The same for a copy, which is of the asynchronous proxy and needs a fence."""
-        known = self.view(lanes)[:, component]
+        known = self._of(component, lanes)
         return bool(max(known[FENCED], known[PUBLISHED]) >= epoch)
+
+    def _of(self, component: int, lanes: Some) -> Any:
+        """What these lanes know of one component."""
+        if self._apart is None and component not in self._mine:
+            return self.clock[:, component]
+        return self.view(lanes)[:, component]
 
     # --- lanes that know different things -----------------------------------------------------
 

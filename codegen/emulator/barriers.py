@@ -28,6 +28,7 @@ class MBarrier:
     """Its epoch then."""
     component: int
     """Clock component of the loads that complete here."""
+    name: str = "mbarrier"
     pending: int = 0
     transactions: int = 0
     """[bytes expected and not yet complete; negative while completions run ahead]"""
@@ -43,7 +44,7 @@ class MBarrier:
     def __post_init__(self) -> None:
         if not 1 <= self.count <= LARGEST_COUNT:
             raise Fault(
-                Kind.BARRIER, f"mbarrier initialised with a count of {self.count}"
+                Kind.BARRIER, f"{self.name} initialised with a count of {self.count}"
             )
         self.pending = self.count
 
@@ -54,7 +55,7 @@ class MBarrier:
         if self.pending < 0:
             raise Fault(
                 Kind.BARRIER,
-                f"mbarrier over-arrived: {-self.pending} arrivals more than its count of "
+                f"{self.name} over-arrived: {-self.pending} arrivals more than its count of "
                 f"{self.count} in one phase",
             )
         self._update(clock)
@@ -71,7 +72,8 @@ class MBarrier:
     def _update(self, clock: Clock | None) -> None:
         if abs(self.transactions) > LARGEST_COUNT:
             raise Fault(
-                Kind.BARRIER, f"mbarrier transaction count of {self.transactions} bytes"
+                Kind.BARRIER,
+                f"{self.name}: transaction count of {self.transactions} bytes",
             )
         self.clock = join(self.clock, clock)
         if self.pending == 0 and self.transactions == 0:

@@ -207,8 +207,8 @@ class Shadow:
     """Who touched each granule of a CTA's memory last.
 
     Shared memory unless told otherwise: `space` is its name, `readers` the components that may read
-    it, `row` the one of a clock that has to know of an access, too. `report(kind, message)` is told
-    what is wrong.
+    it, `row` the one of a clock that has to know of an access, too, `tile` names what a granule
+    belongs to. `report(kind, message)` is told what is wrong.
     """
 
     def __init__(
@@ -220,7 +220,9 @@ class Shadow:
         space: str = "shared memory",
         readers: slice | None = None,
         row: int = HAPPENED,
+        tile: Callable[[int], str] = lambda granule: "",
     ) -> None:
+        self._tile = tile
         self._components = components
         self._row = row
         self._report = report
@@ -249,8 +251,9 @@ class Shadow:
         """Checks and notes a read; reader: the warp, and the lane that reads each granule."""
         writer = self._writer[granules]
         if (writer == NOBODY).any():
+            place = self._place(granules, writer == NOBODY)
             self._report(
-                Kind.READ_BEFORE_WRITE, f"{what} reads {self._space} that nobody wrote"
+                Kind.READ_BEFORE_WRITE, f"{what} reads {place} that nobody wrote"
             )
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         if reader is not None:
@@ -279,9 +282,11 @@ class Shadow:
                 (HAPPENED, Kind.RACE, "may still be reading"),
                 (self._row, Kind.TCGEN05, f"read, {_unfenced(clock, reader, read)}"),
             ):
-                if (read > clock[known, reader]).any():
+                early = read > clock[known, reader]
+                if early.any():
                     who = self._components.name(reader)
-                    self._report(kind, f"{what} writes {self._space} that {who} {why}")
+                    place = self._place(granules, early)
+                    self._report(kind, f"{what} writes {place} that {who} {why}")
                     break
             else:
                 continue
@@ -306,19 +311,21 @@ class Shadow:
         unordered = clock[HAPPENED, writer] < written
         if unordered.any():
             who, line = self._culprit(granules, writer, unordered)
+            place = self._place(granules, unordered)
             self._report(
                 Kind.RACE,
-                f"{what} {self._space} that {who} writes (line {line}) in no order",
+                f"{what} {place} that {who} writes (line {line}) in no order",
             )
             return
         if self._row != HAPPENED:
             unseen = clock[self._row, writer] < written
             if unseen.any():
                 who, line = self._culprit(granules, writer, unseen)
+                place = self._place(granules, unseen)
                 why = _unfenced(clock, writer, written)
                 self._report(
                     Kind.TCGEN05,
-                    f"{what} {self._space} that {who} wrote (line {line}), {why}",
+                    f"{what} {place} that {who} wrote (line {line}), {why}",
                 )
         elif not self._components.is_generic(component):
             unfenced = self._components.is_generic(writer) & (
@@ -326,11 +333,19 @@ class Shadow:
             )
             if unfenced.any():
                 who, line = self._culprit(granules, writer, unfenced)
+                place = self._place(granules, unfenced)
                 self._report(
                     Kind.PROXY_FENCE,
-                    f"{what} {self._space} that {who} wrote (line {line}) with no "
+                    f"{what} {place} that {who} wrote (line {line}) with no "
                     "fence.proxy.async in between",
                 )
+
+    def _place(self, granules: Granules, wrong: Any) -> str:
+        """The memory, and the tile in it that the first of these granules belongs to."""
+        first = int(np.argmax(wrong))
+        sliced = isinstance(granules, slice)
+        number = granules.start + first if sliced else int(granules[first])
+        return f"{self._space}{self._tile(number)}"
 
     def _check_lanes(
         self, granules: Granules, writer: Any, agent: Agent, lanes: Any, what: str
@@ -345,9 +360,10 @@ class Shadow:
         wrong = new & (wrote != lanes) & (wrote != MIXED)
         if wrong.any():
             _, line = self._culprit(granules, writer, wrong)
+            place = self._place(granules, wrong)
             self._report(
                 Kind.RACE,
-                f"{what} {self._space} that another lane of the warp wrote (line {line}) with "
+                f"{what} {place} that another lane of the warp wrote (line {line}) with "
                 "no bar.warp.sync in between",
             )
 

@@ -260,13 +260,15 @@ def open_host_program(
     timeout: float = TIMEOUT,
     python: str = sys.executable,
     ffi: bool = False,
+    line_info: bool = False,
 ) -> Iterator[HostProgram]:
     """Compile a module in a process of its own, which ends with this context.
 
     module: a Python file whose ``compile()`` has ``cute.compile`` make something of a host function
     that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
     the interpreter whose DSL compiles; of this package it needs nothing installed. ffi: whether the
-    module finds TVM-FFI, where that interpreter has it.
+    module finds TVM-FFI, where that interpreter has it. line_info: whether the PTX says from which
+    line of the module each instruction comes.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
@@ -287,7 +289,9 @@ def open_host_program(
                 *(["--ffi"] if ffi else []),
             ],
             cwd=work,
-            env=_environment(arch, library, work) | _found_by(python, work),
+            env=_environment(arch, library, work)
+            | _found_by(python, work)
+            | ({"CUTE_DSL_LINEINFO": "1"} if line_info else {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=printed,

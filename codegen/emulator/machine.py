@@ -38,8 +38,8 @@ from .memory import (
     MemoryFault,
     SharedMemory,
 )
-from .ptx import Module
-from .report import Event, Fault, Finding, Kind, Report
+from .ptx import Instruction, Module
+from .report import NAMELESS, Event, Fault, Finding, Kind, Names, Report
 from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
@@ -87,6 +87,7 @@ def run(
     max_steps: int = MAX_STEPS,
     clusters: Collection[int] | None = None,
     tiles: Mapping[int, Sequence[int]] | None = None,
+    names: Names = NAMELESS,
 ) -> RunResult:
     """Executes a launch; its results are in `memory` afterwards.
 
@@ -96,12 +97,14 @@ def run(
     fastest, though the kernel sees the whole grid. `tiles`: for tensors of tensor maps, by address,
     the elements of a tile along each dimension, the contiguous one first. TMA fills with zeros in
     silence; a box that is wholly outside its tensor is only right in the ragged last tile of a
-    dimension, and is a finding in dimensions without tiles. Raises UnsupportedInstruction.
+    dimension, and is a finding in dimensions without tiles. `names`: what findings call barriers,
+    tiles and warps. Raises UnsupportedInstruction.
     """
     program = module if isinstance(module, Program) else lower(module)
     machine = Machine(
         *(program, launch, memory, schedule or Schedule()),
         *(checks, timeline, max_steps, tiles or {}),
+        names,
     )
     machine.run(clusters)
     statistics = dict(machine.statistics)
@@ -121,7 +124,9 @@ class Machine:
         timeline: list[Event] | None,
         max_steps: int,
         tiles: Mapping[int, Sequence[int]],
+        names: Names,
     ) -> None:
+        self.names = names
         self.program = program
         self.launch = launch
         self.memory = memory
@@ -131,6 +136,11 @@ class Machine:
         self.max_steps = max_steps
         self.tiles = tiles
         self.rng = random.Random(schedule.seed)
+        self.leader = schedule.leader
+        """The lane of a warp that elect.sync elects."""
+        lanes = np.arange(LANES) % WARP
+        self.elected = np.full(LANES, self.leader, np.uint32), lanes == self.leader
+        """That lane, and the mask of those, when all lanes run."""
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
         self.writes = Writes()
@@ -207,12 +217,16 @@ class Machine:
         """Adds a finding about the instruction that runs."""
         instruction = self.program.instructions[self.index]
         cta, warp = self.actor
-        where = f"cta {cta} warp {warp}"
-        if instruction.source:
-            where += f", {instruction.source}"
+        where = f"cta {cta} warp {warp}{self.names.role(warp)}"
+        if source := self.source(instruction):
+            where += f", {source}"
         self.findings.add(
             kind, f"{instruction.name}: {message}", line=instruction.line, where=where
         )
+
+    def source(self, instruction: Instruction) -> str:
+        """`file:line` of an instruction's source, as far as anybody says."""
+        return instruction.source or self.names.sources.get(instruction.line, "")
 
     def count(self, what: str, amount: int) -> None:
         """Adds to a statistic."""
@@ -308,7 +322,10 @@ class Cta:
         self.shadow: Shadow | None = None
         if cluster.machine.checks:
             granules = -(-size // GRANULE)
-            self.shadow = Shadow(granules, cluster.components, cluster.machine.report)
+            self.shadow = Shadow(
+                *(granules, cluster.components, cluster.machine.report),
+                tile=lambda granule: cluster.machine.names.tile(GRANULE * granule),
+            )
         self.tensor_memory = TensorMemory()
         self.tensor_shadow: Shadow | None = None
         if cluster.machine.checks and program.tensor:
@@ -537,7 +554,8 @@ class Cluster:
             self._check_exit(group.cta)
         self.barrier.exit(warp.serial)
         for line, message in group.outstanding(warp):
-            where = f"cta {group.cta.rank} warp {warp.number}"
+            role = self.machine.names.role(warp.number)
+            where = f"cta {group.cta.rank} warp {warp.number}{role}"
             self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
 
     def _check_exit(self, cta: Cta) -> None:
@@ -588,10 +606,10 @@ class Cluster:
                 "a CTA exits while asynchronous operations that nobody waited for are in flight",
             )
         for cta in self.ctas:
-            for place, barrier in sorted(cta.mbarriers.items()):
+            for _, barrier in sorted(cta.mbarriers.items()):
                 if barrier.transactions:
                     self.machine.findings.add(
                         Kind.BARRIER,
-                        f"mbarrier {place:#x} ends with {barrier.transactions} bytes expected",
+                        f"{barrier.name} ends with {barrier.transactions} bytes expected",
                         where=f"cta {cta.rank}",
                     )

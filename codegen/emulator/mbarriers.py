@@ -13,7 +13,6 @@ from .lanes import (
     ALL,
     LANES,
     NONE,
-    OFFSET_MASK,
     ONE_LANE,
     WARP,
     WARP_MASKS,
@@ -54,8 +53,9 @@ class MBarriers:
                 alone = self._group.lanes(lane // WARP, ONE_LANE[lane])
                 initialiser = warp.agent.actor(alone)
             component = self._group.cluster.components.loads()
+            name = self._group.machine.names.barrier(place)
             cta.mbarriers[place] = MBarrier(
-                int(count[lane]), initialiser, epoch, component
+                int(count[lane]), initialiser, epoch, component, name
             )
             self._group.cluster.progress += 1
 
@@ -84,7 +84,7 @@ class MBarriers:
                 who = "the copy" if copies else "this warp"
                 self._group.machine.report(
                     Kind.BARRIER,
-                    f"an mbarrier whose initialisation need not be visible to {who} yet",
+                    f"{barrier.name}, whose initialisation need not be visible to {who} yet",
                 )
         return barrier
 
@@ -205,7 +205,7 @@ class MBarriers:
 
             def reason() -> str:
                 return (
-                    f"mbarrier {address & OFFSET_MASK:#x} parity {parity} "
+                    f"{barrier.name} parity {parity} "
                     f"({barrier.pending} of {barrier.count} arrivals and "
                     f"{barrier.transactions} bytes are missing)"
                 )

@@ -189,6 +189,7 @@ class Products:
         product: Product,
     ) -> Any:
         """A matrix in shared memory, [rows, k]; the read is checked."""
+        wgmma.check_alignment(descriptor)
         operation, shadow = product.operation, self._group.cta.shadow
         if operation is not None and shadow is not None:
             size = numerics.ELEMENT_SIZE[dtype]

@@ -216,6 +216,17 @@ def parse(text: str) -> Module:
     )
 
 
+def sources(plain: Module, located: Module) -> dict[int, str]:
+    """PTX line of a module to `file:line` of its source, by the same kernel's with `.loc`.
+
+    Empty unless both are the same instructions.
+    """
+    if [i.name for i in plain.instructions] != [i.name for i in located.instructions]:
+        return {}
+    pairs = zip(plain.instructions, located.instructions, strict=True)
+    return {ours.line: theirs.source for ours, theirs in pairs if theirs.source}
+
+
 def _params(text: str, entry: re.Match[str]) -> tuple[tuple[Param, ...], int]:
     params: list[Param] = []
     end = 0

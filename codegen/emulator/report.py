@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -71,6 +71,35 @@ class Report:
 
     def __len__(self) -> int:
         return len(self._findings)
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a kernel calls things; places are offsets in a CTA's shared memory."""
+
+    barriers: Mapping[int, str] = field(default_factory=dict)
+    """Of each mbarrier: the pipeline, which side, and the stage."""
+    tiles: Sequence[tuple[range, str]] = ()
+    roles: Sequence[tuple[range, str]] = ()
+    """Warps and what they do."""
+    sources: Mapping[int, str] = field(default_factory=dict)
+    """PTX line to `file:line` of the source, for PTX without `.loc`."""
+
+    def barrier(self, place: int) -> str:
+        """An mbarrier by its offset, and its name if it has one."""
+        name = self.barriers.get(place)
+        return f"mbarrier {place:#x} ({name})" if name else f"mbarrier {place:#x}"
+
+    def tile(self, place: int) -> str:
+        """` (sK)`, the tile that a byte lies in; empty in none."""
+        return next((f" ({name})" for held, name in self.tiles if place in held), "")
+
+    def role(self, warp: int) -> str:
+        """` (loads by TMA)`; empty for a warp without a role."""
+        return next((f" ({name})" for warps, name in self.roles if warp in warps), "")
+
+
+NAMELESS = Names()
 
 
 @dataclass(frozen=True)

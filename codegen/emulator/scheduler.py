@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .lanes import WARP
+
 
 class Order(str, Enum):
     """How warpgroups take turns."""
@@ -42,6 +44,13 @@ class Schedule:
     seed: int = 0
     order: Order = Order.ROUND_ROBIN
     completion: Completion = Completion.EAGER
+
+    @property
+    def leader(self) -> int:
+        """The lane that whole warps elect: the first, or in the random orders any."""
+        if self.order is Order.ROUND_ROBIN:
+            return 0
+        return random.Random(f"leader {self.seed}").randrange(WARP)
 
     def __str__(self) -> str:
         return f"order={self.order.value} completion={self.completion.value} seed={self.seed}"

@@ -25,7 +25,8 @@ from . import numerics
 from .lanes import LANES, WARP, WARPS
 from .numerics import F32, U32
 from .tensor_memory import HALF
-from .wgmma import INSTRUCTION_BYTES, instruction_k
+from .wgmma import INSTRUCTION_BYTES, check_alignment, instruction_k
+from .wgmma import DescriptorError as MisplacedMatrix
 
 I64 = NDArray[np.int64]
 
@@ -178,7 +179,12 @@ def shared_matrix(bits: int) -> int:
         raise DescriptorError("a 128-byte swizzle of 32-byte atoms is not modelled")
     if layout not in _SWIZZLES:
         raise DescriptorError(f"matrix descriptor {bits:#018x}: no layout is {layout}")
-    return bits & _OFFSETS | _SWIZZLES[layout] << 62
+    matrix = bits & _OFFSETS | _SWIZZLES[layout] << 62
+    try:
+        check_alignment(matrix)
+    except MisplacedMatrix as error:
+        raise DescriptorError(str(error)) from None
+    return matrix
 
 
 def rows_in_cta(shape: Shape, form: Form) -> int:

@@ -20,7 +20,7 @@ from .lower import Program, lower
 from .machine import MAX_STEPS, Cta, Machine
 from .memory import GlobalMemory
 from .ptx import Module
-from .report import Fault, Finding, Kind
+from .report import NAMELESS, Fault, Finding, Kind, Names
 from .scheduler import Schedule
 from .skeleton import skeleton
 from .tma import SHARED_ALIGNMENT, TensorMap
@@ -133,13 +133,14 @@ def walk(
     clusters: Collection[int] | None = None,
     tiles: Mapping[int, Sequence[int]] | None = None,
     max_steps: int = MAX_STEPS,
+    names: Names = NAMELESS,
 ) -> Walk:
     """Runs every cluster of a launch, or those of `clusters`; `program` is of `prepare`.
 
-    tensors: what the kernel's arguments point to. tiles: as for `machine.run`. The findings are
+    tensors: what the kernel's arguments point to. tiles, names: as for `machine.run`. The findings are
     those that need no data: deadlocks, misused barriers, boxes and stores that are outside.
     """
-    walker = Walker(program, launch, tensors, tiles or {}, max_steps)
+    walker = Walker(program, launch, tensors, tiles or {}, max_steps, names)
     walker.run(clusters)
     return walker.result(clusters)
 
@@ -184,10 +185,11 @@ class Walker(Machine):
         tensors: Iterable[Extent],
         tiles: Mapping[int, Sequence[int]],
         max_steps: int,
+        names: Names,
     ) -> None:
         super().__init__(
             *(program, launch, GlobalMemory(), Schedule()),
-            *(False, None, max_steps, tiles),
+            *(False, None, max_steps, tiles, names),
         )
         self._tensors = tuple(tensors)
         self._mapped: dict[int, _Mapped] = {}

@@ -21,7 +21,6 @@ from .gates import ALIGNED_GROUP
 from .lanes import (
     ALL,
     LANES,
-    LEADERS,
     NONE,
     OFFSET_MASK,
     RANK_SHIFT,
@@ -253,7 +252,9 @@ class Warpgroup:
                 if len(warps) == 1
                 else f"warps {warps[0]} to {warps[-1]}"
             )
-            source = f" ({instruction.source})" if instruction.source else ""
+            names += self.machine.names.role(warps[0])
+            told = self.machine.source(instruction)
+            source = f" ({told})" if told else ""
             reason = self._reasons.get(place)
             lines.append(
                 f"cta {self.cta.rank} {names} at PTX line {instruction.line}{source}: "
@@ -330,11 +331,15 @@ class Warpgroup:
         return result
 
     def elect(self, index: int, mask: Mask) -> tuple[Lanes, Mask]:
-        """The lowest lane of each warp among those that run."""
-        if mask.all():
-            return np.zeros(LANES, np.uint32), LEADERS
+        """One lane of each warp among those that run: the schedule's, or else the lowest.
+
+        PTX says only that the same members always elect the same one.
+        """
         lanes = mask.reshape(WARPS, WARP)
-        leader = lanes.argmax(axis=1)
+        chosen = self.machine.leader
+        if mask.all():
+            return self.machine.elected
+        leader = np.where(lanes[:, chosen], chosen, lanes.argmax(axis=1))
         elected = np.zeros((WARPS, WARP), np.bool_)
         elected[np.arange(WARPS), leader] = True
         return np.repeat(leader.astype(np.uint32), WARP), (elected & lanes).reshape(-1)

@@ -90,6 +90,24 @@ class Mma:
     transpose_b: bool
 
 
+def check_alignment(descriptor: int) -> None:
+    """DescriptorError unless a matrix begins where its swizzle does, base offset being 0.
+
+    That is a multiple of the bytes after which the swizzle repeats, and what the descriptor has
+    moved along the first row, for a later k.
+    """
+    matrix = Descriptor.decode(descriptor)
+    if not matrix.swizzle_bits:
+        return
+    row = _CHUNK << matrix.swizzle_bits
+    astray = matrix.start % (_ROW * row) // row
+    if astray:
+        raise DescriptorError(
+            f"a matrix at {matrix.start:#x}, in row {astray} of its {row}-byte swizzle, which "
+            f"repeats every {_ROW * row} bytes: its base offset cannot be 0"
+        )
+
+
 def shared_addresses(
     descriptor: int, rows: int, k: int, element_size: int, transposed: bool
 ) -> I64:

@@ -146,3 +146,18 @@ def test_a_copy_overwrites_what_lanes_read_only_after_they_met():
         ["proxy-fence"],
     )
     assert "race" in found(f"{read} {LOAD}", data, maps=LOADED)
+
+
+def test_another_lane_may_be_elected():
+    """The same one each time; the orderly schedules elect the first."""
+    body = "elect.sync %r9|%p9, -1; elect.sync %r20|%p8, -1;"
+    body += "setp.eq.u32 %p7, %r9, %r2; xor.pred %p6, %p7, %p9; @%p6 mov.b32 %r20, 99;"
+    body = BASE + body + "st.global.b32 [%rd2], %r20;"
+    elected = {}
+    for schedule in EVERY:
+        out, result = execute(body, schedule=schedule)
+        assert result.findings == () and len(set(out.tolist())) == 1
+        elected.setdefault(schedule.order, set()).add(int(out[0]))
+    assert elected[EVERY[0].order] == {0}
+    assert all(lane < 32 for lanes in elected.values() for lane in lanes)
+    assert len(set().union(*elected.values())) > 3

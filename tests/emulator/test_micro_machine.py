@@ -66,6 +66,8 @@ def test_the_machine_does_what_the_modules_say(micro, schedule):
     if micro.name == "mbarrier" and schedule.completion is not Completion.EAGER:
         # It polls, and under the others a copy may complete after the polls have ended.
         schedule = Schedule(seed=schedule.seed, order=schedule.order)
+    if micro.name == "warps":  # the H200 elects lane 0; elsewhere any lane may be
+        schedule = Schedule(seed=schedule.seed, completion=schedule.completion)
     results, findings = emulate(micro, schedule)
     assert findings == ()
     for key, want in predict.predict(micro).items():

@@ -646,3 +646,10 @@ def test_products_are_committed_by_the_lane_that_issued_them():
     other = "setp.eq.u32 %p7, %r1, 1; @!%p7 bra WAIT;" + commit()
     apart = f"@!%p4 bra NEXT; {product()} NEXT: {other}"
     assert "tcgen05" in found(apart + WAIT)
+
+
+def test_operands_begin_where_their_swizzle_does():
+    narrow = Matrix(DATA, 2, 128, 16, False, 32)
+    for start, kinds_found in ((DATA, []), (DATA + 32, ["tcgen05"])):
+        steps = product(a=narrow.at(start).descriptor(), b=B.descriptor())
+        assert found(elected(steps + commit()) + WAIT)[:1] == kinds_found

@@ -233,3 +233,14 @@ def test_shapes(shape):
         wgmma.multiply(shape, a, b, [np.zeros(LANES, np.uint32)] * (n // 2))
     with pytest.raises(wgmma.DescriptorError, match="operands"):
         wgmma.multiply((64, 16, 16), np.zeros((64, 16), np.float32), b, [])
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_a_matrix_begins_where_its_swizzle_does(bits):
+    row = 16 << bits
+    for start in (8 * row, 8 * row + row // 2, 24 * row):  # half a row: of a later k
+        wgmma.check_alignment(wgmma.Descriptor(start, 16, 8 * row, bits).encode())
+    for start in (9 * row, 8 * row - 16, 28 * row + row // 2):
+        with pytest.raises(wgmma.DescriptorError, match=f"{row}-byte swizzle"):
+            wgmma.check_alignment(wgmma.Descriptor(start, 16, 8 * row, bits).encode())
+    wgmma.check_alignment(wgmma.Descriptor(9 * row, 16, 8 * row, 0).encode())

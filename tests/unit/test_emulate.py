@@ -120,7 +120,6 @@ def test_a_finding_is_told_once_with_how_often_it_was_seen() -> None:
     ("events", "ending", "expected"),
     [
         (GOOD[:-1], WELL, Finding("a", "stopped before its last case")),
-        (GOOD[:4], Ending(None, "", 9), Finding("a", "did not end within 9 s")),
         (GOOD[:4], Ending(-11, "boom", 9), Finding("a", "died of signal 11: boom")),
         ([], Ending(1, "boom", 9), Finding("launch", "ended with status 1: boom")),
         ([{"event": "refused", "message": "no"}], WELL, Finding("launch", "no")),
@@ -250,13 +249,22 @@ def test_a_failure_says_how_to_see_it_again() -> None:
         f"generated/x.py: b: deadlock {seen}",
         "  replay: fmha-gen emulate generated/x.py --case b --completion eager",
     ]
-    killed = verdict([KERNEL, started("c", "random-9")], Ending(None, "", 9))
+    killed = verdict([KERNEL, started("c", "random-9")], Ending(-9, "", 9))
     last = emulate.failures([killed]).splitlines()[-1]
     assert last.endswith("--case c --completion random --seed 9")
     refused = verdict([{"event": "refused", "message": "no"}])
     assert emulate.failures([refused]).endswith(
         "replay: fmha-gen emulate generated/x.py"
     )
+
+
+def test_a_slow_machine_is_no_finding() -> None:
+    late = Ending(None, "", 9)
+    with pytest.raises(EnvironmentProblem, match=r"too slow: .* within 9 s"):
+        verdict([KERNEL, started("c", "random-9")], late)
+    # What was found until then is one.
+    found, _ = verdict([KERNEL, ran("a", "eager", "race")], late).findings
+    assert found.text.startswith("race")
 
 
 def test_the_table_has_a_row_per_kernel() -> None:

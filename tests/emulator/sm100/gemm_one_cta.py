@@ -263,7 +263,6 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     ab_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, STAGES)
     acc_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, 1)
     pipelines.acc.producer_acquire(acc_state)
-    after_wait()
     for k_tile in cutlass.range(k_tiles, unroll=1):
         pipelines.ab.consumer_wait(ab_state)
         for k_block in cutlass.range_constexpr(cute.size(tCrA, mode=[2])):
@@ -277,7 +276,6 @@ def multiply(sA, sB, pipelines: Pipelines, tmem_address, k_tiles: Int32):
     # The epilogue has read the accumulator: nobody needs the tensor memory any more.
     # (The DSL's producer_tail waits in CTAs of even rank only.)
     pipelines.acc.producer_acquire(acc_state)
-    after_wait()
     cute.arch.dealloc_tmem(tmem, TILE_N)
 
 

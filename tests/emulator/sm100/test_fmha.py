@@ -25,13 +25,19 @@ DAMAGE = {  # the case that shows it, the text, what is there instead
     "slice of V": ("ragged", "TILE_KV), (0, None)", "TILE_KV), (None, 0)"),
     "wait::st of P": (
         "ragged",
-        "cute.arch.fence_view_async_tmem_store()\n            pipes.s.consumer_release",
-        "pipes.s.consumer_release",
+        "cute.arch.fence_view_async_tmem_store()\n            before_signal()",
+        "before_signal()",
     ),
     "wait::st of the tail of P": (
         "ragged",
-        "cute.arch.fence_view_async_tmem_store()\n    pipes.tail.producer_commit",
-        "pipes.tail.producer_commit",
+        "cute.arch.fence_view_async_tmem_store()\n    before_signal()\n    pipes",
+        "before_signal()\n    pipes",
+    ),
+    "fence before P": ("ragged", "before_signal()\n            pipes.s", "pipes.s"),
+    "fence after the wait for O": (
+        "strided",
+        'in tensor memory."""\n    after_wait()',
+        'in tensor memory."""',
     ),
     "wait for the tail of P": ("ragged", "pipes.tail.consumer_wait(p_state)", "pass"),
     "wait for room in sO": (

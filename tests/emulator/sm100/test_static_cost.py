@@ -35,8 +35,18 @@ PEERS = {
 }
 # Where ours has more, and why, says 0019.
 MORE = {
-    ONE: {"correction, no rescale": 5, "mma": 89, "load": 19},
-    PAIR: {"correction, no rescale": 6, "mma": 88, "load": 14},
+    ONE: {
+        "correction, no rescale": 5,
+        "correction, rescale": 1,
+        "mma": 93,
+        "load": 19,
+    },
+    PAIR: {
+        "correction, no rescale": 6,
+        "correction, rescale": 2,
+        "mma": 92,
+        "load": 14,
+    },
 }
 # K and V in boxes of 64 columns; of a pair, each CTA has half of K's rows and of V's columns.
 TMA_LOADS = {ONE: 2 + 2, PAIR: 2 + 1}

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A finding names the Python line, the role and the pipeline."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import support
+from fmha_gen import captures, rehearsal
+from fmha_gen.emulator import machine, ptx
+from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator.report import Names
+from fmha_gen.finding_names import names_of
+
+from tests.emulator.rehearsals import rehearsals
+
+GENERATED = support.ROOT / "generated"
+KERNELS = sorted(GENERATED.glob("sm*_*.py"))
+SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_every_barrier_tile_and_role_has_a_name(path: Path):
+    text = path.read_text(encoding="utf-8")
+    names = names_of(text)
+    constants = rehearsal.read_constants(text)
+    rings = {name.split()[0] for name in names.barriers.values()}
+    assert {"q"} < rings and ("kv" in rings) != ("k" in rings)
+    assert len([n for n in names.barriers.values() if n.startswith("q full")]) == (
+        constants["Q_STAGES"]
+    )
+    # The last tile ends where the header says that shared memory does.
+    end = max(place.stop for place, _ in names.tiles)
+    (said,) = re.findall(r"Shared memory: (\d+) bytes per CTA", text)
+    assert end - machine.RESERVED == int(said)
+    assert names.role(0) and names.role(4) and names.role(4) != " ()"
+
+
+def test_a_finding_names_them():
+    """O is handed to TMA without a proxy fence."""
+    text, ready = rehearsals(SMALL)
+    lines = text.split("\n")
+    fences = [n for n, line in enumerate(lines) if "fence.proxy.async" in line]
+    assert fences
+    for number in fences:
+        lines[number] = ""
+    names = replace(
+        names_of(SMALL.read_text(encoding="utf-8")),
+        sources=captures.sources(SMALL, text, arch="sm90"),
+    )
+    damaged = replace(ready[0], program=lower(ptx.parse("\n".join(lines))))
+    run = functools.partial(machine.run, names=names)
+    result = damaged.run(rehearsal.schedules(0)[0], damaged.truth(), run=run)
+    finding = next(text for text in result.findings if text.startswith("proxy-fence"))
+    assert "shared memory (sQ)" in finding
+    assert "compute QK, softmax and PV and store O" in finding
+    assert re.search(rf"{SMALL.name}:\d+\]", finding)
+
+
+def test_a_name_is_of_what_is_there():
+    names = Names({1024: "k full, stage 0"}, ((range(2048, 4096), "sK"),))
+    assert names.barrier(1024) == "mbarrier 0x400 (k full, stage 0)"
+    assert names.barrier(1032) == "mbarrier 0x408"
+    assert (names.tile(2048), names.tile(4096), names.role(3)) == (" (sK)", "", "")
