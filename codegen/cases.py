@@ -118,7 +118,8 @@ class Case:
     sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
     emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
-    layout: see `inputs.place_tensors`. repeats: launches on a GPU that must agree bit for bit.
+    layout: see `inputs.place_tensors`. timing: whether its schedule matters, because it is about
+    rings, waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
     """
 
     name: str
@@ -132,6 +133,7 @@ class Case:
     data: Data = "normal"
     layout: Layout = "own"
     scale_factor: float = 1.0
+    timing: bool = False
     repeats: int = REPEATS_ELSEWHERE
 
     @property
@@ -244,7 +246,7 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     ragged = twice - rows // 2 + 5
 
     def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
-        return _fitted(spec, tiles, tag, q, kv, *counts, **options)
+        return _fitted(spec, tiles, tag, q, kv, *counts, timing=True, **options)
 
     fused, strided = ((1, 2), (2, 1)) if group else ((2, 1), (2, 2))
     options: dict[str, Any] = {"layout": "bhsd", "data": "huge_key"}

@@ -116,16 +116,27 @@ def name_of(schedule: Schedule, fused: bool = False) -> str:
     return f"{name}{FUSED}" if fused else name
 
 
-def with_roundings(
-    plans: Sequence[Schedule], *, both: bool = False
-) -> list[tuple[Schedule, bool]]:
-    """Each schedule, and whether products and sums are fused in it: in every other one.
+Plan = tuple[Schedule, bool]
+"""A schedule, and whether products and sums are fused in it."""
 
-    both: each schedule twice.
+
+def with_roundings(chosen: Sequence[Schedule]) -> list[Plan]:
+    """The schedules with both roundings in turn; a single one with both."""
+    if len(chosen) == 1:
+        return [(chosen[0], fused) for fused in (False, True)]
+    return [(plan, number % 2 == 1) for number, plan in enumerate(chosen)]
+
+
+def plans_of(case: Case, number: int, plans: Sequence[Plan]) -> Sequence[Plan]:
+    """Those that a case runs under: all, or two, which differ from case to case.
+
+    Of a case about function alone the schedule is no matter: others look for races. The two are
+    neighbours, so that one of them is fused.
     """
-    if both:
-        return [(plan, fused) for plan in plans for fused in (False, True)]
-    return [(plan, number % 2 == 1) for number, plan in enumerate(plans)]
+    if case.timing or len(plans) < 2:
+        return plans
+    first = number % (len(plans) - 1)
+    return plans[first : first + 2]
 
 
 def read_constants(text: str) -> dict[str, Any]:
@@ -147,8 +158,9 @@ def read_constants(text: str) -> dict[str, Any]:
 class Rehearsal:
     """A kernel that is ready to run a case.
 
-    fused: the program with each product and sum in one, as a compiler may make it; None: `program`.
-    names: for findings. expected: bool [batch, q, heads], rows of out that are stored; None for all.
+    fused: the program with each product and sum in one, as a compiler may make it; None:
+    `program`. names: for findings. expected: bool [batch, q, heads], rows of out that are stored;
+    None for all.
     """
 
     spec: Mapping[str, Any]
@@ -252,7 +264,7 @@ class Rehearsal:
 
 def rehearse(
     rehearsal: Rehearsal,
-    plans: Sequence[tuple[Schedule, bool]],
+    plans: Sequence[Plan],
     tell: Tell,
     *,
     run: Run = machine.run,
@@ -323,7 +335,7 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     chosen = schedules(
         options.schedules, completion=options.completion, seed=options.seed
     )
-    plans = with_roundings(chosen, both=len(chosen) == 1)
+    plans = with_roundings(chosen)
     if options.timeline:
         cases, plans, walks = cases[:1], plans[:1], []
     if too_large := [text for case in cases if (text := _too_large(spec, case))]:
@@ -348,12 +360,12 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     program, fused = lower.lower(module), lower.lower(module, contract=True)
     schedule = walk.prepare(module)
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
-    names = replace(names_of(source), sources=lines)
+    told = replace(names_of(source), sources=lines)
     for case, launch in zip(walks, launches[len(cases) :], strict=True):
         tell("start", {"case": case.name, "schedule": WALK})
-        tell("run", asdict(_walk(constants, case, launch, schedule, names)))
+        tell("run", asdict(_walk(constants, case, launch, schedule, told)))
     events: list[Event] | None = [] if options.timeline else None
-    for case, launch in zip(cases, launches, strict=False):
+    for number, (case, launch) in enumerate(zip(cases, launches, strict=False)):
         expected = None
         if case.clusters is not None:
             seen = walked(constants, case, launch, schedule)
@@ -362,9 +374,9 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         rehearse(
             Rehearsal(
                 *(spec, tiles, program, case, problem, launch),
-                *(fused, names, expected),
+                *(fused, told, expected),
             ),
-            plans,
+            plans_of(case, number, plans),
             tell,
             events=events,
         )

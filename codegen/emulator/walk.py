@@ -137,8 +137,8 @@ def walk(
 ) -> Walk:
     """Runs every cluster of a launch, or those of `clusters`; `program` is of `prepare`.
 
-    tensors: what the kernel's arguments point to. tiles, names: as for `machine.run`. The findings are
-    those that need no data: deadlocks, misused barriers, boxes and stores that are outside.
+    tensors: what the kernel's arguments point to. tiles, names: as for `machine.run`. The findings
+    are those that need no data: deadlocks, misused barriers, boxes and stores that are outside.
     """
     walker = Walker(program, launch, tensors, tiles or {}, max_steps, names)
     walker.run(clusters)
@@ -189,7 +189,8 @@ class Walker(Machine):
     ) -> None:
         super().__init__(
             *(program, launch, GlobalMemory(), Schedule()),
-            *(False, None, max_steps, tiles, names),
+            *(False, None, max_steps, tiles),
+            names,
         )
         self._tensors = tuple(tensors)
         self._mapped: dict[int, _Mapped] = {}

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from fmha_gen import captures
 from fmha_gen.emulator import machine, ptx
-from fmha_gen.emulator.launch import tensor as argument
 from fmha_gen.emulator.lower import lower
 from fmha_gen.emulator.memory import GlobalMemory, MemoryFault
 from fmha_gen.tensors import FIRST_ADDRESS, arguments
@@ -93,7 +92,7 @@ def test_a_kernel_computes_the_same_far_apart():
     problem, spec, case = ready.problem, ready.spec, ready.case
     tensors = {each.name: each for each in (*problem.inputs, *problem.outputs)}
     orders = {"q": (0, 1, 2), "k": (2, 1, 0), "v": (0, 2, 1), "out": (1, 2, 0)}
-    call = dict(arguments(spec, case, problem))
+    call = arguments(spec, case)
     memory, bits, tiles = GlobalMemory(), {}, {}
     for number, (name, tensor) in enumerate(tensors.items()):
         shape = tensor.view.shape
@@ -107,18 +106,19 @@ def test_a_kernel_computes_the_same_far_apart():
         memory.add_strided(
             name, address, bits[name], strides, writable=name in ("out", "lse")
         )
-        call[name] = argument(address, shape[:3], [s // size for s in strides[:3]])
+        told = call["tensors"][name]
+        told["address"], told["strides"] = address, [s // size for s in strides]
         assert max(strides) < 1 << 40  # [bytes] that a tensor map can say
         reach = sum(s * (n - 1) for s, n in zip(strides, shape, strict=True))
         assert reach // size > 1 << 31
         rows = ready.tiles.kv if name in ("k", "v") else ready.tiles.cluster_rows
         tiles[address] = (1, rows)
-    text, (launch,) = captures.capture(
+    text, (called,) = captures.capture(
         GENERATED / "sm90_d64_bf16_causal_lse.py", [call], arch=spec["arch"]
     )
     for name in ("out", "lse"):
         bits[name].fill(0)
-    ran = machine.run(lower(ptx.parse(text)), launch, memory, tiles=tiles)
+    ran = machine.run(lower(ptx.parse(text)), called.launched, memory, tiles=tiles)
     assert ran.findings == ()
     near = machine.run(
         ready.program, ready.launch, problem.memory(), tiles=ready._tiles_of_tensors()

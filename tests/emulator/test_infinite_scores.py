@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import support
 from fmha_gen import captures, rehearsal, tensors
+from fmha_gen.cases import Case
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.lower import lower
-from fmha_gen.rehearsal_cases import Case
 
 # Without a mask, with a tail of K and without; causal, whose masks are -inf too. O from registers
 # and by TMA; LSE or none; halves and blocks of a tile.
@@ -53,7 +53,7 @@ def make(stem: str) -> rehearsal.Rehearsal:
     )
     hidden = hidden_keys(kv, tiles.kv)
     case = Case("infinite", 1, len(hidden), q, kv, sm_count=tiles.ctas)
-    problem = tensors.make_problem(spec, case)
+    problem = tensors.make_problem(spec, tiles, case)
     q_values, k_values = (
         tensors.FROM_BITS[spec["dtype"]](x.view) for x in problem.inputs[:2]
     )
@@ -62,8 +62,9 @@ def make(stem: str) -> rehearsal.Rehearsal:
         k_values[:, keys, head, 0] = -np.inf
     for tensor, values in zip(problem.inputs, (q_values, k_values), strict=False):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](values)
-    call = tensors.arguments(spec, case, problem)
-    text, (launch,) = captures.capture(path, [call], arch=spec["arch"])
+    call = tensors.arguments(spec, case)
+    text, (called,) = captures.capture(path, [call], arch=spec["arch"])
+    launch = called.launched
     program = lower(ptx.parse(text))
     return rehearsal.Rehearsal(spec, tiles, program, case, problem, launch)
 
@@ -74,4 +75,4 @@ def test_keys_of_minus_infinity_weigh_nothing(stem: str) -> None:
     truth = kernel.truth()
     assert np.isfinite(truth.out).all()
     assert np.isneginf(truth.lse).any()  # of rows all of whose scores are -inf
-    assert kernel.run(SCHEDULE, truth).findings == []
+    assert kernel.run(SCHEDULE).findings == []

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fmha_gen import captures
+from fmha_gen.cases import Tiles, tiles_of
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
-from fmha_gen.rehearsal import read_constants, tiles_of
-from fmha_gen.rehearsal_cases import Tiles
+from fmha_gen.rehearsal import read_constants
 from fmha_gen.schedule_check import schedule_findings
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
@@ -61,26 +61,21 @@ def extents(spec: dict[str, Any], size: Size) -> list[Extent]:
     return found
 
 
-def call(spec: dict[str, Any], size: Size) -> dict[str, launch.Argument]:
-    """The kernel's arguments."""
+def call(spec: dict[str, Any], size: Size) -> launch.Call:
+    """The call of `fmha`."""
     tensors = {
-        tensor.name: launch.tensor(
+        tensor.name: launch.tensor_at(
+            "fp32" if tensor.name == "lse" else spec["dtype"],
             tensor.address,
-            tensor.sizes[:3],
+            tensor.sizes,
             [
                 stride // tensor.itemsize if count > 1 else 8
-                for stride, count in zip(
-                    tensor.strides[:3], tensor.sizes[:3], strict=True
-                )
+                for stride, count in zip(tensor.strides, tensor.sizes, strict=True)
             ],
         )
         for tensor in extents(spec, size)
     }
-    return tensors | {
-        "softmax_scale": launch.float32(0.125),
-        "sm_count": launch.int32(size.sm_count),
-        "stream": launch.stream(),
-    }
+    return launch.call(tensors, sm_count=size.sm_count)
 
 
 def read(path: Path) -> tuple[dict[str, Any], Tiles]:
@@ -96,10 +91,10 @@ def walks(
     spec, tiles = read(path)
     sizes = [fitted(spec, size) for size in sizes]
     calls = [call(spec, size) for size in sizes]
-    text, launches = captures.capture(path, calls, arch=spec["arch"])
+    text, called = captures.capture(path, calls, arch=spec["arch"])
     program = prepare(ptx.parse(text))
     found = []
-    for size, each in zip(sizes, launches, strict=True):
+    for size, each in zip(sizes, called, strict=True):
         tensors = extents(spec, size)
         packed = (1,) if tiles.packed > 1 else ()
         cut = {
@@ -110,6 +105,6 @@ def walks(
             )
             for tensor in tensors
         }
-        seen = walk(program, each, tensors, clusters=clusters, tiles=cut)
+        seen = walk(program, each.launched, tensors, clusters=clusters, tiles=cut)
         found.append((seen, schedule_findings(seen, tiles, spec, size)))
     return found

@@ -16,17 +16,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from fmha_gen import captures, rehearsal
+from fmha_gen.cases import Case, cases_for
 from fmha_gen.emulator import lower, machine, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.numpy_attention import Attention
-from fmha_gen.rehearsal_cases import Case, cases_for
+from fmha_gen.reference import Truth
 from fmha_gen.tensors import Problem, arguments, make_problem
 
 from . import ptx_mutants, source_mutants
@@ -78,16 +77,6 @@ class Noticed(Exception):
     """The first thing that shows that a kernel is wrong."""
 
 
-@dataclass(frozen=True)
-class Known(rehearsal.Rehearsal):
-    """A rehearsal whose truth is computed once for all mutants."""
-
-    attention: Attention
-
-    def truth(self) -> Attention:
-        return self.attention
-
-
 class Subject:
     """A kernel with what its mutants are held against."""
 
@@ -98,7 +87,7 @@ class Subject:
         constants = rehearsal.read_constants(self.source)
         self.spec = constants["SPEC"]
         self.tiles = rehearsal.tiles_of(constants)
-        every = cases_for(self.spec, self.tiles)
+        every = [x for x in cases_for(self.spec, self.tiles) if x.emulated]
         tags = CASES if only is None else (only,)
         self.cases: list[Case] = [
             next(case for case in every if case.name.startswith(f"{tag}_"))
@@ -109,15 +98,15 @@ class Subject:
                 case for case in every if case.name.rpartition("_b")[0] in CASES_OF_SOME
             ]
         self.problems: list[Problem] = [
-            make_problem(self.spec, case) for case in self.cases
+            make_problem(self.spec, self.tiles, case) for case in self.cases
         ]
         self.text, self.launches = self._capture(self.path)
         self.program = lower.lower(ptx.parse(self.text))
         self._grids = [launch.grid for launch in self.launches]
-        self._whole: dict[int, tuple[Attention, int]] = {}
+        self._whole: dict[int, tuple[dict[bytes, Truth], int]] = {}
 
-    def whole(self, number: int) -> tuple[Attention, int]:
-        """A case's truth, and the steps that the kernel as it is takes."""
+    def whole(self, number: int) -> tuple[dict[bytes, Truth], int]:
+        """A case's truths, and the steps that the kernel as it is takes."""
         if number in self._whole:
             return self._whole[number]
         subject = rehearsal.Rehearsal(
@@ -128,18 +117,14 @@ class Subject:
             self.problems[number],
             self.launches[number],
         )
-        truth = subject.truth()
-        ran = subject.run(SCHEDULES[-1], truth)
+        ran = subject.run(SCHEDULES[-1])
         if ran.findings:
             raise AssertionError(f"{self.path.stem} undamaged: {ran.findings[0]}")
-        self._whole[number] = truth, ran.steps
-        return truth, ran.steps
+        self._whole[number] = subject.truths, ran.steps
+        return self._whole[number]
 
     def _capture(self, path: Path) -> tuple[str, list[Launch]]:
-        calls = [
-            arguments(self.spec, case, problem)
-            for case, problem in zip(self.cases, self.problems, strict=True)
-        ]
+        calls = [arguments(self.spec, case) for case in self.cases]
         text, called = captures.capture(path, calls, arch=self.spec["arch"])
         return text, [each.launched for each in called]
 
@@ -172,16 +157,19 @@ class Subject:
         for number, (case, problem, launch) in enumerate(
             zip(self.cases, self.problems, launches, strict=True)
         ):
-            truth, steps = self.whole(number)
+            truths, steps = self.whole(number)
 
             def tell(event: str, data: Mapping[str, Any], case: Case = case) -> None:
                 if event == "run" and data["findings"]:
                     first = data["findings"][0].split("\n")[0]
                     raise Noticed(f"{case.name} {data['schedule']}: {first}")
 
-            known = Known(self.spec, self.tiles, program, case, problem, launch, truth)
+            known = rehearsal.Rehearsal(
+                *(self.spec, self.tiles, program, case, problem, launch), truths=truths
+            )
             bounded = functools.partial(machine.run, max_steps=LONGEST * steps)
-            rehearsal.rehearse(known, SCHEDULES, tell, run=bounded)
+            plans = [(schedule, False) for schedule in SCHEDULES]
+            rehearsal.rehearse(known, plans, tell, run=bounded)
 
 
 class Judged(Protocol):
