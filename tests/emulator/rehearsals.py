@@ -47,7 +47,9 @@ def rehearsals(
             stored = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
         problem = make_problem(spec, tiles, case)
         ready.append(
-            Rehearsal(spec, tiles, program, case, problem, each.launched, stored)
+            Rehearsal(
+                *(spec, tiles, program, case, problem, each.launched), expected=stored
+            )
         )
     return text, ready
 

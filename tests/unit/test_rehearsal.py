@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +25,12 @@ from fmha_gen.rehearsal import (
     Rehearsal,
     main,
     name_of,
+    plans_of,
     read_constants,
     rehearse,
     schedules,
     tiles_of,
+    with_roundings,
 )
 
 SPEC = {
@@ -46,7 +49,7 @@ OTHER = Writer(cta=3, warp=5, line=200)
 
 def rehearsal(case=CASE, expected=None):
     problem = tensors.make_problem(SPEC, TILES, case)
-    return Rehearsal(SPEC, TILES, None, case, problem, None, expected)
+    return Rehearsal(SPEC, TILES, None, case, problem, None, expected=expected)
 
 
 class Machine:
@@ -61,7 +64,7 @@ class Machine:
         self.rows = np.ones(shape, np.bool_) if rows is None else rows
         self.tiles = {}
 
-    def run(self, _program, _launch, memory, *, schedule, clusters, timeline, tiles):
+    def run(self, _program, _launch, memory, *, schedule, tiles, **_options):
         truth, problem = self.made.truth(), self.made.problem
         out = tensors.TO_BITS["bf16"](truth.out.astype(np.float32))
         lse = truth.lse.astype(np.float32).view(np.uint32)
@@ -241,11 +244,12 @@ def test_the_machine_is_told_how_rows_are_cut():
 
 
 def test_every_schedule_is_run_and_told():
-    plans = schedules(2)
+    plans = with_roundings(schedules(2))
     events = events_of(lambda problem, schedule: None, plans)
     assert [kind for kind, _ in events] == ["start", "run"] * 5
     assert all(data["findings"] == [] for kind, data in events if kind == "run")
-    assert [data["schedule"] for _, data in events[::2]] == list(map(name_of, plans))
+    names = ["eager", "late+fused", "loads_early_mmas_late", "random-0+fused", "late-1"]
+    assert [data["schedule"] for _, data in events[::2]] == names
 
 
 def test_a_result_that_depends_on_the_schedule_is_found():
@@ -253,13 +257,38 @@ def test_a_result_that_depends_on_the_schedule_is_found():
         if schedule.completion is Completion.LATE:
             problem.out.view[0, 8, 0, 0] ^= 1  # one bit, far within the tolerance
 
-    events = events_of(spoil, schedules(0))
+    events = events_of(spoil, [(plan, False) for plan in schedules(0)])
     found = {
         data["schedule"]: data["findings"] for kind, data in events if kind == "run"
     }
     (text,) = found.pop("late")
     assert text == "1 of 2304 elements of out differ from the schedule eager"
     assert list(found.values()) == [[], []]
+
+
+def test_bits_may_depend_on_the_rounding():
+    """A compiler may fuse a product and a sum: then all schedules are fused alike."""
+
+    class Rounding(Machine):
+        def run(self, program, launch, memory, **options):
+            result = super().run(program, launch, memory, **options)
+            self.made.problem.out.view[0, 8, 0, 0] ^= program == "fused"
+            return result
+
+    made = replace(rehearsal(), fused="fused")
+    events = []
+    plans = with_roundings(schedules(2))
+    rehearse(made, plans, lambda *told: events.append(told), run=Rounding(made).run)
+    assert all(data["findings"] == [] for kind, data in events if kind == "run")
+
+
+def test_a_case_about_function_alone_runs_once_in_each_rounding():
+    plans = with_roundings(schedules(2))
+    assert plans_of(replace(CASE, timing=True), 1, plans) == plans
+    for number in range(9):
+        (_, first), (_, second) = plans_of(CASE, number, plans)
+        assert first != second
+    assert {plans_of(CASE, number, plans)[0] for number in range(9)} == set(plans[:-1])
 
 
 # --- schedules ----------------------------------------------------------------------------
