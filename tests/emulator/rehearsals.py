@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import support
@@ -24,15 +24,18 @@ def emulated_cases(path: Path) -> list[Case]:
 
 
 def rehearsals(
-    path: Path, tags: Iterable[str] | None = None
+    path: Path,
+    tags: Iterable[str] | None = None,
+    cases: Sequence[Case] | None = None,
 ) -> tuple[str, list[Rehearsal]]:
     """The kernel's PTX, and each of its cases: one compile, which tests share by the cache.
 
-    tags: of the cases, which are their names without the counts; None for all.
+    tags: of the cases, which are their names without the counts; None for all. cases: others than
+    those of `emulate`.
     """
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
-    cases = emulated_cases(path)
+    cases = emulated_cases(path) if cases is None else cases
     calls = [arguments(spec, case) for case in cases]
     text, called = captures.capture(path, calls, arch=spec["arch"])
     module = ptx.parse(text)

@@ -162,10 +162,7 @@ def test_scale_stream_and_ways_to_pass_them(program):
 OFFSETS = {name: {"byte_offset": offset} for name, offset in BYTE_OFFSETS.items()}
 
 
-def test_a_tensor_begins_at_its_byte_offset(program, request):
-    if not program.program.has_ffi:
-        reason = "bind drops byte_offset"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
+def test_a_tensor_begins_at_its_byte_offset(program):
     called, wrong = program.launch(call(told(changes=OFFSETS)))
     assert (called.refusal, wrong) == ("", set())
 
