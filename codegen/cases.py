@@ -46,7 +46,7 @@ REPEATS_ELSEWHERE = 2
 # them: then some clusters run there, and the schedule of all is walked.
 MANY_BLOCKS = 48
 MANY_TILES = 20  # of a CTA: more than twice the phases of any ring
-LONG_WALKS = ("sm90",)  # of more than 2^16 rows: a minute for a kernel of sm100
+LONG_WALKS = ("sm90",)  # of more than 2^16 rows: two take half a minute on sm100
 # A work tile of more KV blocks than this is long: few kinds of data are shown to it.
 LONG_TILE = 12
 
