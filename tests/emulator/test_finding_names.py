@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -52,9 +51,9 @@ def test_a_finding_names_them():
         names_of(SMALL.read_text(encoding="utf-8")),
         sources=captures.sources(SMALL, text, arch="sm90"),
     )
-    damaged = replace(ready[0], program=lower(ptx.parse("\n".join(lines))))
-    run = functools.partial(machine.run, names=names)
-    result = damaged.run(rehearsal.schedules(0)[0], damaged.truth(), run=run)
+    program = lower(ptx.parse("\n".join(lines)))
+    damaged = replace(ready[0], program=program, names=names)
+    result = damaged.run(rehearsal.schedules(0)[0])
     finding = next(text for text in result.findings if text.startswith("proxy-fence"))
     assert "shared memory (sQ)" in finding
     assert "compute QK, softmax and PV and store O" in finding
