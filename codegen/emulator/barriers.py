@@ -37,6 +37,8 @@ class MBarrier:
     clock: Clock | None = None
     released: Clock | None = None
     """What a waiter acquires: the clock when the last phase completed."""
+    known: set[tuple[int, bytes]] = field(default_factory=set)
+    """Who may use it from now on, as its initialisation is visible there: see MBarriers.find."""
     last_signals: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Clock component of each that signals it from outside the CTA's lanes (warps of other CTAs,
     copies), to the epoch and PTX line of the last signal: it must happen before the CTA exits."""

@@ -89,6 +89,8 @@ class Components:
         self._tensor_stores = self._tensor_loads + accesses
         self._signals = self._tensor_stores + accesses
         self._loads = self._signals + warps
+        self.generic = slice(0, 2 * warps)
+        """Components of what lanes do."""
         self.shared_readers = slice(0, self._tensor_loads)
         """Components that read shared memory."""
         self.tensor_readers = slice(self._products, self._tensor_stores)
@@ -200,20 +202,32 @@ class Streams:
 
 
 Granules = Any
-"""An index of granules: a slice or an int array."""
+"""An index of granules: a slice, a tuple of them for memory of several axes, or an int array."""
+
+
+def _rows(numbers: NDArray[Any], granules: Granules) -> Any:
+    """An index of these rows and granules of an array [rows, *granules]."""
+    if isinstance(granules, tuple):
+        return numbers, *granules
+    return (
+        (numbers, granules)
+        if isinstance(granules, slice)
+        else (numbers[:, None], granules)
+    )
 
 
 class Shadow:
     """Who touched each granule of a CTA's memory last.
 
-    Shared memory unless told otherwise: `space` is its name, `readers` the components that may read
-    it, `row` the one of a clock that has to know of an access, too, `tile` names what a granule
-    belongs to. `report(kind, message)` is told what is wrong.
+    `granules`: how many there are, along each axis. Shared memory unless told otherwise: `space` is
+    its name, `readers` the components that may read it, `row` the one of a clock that has to know
+    of an access, too, `tile` names what a granule belongs to. `report(kind, message)` is told what
+    is wrong.
     """
 
     def __init__(
         self,
-        granules: int,
+        granules: int | tuple[int, ...],
         components: Components,
         report: Callable[[Kind, str], None],
         *,
@@ -234,9 +248,10 @@ class Shadow:
         self._lane = np.full(granules, MIXED, np.int8)
         # Reads stay when a write follows: what is ordered after the write is ordered after them.
         rows = self._readers.stop - self._readers.start
-        self._read = np.zeros((rows, granules), np.int32)
-        self._seen: set[int] = set()
-        """Readers that ever read: few of those there are."""
+        self._read = np.zeros((rows, *self._writer.shape), np.int32)
+        # A clock that knows a component's last access anywhere knows all: then no granule is asked.
+        self._last_read = np.zeros(rows, np.int64)
+        self._last_written = np.zeros(components.count, np.int64)
 
     def read(
         self,
@@ -258,8 +273,9 @@ class Shadow:
         self._check_writes(granules, writer, component, clock, f"{what} reads")
         if reader is not None:
             self._check_lanes(granules, writer, *reader, f"{what} reads")
-        self._read[component - self._readers.start, granules] = epoch
-        self._seen.add(component)
+        number = component - self._readers.start
+        self._read[number][granules] = epoch
+        self._last_read[number] = max(int(self._last_read[number]), epoch)
 
     def write(
         self,
@@ -276,36 +292,53 @@ class Shadow:
         self._check_writes(
             granules, self._writer[granules], component, clock, f"{what} writes"
         )
-        for reader in sorted(self._seen):
-            read = self._read[reader - self._readers.start, granules]
-            for known, kind, why in (
-                (HAPPENED, Kind.RACE, "may still be reading"),
-                (self._row, Kind.TCGEN05, f"read, {_unfenced(clock, reader, read)}"),
-            ):
-                early = read > clock[known, reader]
-                if early.any():
-                    who = self._components.name(reader)
-                    place = self._place(granules, early)
-                    self._report(kind, f"{what} writes {place} that {who} {why}")
-                    break
-            else:
-                continue
-            break
+        self._check_reads(granules, clock, what)
         self._writer[granules] = component
         self._written[granules] = epoch
         self._line[granules] = line
         self._lane[granules] = lanes
+        self._last_written[component] = max(int(self._last_written[component]), epoch)
 
     def forget(self, granules: Granules) -> None:
         """Starts anew: nobody has touched this memory."""
         self._writer[granules] = NOBODY
         self._written[granules] = 0
-        self._read[:, granules] = 0
+        for read in self._read:
+            read[granules] = 0
+
+    def _check_reads(self, granules: Granules, clock: Clock, what: str) -> None:
+        """What is overwritten must have been read before."""
+        known = clock[:, self._readers]
+        late = (self._last_read > known[HAPPENED]) | (
+            self._last_read > known[self._row]
+        )
+        numbers = late.nonzero()[0]
+        if not len(numbers):
+            return
+        read = self._read[_rows(numbers, granules)].reshape(len(numbers), -1)
+        for row, kind in ((HAPPENED, Kind.RACE), (self._row, Kind.TCGEN05)):
+            early = read > known[row, numbers, None]
+            if not early.any():
+                continue
+            first = int(early.any(axis=1).argmax())
+            reader = int(numbers[first]) + self._readers.start
+            why = "may still be reading"
+            if row != HAPPENED:
+                why = f"read, {_unfenced(clock, reader, read[first])}"
+            who = self._components.name(reader)
+            place = self._place(granules, early[first])
+            self._report(kind, f"{what} writes {place} that {who} {why}")
+            return
 
     def _check_writes(
         self, granules: Granules, writer: Any, component: int, clock: Clock, what: str
     ) -> None:
         """A write must have happened before, and be fenced if it was generic and this is not."""
+        asynchronous = self._row == HAPPENED and not self._components.is_generic(
+            component
+        )
+        if self._knows_writes(clock, asynchronous):
+            return
         written = self._written[granules]
         # Nobody (-1) reads the last component's clock; its epoch 0 is below every clock.
         unordered = clock[HAPPENED, writer] < written
@@ -327,7 +360,7 @@ class Shadow:
                     Kind.TCGEN05,
                     f"{what} {place} that {who} wrote (line {line}), {why}",
                 )
-        elif not self._components.is_generic(component):
+        elif asynchronous:
             unfenced = self._components.is_generic(writer) & (
                 clock[FENCED, writer] < written
             )
@@ -340,11 +373,20 @@ class Shadow:
                     "fence.proxy.async in between",
                 )
 
+    def _knows_writes(self, clock: Clock, asynchronous: bool) -> bool:
+        """Whether this clock knows, and has fenced, all that was ever written here."""
+        last = self._last_written
+        if (last > clock[HAPPENED]).any():
+            return False
+        if asynchronous:
+            generic = self._components.generic
+            return not (last[generic] > clock[FENCED, generic]).any()
+        return self._row == HAPPENED or not (last > clock[self._row]).any()
+
     def _place(self, granules: Granules, wrong: Any) -> str:
         """The memory, and the tile in it that the first of these granules belongs to."""
-        first = int(np.argmax(wrong))
-        sliced = isinstance(granules, slice)
-        number = granules.start + first if sliced else int(granules[first])
+        numbers = np.arange(self._writer.size).reshape(self._writer.shape)[granules]
+        number = int(numbers.reshape(-1)[np.argmax(wrong)])
         return f"{self._space}{self._tile(number)}"
 
     def _check_lanes(
@@ -369,8 +411,8 @@ class Shadow:
 
     def _culprit(self, granules: Granules, writer: Any, wrong: Any) -> tuple[str, int]:
         first = int(np.argmax(wrong))
-        who = self._components.name(int(writer[first]))
-        return who, int(self._line[granules][first])
+        who = self._components.name(int(writer.reshape(-1)[first]))
+        return who, int(self._line[granules].reshape(-1)[first])
 
 
 def _unfenced(clock: Clock, component: Any, epoch: Any) -> str:

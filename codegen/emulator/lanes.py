@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,15 @@ def some(mask: Mask) -> bool:
     return mask.tobytes() != _NO_LANES
 
 
-def warps_of(mask: Mask) -> list[int]:
+def warps_of(mask: Mask) -> tuple[int, ...]:
     """The warps, 0 to 3, that have a lane in the mask."""
-    lanes = mask.tobytes()
-    return [w for w in range(WARPS) if lanes[WARP * w : WARP * (w + 1)] != _NO_WARP]
+    return _warps_of(mask.tobytes())
+
+
+@functools.lru_cache(maxsize=4096)
+def _warps_of(lanes: bytes) -> tuple[int, ...]:
+    parts = (lanes[WARP * warp : WARP * (warp + 1)] for warp in range(WARPS))
+    return tuple(warp for warp, part in enumerate(parts) if part != _NO_WARP)
 
 
 def spread(per_warp: Any) -> Mask:

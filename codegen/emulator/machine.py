@@ -501,7 +501,7 @@ class Cluster:
             self._time(group, block, warps, begin)
 
     def _time(
-        self, group: Warpgroup, block: Block, warps: list[int], begin: int
+        self, group: Warpgroup, block: Block, warps: tuple[int, ...], begin: int
     ) -> None:
         timeline = self.machine.timeline
         assert timeline is not None

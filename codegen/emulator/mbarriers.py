@@ -14,6 +14,7 @@ from .lanes import (
     LANES,
     NONE,
     ONE_LANE,
+    RANK_SHIFT,
     WARP,
     WARP_MASKS,
     Lanes,
@@ -72,21 +73,35 @@ class MBarriers:
     ) -> MBarrier:
         """The mbarrier at an address that lanes of a warp, or a copy that they issue, use."""
         barrier = self._group.cluster.mbarrier(address)
-        agent = self._group.warps[number].agent
-        if agent is not None:
-            known = (
-                agent.copies_know_initialisation
-                if copies
-                else agent.knows_initialisation
-            )
-            lanes = self._group.lanes(number, mask)
-            if not known(barrier.initialiser, barrier.initialised, lanes):
-                who = "the copy" if copies else "this warp"
-                self._group.machine.report(
-                    Kind.BARRIER,
-                    f"{barrier.name}, whose initialisation need not be visible to {who} yet",
-                )
+        self._check_visible(barrier, number, mask, copies)
         return barrier
+
+    def _check_visible(
+        self, barrier: MBarrier, number: int, mask: Mask, copies: bool
+    ) -> None:
+        """The initialisation of an mbarrier must be visible to who uses it, once and for all."""
+        warp = self._group.warps[number]
+        agent = warp.agent
+        if agent is None:
+            return
+        who = (
+            2 * warp.serial + copies,
+            mask[WARP * number : WARP * (number + 1)].tobytes(),
+        )
+        if who in barrier.known:
+            return
+        known = (
+            agent.copies_know_initialisation if copies else agent.knows_initialisation
+        )
+        lanes = self._group.lanes(number, mask)
+        if known(barrier.initialiser, barrier.initialised, lanes):
+            barrier.known.add(who)
+            return
+        what = "the copy" if copies else "this warp"
+        self._group.machine.report(
+            Kind.BARRIER,
+            f"{barrier.name}, whose initialisation need not be visible to {what} yet",
+        )
 
     def arrive(
         self,
@@ -184,23 +199,24 @@ class MBarriers:
         if parity > 1:
             raise Fault(Kind.BARRIER, f"a wait for parity {parity}")
         barrier = self._group.cluster.mbarrier(address)
-        if self._group.cluster.locate(address)[0] is not self._group.cta:
+        if address >> RANK_SHIFT != self._group.cta.rank:
             raise Fault(Kind.BARRIER, "a wait on an mbarrier of another CTA")
         complete = barrier.passed(parity)
         key = (self._group.block, address, parity)
         wait = self._waits.setdefault(key, len(self._waits) + 1)
-        passed = mask
+        passed: Mask | None = mask
         for number in warps:
-            warp = self._group.warps[number]
             self._group.here(index, number)
-            self.find(address, number, mask)
-            if complete:
-                if warp.agent:
-                    lanes = self._group.lanes(number, mask)
-                    warp.agent.acquire(barrier.released, lanes)
-            elif not polls and (self._failed[mask & WARP_MASKS[number]] == wait).all():
-                passed = passed & ~WARP_MASKS[number]
-        self._failed[passed] = 0 if complete else wait
+            self._check_visible(barrier, number, mask, False)
+            agent = self._group.warps[number].agent
+            if complete and agent is not None:
+                agent.acquire(barrier.released, self._group.lanes(number, mask))
+        if not complete and not polls:
+            fresh = warps_of(mask & (self._failed != wait))
+            if len(fresh) < len(warps):
+                passed = self._group.only(fresh, mask)
+        if passed is not None:
+            self._failed[passed] = 0 if complete else wait
         if not complete:
 
             def reason() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -185,14 +185,14 @@ class Turns:
             self.rng.randint(1, _LONGEST_STARVATION),
         )
 
-    def lone_warp(self, warps: list[int]) -> int | None:
+    def lone_warp(self, warps: Sequence[int]) -> int | None:
         """The one of these warps that passes a wait, or None for all of them."""
         drifts = self.order is Order.RANDOM_WARPS and len(warps) > 1
         if drifts and self.rng.random() < _LONE_WARP:
             return self.rng.choice(warps)
         return None
 
-    def staying(self, warps: list[int]) -> list[int]:
+    def staying(self, warps: Sequence[int]) -> Sequence[int]:
         """Those of a warpgroup's warps that now stay behind until nobody else can go on."""
         if self.order is not Order.RANDOM_WARPS or self.rng.random() >= _STAYING:
             return []

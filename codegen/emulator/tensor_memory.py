@@ -27,7 +27,7 @@ UNIT = 32  # [columns] of which allocations are multiples
 POISON = np.uint32(0xFFFFFFFF)  # a NaN in every float format, however it is packed
 
 HALF = WARP // 2  # lanes: some shapes and layouts use only half of each warp's
-GRANULES = 2 * WARPS * COLUMNS
+GRANULES = (WARPS, COLUMNS, 2)
 """Of the race check: one column of half a warp's lanes each."""
 
 
@@ -36,23 +36,16 @@ def split_address(address: int) -> tuple[int, int]:
     return address >> 16 & 0xFFFF, address & 0xFFFF
 
 
-@functools.lru_cache(maxsize=4096)
 def granules(
-    first: int,
-    count: int,
-    *,
-    quadrants: tuple[int, ...] = (0, 1, 2, 3),
-    halves: tuple[int, ...] = (0, 1),
-) -> slice | I64:
-    """Those of `count` columns, for the lanes of these warps and these halves of their lanes."""
-    if len(quadrants) == 1 and halves == (0, 1):
-        begin = 2 * (quadrants[0] * COLUMNS + first)
-        return slice(begin, begin + 2 * count)
-    rows: I64 = np.array(quadrants)[:, None, None] * COLUMNS + np.arange(
-        first, first + count
-    )
-    indices: I64 = (2 * rows[..., None] + np.array(halves)).reshape(-1)
-    return indices
+    first: int, count: int, *, quadrant: int | None = None, half: int | None = None
+) -> tuple[slice, slice, slice]:
+    """Those of `count` columns, for the lanes of one warp or all, and one half of them or both."""
+    return _one(quadrant), slice(first, first + count), _one(half)
+
+
+def _one(place: int | None) -> slice:
+    """A place of an axis; None: all."""
+    return slice(None) if place is None else slice(place, place + 1)
 
 
 @dataclass(frozen=True)

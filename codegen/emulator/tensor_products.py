@@ -173,7 +173,7 @@ class TensorProducts:
         operation, shadow = product.operation, cta.tensor_shadow
         if operation is not None and shadow is not None:
             shadow.read(
-                granules(product.a, shape.a_columns, halves=_halves(product)),
+                granules(product.a, shape.a_columns, half=_half(product)),
                 operation.component,
                 operation.epoch,
                 operation.clock,
@@ -210,7 +210,7 @@ class TensorProducts:
         operation, shadow = product.operation, cta.tensor_shadow
         if operation is None or shadow is None:
             return
-        place = granules(product.column, product.shape.columns, halves=_halves(product))
+        place = granules(product.column, product.shape.columns, half=_half(product))
         component, epoch, clock = operation.component, operation.epoch, operation.clock
         if product.scale is not None:
             shadow.read(place, component, epoch, clock, "D of tcgen05.mma")
@@ -289,8 +289,6 @@ def _check_lane(shape: Shape, lane: int) -> None:
         raise Fault(Kind.TCGEN05, f"D in lanes from {lane} on, where M is {shape.m}")
 
 
-def _halves(product: Product) -> tuple[int, ...]:
-    """The halves of each warp's lanes that A and D use."""
-    if product.shape.layout is not Layout.HALF:
-        return (0, 1)
-    return (1,) if product.upper else (0,)
+def _half(product: Product) -> int | None:
+    """The half of each warp's lanes that A and D use; None for both."""
+    return int(product.upper) if product.shape.layout is Layout.HALF else None

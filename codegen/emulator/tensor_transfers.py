@@ -297,8 +297,8 @@ class TensorTransfers:
 
 
 def _touched(number: int, lane: int, column: int, moved: Movement) -> list[Granules]:
-    halves = (lane % WARP // HALF,) if moved.half else (0, 1)
+    half = lane % WARP // HALF if moved.half else None
     return [
-        granules(column + start, count, quadrants=(number,), halves=halves)
+        granules(column + start, count, quadrant=number, half=half)
         for start, count in moved.spans
     ]

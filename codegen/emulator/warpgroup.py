@@ -9,7 +9,7 @@ or None; it is asked again later.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -122,7 +122,7 @@ class Warpgroup:
         return ran
 
     @property
-    def starved(self) -> list[int]:
+    def starved(self) -> tuple[int, ...]:
         """The warps that are held back though they may be able to go on."""
         return warps_of(self._starved)
 
@@ -303,7 +303,7 @@ class Warpgroup:
         """Says what the lanes that a gate holds back wait for, should they wait for ever."""
         self._reasons[self.block] = reason
 
-    def only(self, warps: list[int], mask: Mask) -> Mask | None:
+    def only(self, warps: Sequence[int], mask: Mask) -> Mask | None:
         """The lanes of these warps, None when there are no such warps."""
         if not warps:
             return None

@@ -3,12 +3,20 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.report import Fault
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
-from fmha_gen.emulator.tensor_memory import COLUMNS, POISON, TensorMemory, granules
+from fmha_gen.emulator.tensor_memory import (
+    COLUMNS,
+    GRANULES,
+    POISON,
+    TensorMemory,
+    granules,
+)
 
 from .kernels import execute, kinds
 from .tensor_kernels import parts, run
@@ -154,15 +162,16 @@ def test_granules_are_those_of_the_cells():
     """Two cells share a granule exactly when column, warp and half of its lanes agree."""
     seen = {}
     for first, count in ((0, 3), (7, 1), (500, 12)):
-        for quadrants in ((0,), (3,), (0, 1, 2, 3), (1, 2)):
-            for halves in ((0,), (1,), (0, 1)):
-                place = granules(first, count, quadrants=quadrants, halves=halves)
-                got = np.arange(2 * 4 * COLUMNS)[place]
+        for quadrant in (0, 3, None):
+            for half in (0, 1, None):
+                place = granules(first, count, quadrant=quadrant, half=half)
+                numbers = np.arange(math.prod(GRANULES)).reshape(GRANULES)
+                got = numbers[place].reshape(-1)
                 cells_ = [
-                    (quadrant, column, half)
-                    for quadrant in quadrants
+                    (q, column, h)
+                    for q in (range(4) if quadrant is None else [quadrant])
                     for column in range(first, first + count)
-                    for half in halves
+                    for h in ((0, 1) if half is None else [half])
                 ]
                 assert len(got) == len(cells_)
                 for granule, key in zip(got.tolist(), cells_, strict=True):
