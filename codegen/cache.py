@@ -93,9 +93,16 @@ def put(name: str, value: Any, *, root: Path | None = None) -> None:
     text = json.dumps({"key": name, "value": value}, sort_keys=True)
     try:
         make(path.parent)
+        _sweep(path.parent)
         files.replace(path, text.encode(), durable=False, follow=False, mode=0o600)
     except OSError as error:
         _say_once(f"{path.parent}: cannot be written: {error.strerror}")
+
+
+@functools.cache
+def _sweep(root: Path) -> None:
+    """Once per process: a folder of thousands of entries takes long to list."""
+    files.remove_leftovers(root)
 
 
 def _is_refused(root: Path | None) -> bool:

@@ -172,6 +172,7 @@ def disagreements(
     other, by_bind = capture(kernel, calls, arch=arch, compiler=compiler, ffi=False)
     if other != text:
         return ["the PTX with TVM-FFI is not the one without"]
+    module = ptx.parse(text)
     found = []
     for number, (one, two) in enumerate(zip(by_ffi, by_bind, strict=True)):
         if bool(one.refusal) != bool(two.refusal):
@@ -182,13 +183,13 @@ def disagreements(
         if one.launch and two.launch:
             found += [
                 f"call {number}: TVM-FFI and bind launch with different {what}"
-                for what in differences(text, one.launch, two.launch)
+                for what in differences(module, one.launch, two.launch)
             ]
     return found
 
 
-def differences(text: str, one: Launch, two: Launch) -> Iterator[str]:
-    """What two launches of one kernel differ in. text: its PTX.
+def differences(module: ptx.Module, one: Launch, two: Launch) -> Iterator[str]:
+    """What two launches of one kernel differ in. module: its PTX.
 
     Of the parameters count the bytes that the kernel loads and what tensor maps mean: the others
     hold whatever lay on the host's stack.
@@ -196,7 +197,6 @@ def differences(text: str, one: Launch, two: Launch) -> Iterator[str]:
     for name in ("kernel", "grid", "block", "cluster", "smem_bytes", "stream"):
         if getattr(one, name) != getattr(two, name):
             yield f"{name}: {getattr(one, name)} and {getattr(two, name)}"
-    module = ptx.parse(text)
     loaded = _loaded(module)
     for param in module.params:
         place = slice(param.offset, param.offset + param.size)

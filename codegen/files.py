@@ -38,13 +38,14 @@ def replace(
 ) -> None:
     """Write a file beside its place and rename it. Raises OSError.
 
-    A process that has the old one loaded keeps it, and what a writer that was killed left beside
-    the place is removed. durable: on disk when this returns, also if the machine stops. follow: a
+    A process that has the old one loaded keeps it. durable: on disk when this returns, also if the
+    machine stops, and what a writer that was killed left beside the place is removed. follow: a
     link is followed, as for a file that the user names; else it is replaced, as in a folder where
     others may have left it. mode: None keeps that of the old file.
     """
     target = path.resolve() if follow else path
-    _remove_leftovers(target)
+    if durable:
+        remove_leftovers(target.parent, target.name)
     with _beside(target) as (new, file):
         file.write(data)
         file.flush()
@@ -94,11 +95,15 @@ def _beside(target: Path) -> Iterator[tuple[Path, BinaryIO]]:
             return
 
 
-def _remove_leftovers(target: Path) -> None:
-    """Remove the files of writers that died: nobody holds their locks."""
-    name = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}")
-    for path in target.parent.iterdir():
-        if name.fullmatch(path.name):
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
+    """Remove what writers of a file of a folder, or of any, left that died: nobody holds its lock.
+
+    Raises OSError.
+    """
+    of_file = r".+" if name is None else re.escape(name)
+    left = re.compile(rf"\.{of_file}\.[0-9a-f]{{16}}")
+    for path in folder.iterdir():
+        if left.fullmatch(path.name):
             with (
                 contextlib.suppress(OSError),
                 os.fdopen(open_plain(path, os.O_RDONLY), "rb") as file,

@@ -11,6 +11,7 @@ blocks never need their masked form, and blocks that a launch never reaches are 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from . import numerics
+from .batches import batched
 from .contraction import contractions
 from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
@@ -91,6 +93,7 @@ class Program:
             "np": np,
             "numerics": numerics,
             "where": np.where,
+            "concatenate": np.concatenate,
             "IN_FLIGHT": IN_FLIGHT,
         }
         self._constants: dict[tuple[int, str], str] = {}
@@ -146,6 +149,11 @@ class Program:
             self._namespace[name] = make()
         return name
 
+    def _bind_constants(self, expression: str) -> str:
+        """A name for an expression of constants."""
+        name = f"C_{hashlib.sha256(expression.encode()).hexdigest()}"
+        return self.bind(name, lambda: eval(expression, self._namespace))
+
     def _function(self, block: Block, form: str) -> BlockFunction:
         key = (block.index, form)
         function = self._functions.get(key)
@@ -167,7 +175,7 @@ class Program:
                 emitter.emit(index)
             if block.gated:
                 emitter.lines[:0] = _after_gate(self, first, masked=form == "masked")
-        body = emitter.lines or ["pass"]
+        body = batched(emitter.lines, self.homes, self._bind_constants) or ["pass"]
         return ["def block(ctx, R, mask):", *(f"    {line}" for line in body)]
 
     def _collect_registers(self) -> None:

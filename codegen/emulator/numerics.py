@@ -85,9 +85,10 @@ def e5m2x2_rn_satfinite(high: F32, low: F32) -> U16:
 
 def _pairs(high: F32, low: F32) -> F32:
     """Both values of each lane, the lower half first: one conversion serves them all."""
-    pairs = np.empty((low.size, 2), np.float32)
-    pairs[:, 0], pairs[:, 1] = low, high
-    return pairs.reshape(-1)
+    shape = np.broadcast(high, low).shape
+    pairs = np.empty((*shape, 2), np.float32)
+    pairs[..., 0], pairs[..., 1] = low, high
+    return pairs.reshape(*shape[:-1], -1)
 
 
 def _joined(halves: U16) -> U16:

@@ -91,8 +91,10 @@ class Warpgroup:
         self.strands: dict[int, Mask] = {0: self.live}
         self._starved: Mask = NONE
         self._holds: dict[int, tuple[int, int]] = {}
+        """By block, the cluster's progress and the group's moves when it was held back last; 0
+        moves where only progress can change that."""
         self._reasons: dict[int, Callable[[], str]] = {}
-        self._moves = 0
+        self._moves = 1
         self.block = 0
         """The block whose gate is asked."""
         self.transfers = Transfers(self)
@@ -150,12 +152,13 @@ class Warpgroup:
         for place in places[first:] + places[:first]:
             mask = self.strands[place]
             block = self.program.blocks[place]
-            now = (self.cluster.progress, self._moves)
-            if self._holds.get(place) == now:
+            progress = self.cluster.progress
+            if self._holds.get(place) in ((progress, self._moves), (progress, 0)):
                 continue  # nothing has changed since it was held back
             running = self._may_run(block, mask, turns)
             if running is None:
-                self._holds[place] = now
+                whole = block.gated and not block.aligned and self._starved is NONE
+                self._holds[place] = progress, 0 if whole else self._moves
                 continue
             self._holds.pop(place, None)
             self._run(block, mask, running)
@@ -229,6 +232,7 @@ class Warpgroup:
     def _arrive(self, place: int, mask: Mask) -> None:
         if place >= len(self.program.blocks):
             raise Fault(Kind.UNSUPPORTED, "the kernel runs past its last instruction")
+        self._holds.pop(place, None)
         there = self.strands.get(place)
         self.strands[place] = mask if there is None else there | mask
 

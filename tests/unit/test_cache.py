@@ -160,3 +160,15 @@ def test_which_folder(monkeypatch, tmp_path):
     assert cache.folder() == Path("/xdg/fmha-gen")
     monkeypatch.setenv(cache.ENVIRONMENT, "/own")
     assert cache.folder() == Path("/own")
+
+
+def test_what_killed_writers_left_is_removed_by_the_next(tmp_path):
+    root = tmp_path / "cache"
+    cache.make(root)
+    left = root / f".{cache.key('kind', ['a'])}.json.0123456789abcdef"
+    left.write_text("half")
+    mine = root / ".keep"
+    mine.write_text("mine")
+    cache.put(cache.key("kind", ["b"]), 1, root=root)
+    assert not left.exists()
+    assert mine.exists()

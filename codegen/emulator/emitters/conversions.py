@@ -15,11 +15,13 @@ def _move(emitter: Emitter, instruction: Instruction) -> None:
     if isinstance(destination, Vector):
         parts = destination.elements
         narrow = f"u{BITS[dtype] // len(parts)}"
-        whole = emitter.value(source, unsigned(dtype))
-        emitter.lines.append(f"parts = {whole}.view(np.{numpy_name(narrow)})")
+        wide = unsigned(dtype)
         for number, part in enumerate(parts):
-            # A copy: a strided view would be kept, and read, again and again.
-            emitter.assign(part, f"parts[{number}::{len(parts)}].copy()", narrow)
+            whole = emitter.value(source, wide)
+            if number:
+                bits = emitter.program.constant(number * BITS[narrow], wide)
+                whole = f"({whole} >> {bits})"
+            emitter.assign(part, f"{whole}.astype(np.{numpy_name(narrow)})", narrow)
     elif isinstance(source, Vector):
         parts = source.elements
         narrow = f"u{BITS[dtype] // len(parts)}"
