@@ -342,6 +342,7 @@ def start(command: Command, folder: Path, operations: Operations | None = None) 
         return pid
     status = 1
     try:
+        cache._sweep.cache_clear()  # a new process has swept no folder
         os.chdir(folder)
         sys.stdout = sys.stderr = io.StringIO()
         if operations:
