@@ -29,6 +29,7 @@ Data = Literal[
     "all_at_minus_inf",
     "uniform_1e4",
     "all_1e4",
+    "close",
 ]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "plain"]
 
@@ -46,6 +47,9 @@ REPEATS_ELSEWHERE = 2
 # them: then some clusters run there, and the schedule of all is walked.
 MANY_BLOCKS = 48
 MANY_TILES = 20  # of a CTA: more than twice the phases of any ring
+# More than 16 bits hold, dealt out to so many clusters that few of them have seen how.
+MANY = 2**16 + 1
+MANY_CLUSTERS = 2**12
 LONG_WALKS = ("sm90",)  # of more than 2^16 rows: two take half a minute on sm100
 # A work tile of more KV blocks than this is long: few kinds of data are shown to it.
 LONG_TILE = 12
@@ -225,10 +229,52 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
         walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
     walk("whole", 2 * rows, 5 * block, 2, 3)
+    if tiles.sms_per_head and kv != DYNAMIC:  # else there is a case of that
+        kv_heads, clusters = _sections(spec, tiles)
+        walk("sections", 0, 0, 1, kv_heads, sm_count=clusters * tiles.ctas)
+    if not is_long:
+        few = _fitted(spec, tiles, "", 1, 1, 3, 1)
+        kv_heads = math.ceil(MANY / work_tiles(few, spec, tiles))
+        walk("many_tiles", 1, 1, 3, kv_heads, sm_count=MANY_CLUSTERS * tiles.ctas)
+        some = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
+        made.append(replace(made.pop(), clusters=some))
     if DYNAMIC in spec["seqlen"].values() and spec["arch"] in LONG_WALKS:
         walk("long_q", 2**16 + rows, 1, 1, 1)
         walk("long_kv", 1, 2**16 + block, 1, 1)
     return tuple({_call(case): case for case in made}.values())
+
+
+def launches_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """Problems that are launched and not run: more batches, or KV heads, than 16 bits hold."""
+    counts = {"many_batches": (MANY, 1), "many_heads": (1, MANY)}
+    sms = ARCHITECTURES[spec["arch"]].sm_count
+    return tuple(
+        replace(_fitted(spec, tiles, tag, 2, 2, *count), sm_count=sms, clusters=None)
+        for tag, count in counts.items()
+    )
+
+
+def share_that_runs(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> float:
+    """Of the clusters of an emulated case's launch, those that run."""
+    if case.clusters is None:
+        return 1.0
+    return len(case.clusters) / most_clusters(case, spec, tiles)
+
+
+def most_clusters(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
+    """Of a launch: one for each work tile, but with waves as many as the SMs hold."""
+    assert case.sm_count is not None
+    work = work_tiles(case, spec, tiles)
+    return work if tiles.single else min(max(case.sm_count // tiles.ctas, 1), work)
+
+
+def _sections(spec: Mapping[str, Any], tiles: Tiles) -> tuple[int, int]:
+    """KV heads and clusters such that the last section of heads is smaller than the others."""
+    work_of_head = spec["q_per_kv"] // tiles.heads
+    kv_heads = math.ceil(3 / work_of_head)
+    heads = kv_heads * work_of_head
+    section = next(size for size in (2, 3, 5, 7) if heads % size)
+    return kv_heads, section * tiles.sms_per_head // tiles.ctas
 
 
 def _call(case: Case) -> tuple[object, ...]:
@@ -282,10 +328,7 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
         # Sections of heads, the last one smaller than the others.
         if tiles.sms_per_head:
-            kv_heads = math.ceil(3 / work_of_head)
-            heads = kv_heads * work_of_head
-            section = next(size for size in (2, 3, 5, 7) if heads % size)
-            clusters = section * tiles.sms_per_head // tiles.ctas
+            kv_heads, clusters = _sections(spec, tiles)
             tail = rows + 1
             yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
         # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
@@ -299,8 +342,10 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # Far more tiles of one CTA than any ring has phases, each of another head or batch.
         few, fixed = max(tiles.positions - 3, 1), spec["seqlen"]["q"]
         q_tiles = 1 if fixed == DYNAMIC else math.ceil(int(fixed) / rows)
-        heads = max(3, math.ceil(MANY_TILES / (3 * q_tiles * work_of_head)))
-        yield case("tiles", few, 7, 3, heads, layout="mixed")
+        # Of a group a batch less: the walks have three.
+        batch = 2 if group else 3
+        heads = max(3, math.ceil(MANY_TILES / (batch * q_tiles * work_of_head)))
+        yield case("tiles", few, 7, batch, heads, layout="mixed")
         if tiles.packed > 1:
             # Few positions make a tile. Of a second one, some that do not reach the block that
             # others begin with; and several tiles that see no key.
@@ -338,7 +383,10 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("flat", block - 3, scale_factor=FLAT)
     yield case("logits_1e4", block + 9, scale_factor=LARGE_LOGITS)
     yield case("uniform_1e4", block + 1, data="uniform_1e4")
-    yield case("all_1e4", block + 3, data="all_1e4")
+    large: dict[str, Any] = {"kv_heads": 2, "data": "all_1e4"}
+    yield case("all_1e4", block + 3, **large)
+    yield case("all_1e4_steep", block + 3, scale_factor=LARGE_LOGITS, **large)
+    yield case("close", block + 9, data="close", scale_factor=LARGE_LOGITS)
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -367,7 +415,7 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Where tensors lie, and what `fmha` is left to decide."""
-    few = max(min(tiles.positions, 17), 2)
+    few = max((min(tiles.positions, 17) - 1) | 1, 3)  # odd: heads are even
 
     def case(tag: Layout, kv: int, *counts: int, **options: Any) -> Case:
         return _fitted(spec, tiles, tag, few, kv, *counts, layout=tag, **options)
@@ -376,7 +424,7 @@ def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "far", tiles.kv // 2, 2, 2, clusters=ARCHITECTURES[spec["arch"]].sm_count
     )
-    yield case("plain", tiles.kv - 1, 2, 1)
+    yield case("plain", tiles.kv - 1, 2, 2)
     kv = spec["seqlen"]["kv"]
     if kv == DYNAMIC or int(kv) <= LONG_TILE * tiles.kv:
         yield case("cache", tiles.kv + 2, 1, 1)

@@ -40,6 +40,9 @@ SHARED_KEY = 1.5
 # Such is every score of a row, of which a key of zeros would have all the weight.
 FAR_BELOW = 8.0
 FUTURE_STEP = 100.0  # that scores rise by from key to key: exp(-100) is nothing
+# Before they are scaled, scores rise by little in all rows: only a slack that is scaled, too, tells
+# that from no rise.
+CLOSE = 0.1
 QUIET = 0.25  # standard deviation of what shall not hide a level
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
@@ -234,8 +237,11 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         first = (case.kv - 1) // tiles.kv * tiles.kv
         q[..., 0] = np.abs(q[..., 0]) + 0.5
         k[:, first if case.data == "first_at_minus_inf" else 0 :, :, 0] = -np.inf
-    if case.data == "all_1e4":
+    if case.data == "all_1e4":  # scores far above 0, and of every other KV head below
         q, k, v = (np.full_like(x, LARGE_INPUT) for x in (q, k, v))
+        k[:, :, 1::2] *= -1
+    if case.data == "close":
+        k *= CLOSE
     if case.data == "uniform_1e4":
         q, k, v = (
             random.uniform(-LARGE_INPUT, LARGE_INPUT, x.shape).astype(np.float32)

@@ -27,7 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import captures, toolchain
-from .cases import FUSED, WALK, Case, Tiles, cases_for, tiles_of, walks_for
+from .cases import (
+    FUSED,
+    WALK,
+    Case,
+    Tiles,
+    cases_for,
+    launches_for,
+    share_that_runs,
+    tiles_of,
+    walks_for,
+)
 from .compare import judge_lse, judge_output, same_bits
 from .coverage import rows_stored, tiles_of_tensors, walked, write_counts, written_once
 from .emulator import lower, machine, ptx, timeline, walk
@@ -39,7 +49,7 @@ from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .finding_names import names_of
 from .reference import EXP_ERRORS, Truth, truth
-from .schedule_check import refusal, schedule_findings
+from .schedule_check import grid_finding, refusal, schedule_findings
 from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
 from .toolchain import Compiler
 
@@ -341,19 +351,27 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     if too_large := [text for case in cases if (text := _too_large(spec, case))]:
         tell("refused", {"message": too_large[0]})
         return
-    left = {case.name: text for case in walks if (text := refusal(tiles, spec, case))}
+    left = {
+        case.name: text
+        for case in walks
+        if (text := refusal(tiles, spec, case, share_that_runs(case, spec, tiles)))
+    }
     walks = [case for case in walks if case.name not in left]
     compiler = (
         Compiler(options.python, options.dsl)
         if options.python
         else toolchain.own_compiler()
     )
+    launched = (*cases, *walks, *launches_for(spec, tiles))
     text, launches = captures.checked(
         options.kernel,
-        [arguments(spec, case) for case in (*cases, *walks)],
+        [arguments(spec, case) for case in launched],
         arch=spec["arch"],
         compiler=compiler,
     )
+    for case, launch in zip(launched, launches, strict=True):
+        if finding := grid_finding(launch.grid, tiles, spec, case):
+            raise CaptureError(f"{case.name}: {finding}")
     ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
     tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left})
     module = ptx.parse(text)
@@ -361,7 +379,7 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     schedule = walk.prepare(module)
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
     told = replace(names_of(source), sources=lines)
-    for case, launch in zip(walks, launches[len(cases) :], strict=True):
+    for case, launch in zip(walks, launches[len(cases) :], strict=False):
         tell("start", {"case": case.name, "schedule": WALK})
         tell("run", asdict(_walk(constants, case, launch, schedule, told)))
     events: list[Event] | None = [] if options.timeline else None
@@ -413,12 +431,15 @@ def _walk(
     begin = time.perf_counter()
     seen = walked(constants, case, launch, program, names)
     findings = schedule_findings(seen, tiles_of(constants), constants["SPEC"], case)
-    rows = case.batch * case.q * case.kv_heads * constants["SPEC"]["q_per_kv"]
+    heads = case.kv_heads * constants["SPEC"]["q_per_kv"]
+    of_rows = rows = case.batch * case.q * heads
+    if case.clusters is not None and not findings:
+        rows = int(rows_stored(seen, case, heads).sum())
     return RunEvent(
         case.name,
         WALK,
         rows=rows,
-        of_rows=rows,
+        of_rows=of_rows,
         steps=seen.steps,
         seconds=time.perf_counter() - begin,
         findings=findings,

@@ -8,6 +8,7 @@ tiles and in their order, those KV blocks that one of the tile's rows sees, K an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from .cases import Tiles
+from .cases import Case, Tiles, most_clusters, work_tiles
 from .emulator.walk import Boxes, Extent, Walk
 
 I64 = NDArray[np.int64]
@@ -76,6 +77,24 @@ def refusal(
         return ""
     return (
         f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    )
+
+
+def grid_finding(
+    grid: Sequence[int], tiles: Tiles, spec: Mapping[str, Any], case: Case
+) -> str:
+    """What is wrong with the size of a launch; empty when nothing is. grid: [CTAs].
+
+    A persistent kernel that launches more CTAs than the GPU holds is right, and takes them in
+    turn: nothing else shows it.
+    """
+    ctas, most = math.prod(grid), most_clusters(case, spec, tiles) * tiles.ctas
+    if ctas % tiles.ctas == 0 and tiles.ctas <= ctas <= most:
+        return ""
+    work = work_tiles(case, spec, tiles)
+    return (
+        f"{ctas} CTAs, at most {most} in clusters of {tiles.ctas} have a place and one of {work} "
+        f"work tiles: the GPU has {case.sm_count} SMs"
     )
 
 

@@ -141,13 +141,16 @@ def locate(spec: Mapping[str, Any], layout: Layout) -> dict[str, Located]:
     """The tensors of a case by name, in the order of `fmha`'s arguments."""
     far = not layout.guarded
     names = list(layout.tensors if far else layout.storages)
+    # Fixed lengths of many batches are longer than a step.
+    largest = 4 * max(layout.storages.values())  # [bytes] at most
+    step = max(ADDRESS_STEP, 1 << largest.bit_length())
     located = {}
     for name, placed in layout.tensors.items():
         dtype = "fp32" if name == "lse" else spec["dtype"]
         if far:
             address = FAR_FIRST_ADDRESS + names.index(name) * FAR_ADDRESS_STEP
         else:
-            address = FIRST_ADDRESS + names.index(placed.storage) * ADDRESS_STEP
+            address = FIRST_ADDRESS + names.index(placed.storage) * step
             address += placed.offset * (4 if name == "lse" else 2)
         located[name] = Located(placed, dtype, address)
     return located

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fmha_gen.schedule_check import refusal, schedule_findings
+from fmha_gen.cases import Case, Tiles
+from fmha_gen.schedule_check import grid_finding, refusal, schedule_findings
 
 from .walks import GENERATED, Size, read, walks
 
@@ -168,3 +169,24 @@ def test_refusal_counts_what_a_causal_kernel_needs():
     spec, tiles = read(GENERATED / "sm90_d128_bf16_causal.py")
     assert refusal(tiles, spec, Size(1, 1, 8192, 8192, 1)) == ""
     assert "not walked" in refusal(tiles, spec, Size(4, 1, 16384, 16384, 1))
+
+
+@pytest.mark.parametrize(
+    ("ctas", "sm_count", "single", "right"),
+    [
+        (6, 7, False, True),
+        (2, 7, False, True),  # in more waves than need be
+        (8, 7, False, False),  # the fourth pair has to wait
+        (5, 7, False, False),  # half a pair
+        (0, 7, False, False),
+        (12, 132, False, True),
+        (14, 132, False, False),  # a pair without work
+        (12, 7, True, True),
+        (14, 7, True, False),
+    ],
+)
+def test_a_grid_has_a_place_and_work_for_every_cluster(ctas, sm_count, single, right):
+    tiles = Tiles(64, 64, (2, 1), single=single)
+    case = Case("x", 1, 3, q=129, kv=5, sm_count=sm_count)  # 6 work tiles
+    found = grid_finding((ctas, 1, 1), tiles, {"q_per_kv": 1}, case)
+    assert (found == "") == right

@@ -111,10 +111,11 @@ def test_edges_show_a_block_that_is_missing_and_each_boundary(kv_tile, mask):
             assert judge_output(wrong, expected).finding, (residue, keys)
 
 
-def scores_of(case, spec=SPEC, tiles=TILES):
-    """[log2] of the first head, at the default scale, of bf16 values."""
+def scores_of(case, head=0, spec=SPEC, tiles=TILES):
+    """[log2] of a head, at the default scale, of bf16 values."""
     made = values(spec, tiles, case)
-    q, k = (rounded("bf16", made[name])[0, :, 0] for name in "qk")
+    q = rounded("bf16", made["q"])[0, :, head]
+    k = rounded("bf16", made["k"])[0, :, head // spec["q_per_kv"]]
     return q @ k.T * spec["head_dim"]["qk"] ** -0.5 / math.log(2)
 
 
@@ -138,6 +139,21 @@ def test_scores_rise_by_a_part_of_the_slack_from_block_to_block(head, times):
     assert np.abs(steps.mean() - times * TILES.slack) < 0.5
     far = steps > TILES.slack
     assert far.mean() > 0.9 if times > 1 else far.mean() < 0.3
+
+
+def test_scores_are_far_above_zero_and_far_below_it():
+    case = Case("x", 1, 2, q=8, kv=100, data="all_1e4")
+    above, below = (scores_of(case, head) for head in (0, 2))
+    assert (above > 1e9).all() and (below < -1e9).all()
+
+
+def test_close_scores_rise_by_more_than_the_slack_only_once_they_are_scaled():
+    """In most rows: then no row of a warp takes a new reference where the slack is not scaled."""
+    case = Case("x", 1, 1, q=64, kv=64 + 9, data="close", scale_factor=1e4)
+    unscaled = scores_of(case) * math.log(2) / SPEC["head_dim"]["qk"] ** -0.5
+    rises = unscaled[:, :64].max(1) - unscaled[:, 64:].max(1)
+    assert (rises < TILES.slack).all()
+    assert (rises * 1e4 * SPEC["head_dim"]["qk"] ** -0.5 > 2**7).mean() > 0.7
 
 
 def test_a_future_key_is_far_above_all_that_a_row_sees():

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from fmha_gen import tensors
 from fmha_gen.cases import Case, Tiles
 from fmha_gen.emulator import launch
 from fmha_gen.emulator.memory import MemoryFault
+from fmha_gen.inputs import place_tensors
 
 SPEC = {
     "dtype": "bf16",
@@ -101,6 +104,17 @@ def test_no_overrun_reaches_the_next_storage():
     buffers = made.memory().buffers
     firsts = sorted(buffer.address for buffer in buffers)
     assert min(np.diff(firsts)) >= 2**32
+
+
+def test_storages_of_many_batches_do_not_overlap_either():
+    case = Case("x", 2**16 + 1, 1, q=1024, kv=1024, sm_count=1)
+    located = tensors.locate(SPEC, place_tensors(SPEC, case))
+    ends = {
+        x.address: x.address + x.placed.strides[0] * case.batch * x.itemsize
+        for x in located.values()
+    }
+    for first, second in itertools.pairwise(sorted(ends)):
+        assert ends[first] < second
 
 
 # --- what a kernel is told ------------------------------------------------------------------
