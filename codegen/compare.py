@@ -22,11 +22,15 @@ EXPONENT = 25.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """of_bound: the largest error over what it may be, at most 1. absolute: the largest error."""
+    """of_bound: the largest error over what it may be, at most 1. absolute: the largest error.
+
+    row: the first wrong one, (batch, row, head), of O; None where a bound of single elements holds.
+    """
 
     of_bound: float
     absolute: float
     finding: str = ""
+    row: tuple[int, int, int] | None = None
 
 
 def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
@@ -56,7 +60,12 @@ def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdi
             f"out[{b}, {row}, {head}, {column}] is {float(out[b, row, head, column]):.6g} "
             f"instead of {float(truth.out[b, row, head, column]):.6g} +- {bound:.2g}"
         )
-        return Verdict(worst, absolute, f"{rows_named(wrong)} of out: wrong; {told}")
+        first = place(wrong)
+        named = rows_named(wrong)
+        return Verdict(
+            *(worst, absolute, f"{named} of out: wrong; {told}"),
+            row=(first[0], first[1], first[2]),
+        )
     if worst > 1:
         b, head = place(of_head)
         told = f"head {head} of batch {b} of out: its mean square error is {worst:.3g} times"

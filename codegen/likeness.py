@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a wrong row of O looks like: without a KV block, with a key too many, with another's keys.
+
+A guess that helps whoever reads a finding; the verdict does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+BOUNDS = 2.0  # times what a right kernel may be off by
+MOST_HEADS = 64  # (batch, KV head) pairs that are tried
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q [batch, q, heads, qk], k [batch, kv, kv_heads, qk], v [batch, kv, kv_heads, v]; scale: of
+    scores. tile: keys of a KV block."""
+
+    q: NDArray[Any]
+    k: NDArray[Any]
+    v: NDArray[Any]
+    scale: float
+    causal: bool
+    tile: int
+
+
+def likeness(
+    found: F64, place: tuple[int, int, int], inputs: Inputs, expected: F64, bound: F64
+) -> str:
+    """A sentence on a row of O, ``found`` [v], at (batch, row, head); empty when nothing fits.
+
+    expected, bound: what all of O should be, and may be off by, [batch, q, heads, v].
+    """
+    tolerance = BOUNDS * bound
+    with np.errstate(all="ignore"):
+        fits = []
+        for candidate, text in _Row(place, inputs).candidates():
+            error = float((np.abs(candidate - found) / tolerance[place]).max())
+            if error <= 1:  # not so where it is NaN
+                fits.append((error, text))
+        others = (np.abs(expected - found) <= tolerance).all(-1)
+    if fits:
+        return min(fits, key=lambda fit: round(fit[0], 3))[1]
+    for batch, number, head in np.argwhere(others).tolist():
+        if (batch, number, head) != place:
+            return f"what row {number} of head {head}, batch {batch} should be"
+    return ""
+
+
+class _Row:
+    """A query row and the keys that it sees."""
+
+    def __init__(self, place: tuple[int, int, int], inputs: Inputs) -> None:
+        self.inputs = inputs
+        self.batch, row, head = place
+        self.q = inputs.q[place].astype(np.float64)
+        self.keys = inputs.k.shape[1]
+        self.kv_head = head * inputs.k.shape[2] // inputs.q.shape[2]
+        self.seen = self.keys
+        if inputs.causal:
+            last = row + 1 + self.keys - inputs.q.shape[1]
+            self.seen = min(max(last, 0), self.keys)
+
+    def candidates(self) -> Iterator[tuple[F64, str]]:
+        """What the row would be, and of which error; of those alike the first is meant."""
+        yield from self._blocks()
+        yield from self._ends()
+        yield from self._heads()
+
+    def _weighted(
+        self, batch: int, kv_head: int, keys: int
+    ) -> tuple[F64, F64, np.float64]:
+        """exp(score - largest) of the first keys, [keys], its products with V, and the largest."""
+        k = self.inputs.k[batch, :keys, kv_head].astype(np.float64)
+        v = self.inputs.v[batch, :keys, kv_head].astype(np.float64)
+        scores = k @ self.q * self.inputs.scale
+        largest = np.float64(scores.max(initial=-np.inf))
+        weights = np.exp(scores - largest)
+        return weights, weights[:, None] * v, largest
+
+    def _blocks(self) -> Iterator[tuple[F64, str]]:
+        weights, products, _ = self._weighted(self.batch, self.kv_head, self.seen)
+        tile = self.inputs.tile
+        for number in range(-(-self.seen // tile)):
+            block = slice(number * tile, (number + 1) * tile)
+            for times, text in ((-1, "KV block {} missing"), (1, "KV block {} twice")):
+                total = weights.sum() + times * weights[block].sum()
+                products_of = products.sum(0) + times * products[block].sum(0)
+                yield products_of / total, f"as with {text.format(number)}"
+
+    def _ends(self) -> Iterator[tuple[F64, str]]:
+        weights, products, largest = self._weighted(self.batch, self.kv_head, self.keys)
+        totals, sums = weights.cumsum(), products.cumsum(0)
+        for keys in range(1, self.keys + 1):
+            if keys != self.seen:
+                text = f"as with {keys} keys, where it sees {self.seen}"
+                yield sums[keys - 1] / totals[keys - 1], text
+        for zeros in range(1, self.inputs.tile):
+            total = totals[-1] + zeros * np.exp(-largest)
+            yield sums[-1] / total, f"as with {zeros} keys of zeros beyond the last"
+
+    def _heads(self) -> Iterator[tuple[F64, str]]:
+        batches, _, heads, _ = self.inputs.k.shape
+        for number in range(min(batches * heads, MOST_HEADS)):
+            batch, head = divmod(number, heads)
+            if (batch, head) != (self.batch, self.kv_head):
+                weights, products, _ = self._weighted(batch, head, self.seen)
+                text = f"as with K and V of KV head {head}, batch {batch}"
+                yield products.sum(0) / weights.sum(), text

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What wrong rows look like: each error is told by its name, and a right row by none."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from fmha_gen.compare import judge_output
+from fmha_gen.likeness import Inputs, likeness
+from fmha_gen.reference import truth
+from right_kernel import rounded
+
+BATCH, ROWS, KEYS, HEADS, KV_HEADS, DIM, TILE = 2, 40, 150, 4, 2, 32, 64
+SCALE = DIM**-0.5
+
+
+def problem(causal):
+    random = np.random.default_rng(5)
+    q, k, v = (
+        rounded("bf16", random.standard_normal((BATCH, rows, heads, DIM), np.float32))
+        for rows, heads in ((ROWS, HEADS), (KEYS, KV_HEADS), (KEYS, KV_HEADS))
+    )
+    return Inputs(q, k, v, SCALE, causal, TILE)
+
+
+def expected(inputs):
+    return truth(
+        *(inputs.q, inputs.k, inputs.v),
+        scale=SCALE,
+        causal=inputs.causal,
+        dtype="bf16",
+    )
+
+
+def told(inputs, place, row):
+    right = expected(inputs)
+    out = right.out.copy()
+    out[place] = rounded("bf16", row.astype(np.float32))
+    verdict = judge_output(out, right)
+    assert verdict.row == place
+    return likeness(out[place], place, inputs, right.out, right.out_bound)
+
+
+def seeing(inputs, place, keys, kv_head=None, batch=None):
+    """The row from some of the keys, any of which may come twice."""
+    own = place[2] // (HEADS // KV_HEADS)
+    head = own if kv_head is None else kv_head
+    batch = place[0] if batch is None else batch
+    k, v = (x[batch, keys, head].astype(np.float64) for x in (inputs.k, inputs.v))
+    weights = np.exp(k @ inputs.q[place].astype(np.float64) * SCALE)
+    return weights @ v / weights.sum()
+
+
+PLACE = (1, 17, 3)
+LAST = 17 + 1 + KEYS - ROWS  # keys that its row sees, causal
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_block_that_is_missing_or_comes_twice(causal):
+    inputs = problem(causal)
+    keys = np.arange(LAST if causal else KEYS)
+    for block in range(2):
+        some = keys[block * TILE : (block + 1) * TILE]
+        for row, text in (
+            (np.setdiff1d(keys, some), f"as with KV block {block} missing"),
+            (np.concatenate([keys, some]), f"as with KV block {block} twice"),
+        ):
+            assert told(inputs, PLACE, seeing(inputs, PLACE, row)) == text
+
+
+@pytest.mark.parametrize("count", [LAST - 5, LAST + 7, KEYS])
+def test_a_wrong_number_of_keys(count):
+    inputs = problem(causal=True)
+    row = seeing(inputs, PLACE, np.arange(count))
+    found = told(inputs, PLACE, row)
+    assert found == f"as with {count} keys, where it sees {LAST}"
+
+
+def test_keys_of_zeros_beyond_the_last():
+    inputs = problem(causal=False)
+    keys = np.arange(KEYS)
+    k = inputs.k[1, :, 1].astype(np.float64)
+    total = np.exp(k @ inputs.q[PLACE].astype(np.float64) * SCALE).sum()
+    row = seeing(inputs, PLACE, keys) * total / (total + 42)
+    assert told(inputs, PLACE, row).endswith("keys of zeros beyond the last")
+
+
+def test_another_head_and_another_row():
+    inputs = problem(causal=False)
+    row = seeing(inputs, PLACE, np.arange(KEYS), kv_head=0, batch=0)
+    assert told(inputs, PLACE, row) == "as with K and V of KV head 0, batch 0"
+    other = expected(inputs).out[0, 5, 2]
+    found = told(inputs, PLACE, other)
+    assert found == "what row 5 of head 2, batch 0 should be"
+
+
+def test_what_nothing_explains_has_no_name():
+    inputs = problem(causal=True)
+    assert told(inputs, PLACE, np.full(DIM, 9.0)) == ""
+    assert told(inputs, PLACE, np.full(DIM, np.inf)) == ""
+    assert told(inputs, (0, 3, 0), np.arange(DIM) * 1.0) == ""
