@@ -32,13 +32,22 @@ class Inputs:
     tile: int
 
 
+def ending(
+    place: tuple[int, int, int], out: F64, inputs: Inputs, expected: F64, bound: F64
+) -> str:
+    """What to add to a finding about a wrong row, (batch, row, head); empty when nothing fits.
+
+    out, expected, bound: O, what it should be, and may be off by, [batch, q, heads, v].
+    """
+    text = likeness(out[place], place, inputs, expected, bound)
+    batch, row, head = place
+    return text and f"; row {row} of head {head}, batch {batch} is {text}"
+
+
 def likeness(
     found: F64, place: tuple[int, int, int], inputs: Inputs, expected: F64, bound: F64
 ) -> str:
-    """A sentence on a row of O, ``found`` [v], at (batch, row, head); empty when nothing fits.
-
-    expected, bound: what all of O should be, and may be off by, [batch, q, heads, v].
-    """
+    """What a row of O, ``found`` [v], is like; for the rest see `ending`."""
     tolerance = BOUNDS * bound
     with np.errstate(all="ignore"):
         fits = []

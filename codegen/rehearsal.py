@@ -48,7 +48,7 @@ from .emulator.scheduler import Completion, Order, Schedule
 from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .finding_names import names_of
-from .likeness import Inputs, likeness
+from .likeness import Inputs, ending
 from .reference import EXP_ERRORS, Truth, truth
 from .schedule_check import grid_finding, refusal, schedule_findings
 from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
@@ -261,7 +261,11 @@ class Rehearsal:
         result.of_bound, result.absolute = verdict.of_bound, verdict.absolute
         found = [verdict.finding]
         if verdict.row is not None:
-            found = [f"{verdict.finding}{self._like(verdict.row, values, truth)}"]
+            q, k, v = (FROM_BITS[spec["dtype"]](x.view) for x in self.problem.inputs)
+            causal, scale = spec["mask"] == "causal", scale_of(spec, self.case)
+            inputs = Inputs(q, k, v, scale, causal, self.tiles.kv)
+            end = ending(verdict.row, values, inputs, truth.out, truth.out_bound)
+            found = [f"{verdict.finding}{end}"]
         if lse is not None:
             counts = write_counts(lse, writes).swapaxes(1, 2)
             result.findings += written_once(lse, counts, counts, wanted, writes)
@@ -273,21 +277,6 @@ class Rehearsal:
             found.append(verdict.finding)
         found += [output.outside() for output in self.problem.outputs]
         result.findings += filter(None, found)
-
-    def _like(
-        self, row: tuple[int, int, int], values: NDArray[np.float64], truth: Truth
-    ) -> str:
-        """The end of a finding: what a wrong row looks like; empty where that is not known."""
-        spec = self.spec
-        q, k, v = (FROM_BITS[spec["dtype"]](x.view) for x in self.problem.inputs)
-        inputs = Inputs(
-            *(q, k, v, scale_of(spec, self.case)),
-            spec["mask"] == "causal",
-            self.tiles.kv,
-        )
-        text = likeness(values[row], row, inputs, truth.out, truth.out_bound)
-        batch, number, head = row
-        return text and f"; row {number} of head {head}, batch {batch} is {text}"
 
 
 def rehearse(

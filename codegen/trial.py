@@ -35,6 +35,7 @@ from .cases import (
 )
 from .compare import judge_lse, judge_output, outside_touched, same_bits
 from .inputs import Placed, place_tensors, values
+from .likeness import Inputs, ending
 from .reference import EXP_ERRORS, truth
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -254,7 +255,8 @@ def _check_case(
 ) -> CaseResult:
     spec = kernel.SPEC
     result = CaseResult(case.name)
-    tensors = make_tensors(spec, tiles_of(vars_of(kernel)), case, device.name)
+    tiles = tiles_of(vars_of(kernel))
+    tensors = make_tensors(spec, tiles, case, device.name)
     given = [bits(x).clone() for x in tensors.given]
     outputs = tensors.outputs
     scale = spec["head_dim"]["qk"] ** -0.5 * case.scale_factor
@@ -282,7 +284,7 @@ def _check_case(
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    _judge(result, spec, tensors, scale=scale)
+    _judge(result, spec, tiles, tensors, scale=scale)
 
     result.repeats = 1
     if first_launch_only:
@@ -324,19 +326,34 @@ def vars_of(kernel: Any) -> Mapping[str, Any]:
 
 
 def _judge(
-    result: CaseResult, spec: Mapping[str, Any], tensors: Tensors, *, scale: float
+    result: CaseResult,
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    tensors: Tensors,
+    *,
+    scale: float,
 ) -> None:
+    causal = spec["mask"] == "causal"
     expected = truth(
         *(tensors.q, tensors.k, tensors.v),
         scale=scale,
-        causal=spec["mask"] == "causal",
+        causal=causal,
         dtype=spec["dtype"],
         exp_error=EXP_ERRORS[spec["arch"]],
     )
     out, *rest = tensors.outputs
     output = judge_output(out.view.double(), expected)
     result.of_bound, result.absolute = output.of_bound, output.absolute
-    result.findings += filter(None, [output.finding])
+    if output.row is not None:
+        given = (tensors.q, tensors.k, tensors.v)
+        q, k, v = (x.double().cpu().numpy() for x in given)
+        results = (out.view.double(), expected.out, expected.out_bound)
+        values, right, bound = (x.cpu().numpy() for x in results)
+        inputs = Inputs(q, k, v, scale, causal, tiles.kv)
+        end = ending(output.row, values, inputs, right, bound)
+        result.findings.append(f"{output.finding}{end}")
+    elif output.finding:
+        result.findings.append(output.finding)
     for lse in rest:
         verdict = judge_lse(lse.view.double(), expected)
         result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute

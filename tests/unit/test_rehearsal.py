@@ -133,6 +133,15 @@ def test_what_is_wrong_is_found(spoil, expected):
     assert text.startswith(expected)
 
 
+def test_a_wrong_row_says_what_it_looks_like():
+    def other(problem, _schedule):
+        problem.out.view[1, 6, 1] = problem.out.view[0, 8, 0]
+
+    (text,) = verdict(other).findings
+    assert "; row 6 of head 1, batch 1 is " in text
+    assert text.endswith("what row 8 of head 0, batch 0 should be")
+
+
 def test_findings_of_the_machine_are_passed_on():
     deadlock = Finding(12, Kind.DEADLOCK, "nobody can go on")
     assert verdict(findings=[deadlock]).findings == [str(deadlock)]
