@@ -48,6 +48,7 @@ CODES: dict[str, str] = {
     "FG203": "pack_gqa without query heads to pack",
     "FG204": "pack_gqa beside a cluster along the heads that it packs",
     "FG205": "a value that is not generated for the architecture",
+    "FG206": "a single key that two CTAs load in slices",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",

@@ -70,7 +70,16 @@ singles = st.builds(
         }
     ),
 )
-valid = singles | st.builds(pair_of, head_dims_of_pairs, singles)
+
+
+def keeps_rules(fields: Fields) -> bool:
+    """Whether what is sliced has several keys (the rule FG206)."""
+    is_sliced = fields["multicast"] != "none" or fields.get("cta_group") == 2
+    return not (is_sliced and fields["seqlen"]["kv"] == 1)
+
+
+pairs = st.builds(pair_of, head_dims_of_pairs, singles)
+valid = (singles | pairs).filter(keeps_rules)
 
 
 def planned(fields: Fields) -> KernelPlan:
