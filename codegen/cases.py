@@ -229,9 +229,10 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
         walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
     walk("whole", 2 * rows, 5 * block, 2, 3)
-    if tiles.sms_per_head and kv != DYNAMIC:  # else there is a case of that
-        kv_heads, clusters = _sections(spec, tiles)
-        walk("sections", 0, 0, 1, kv_heads, sm_count=clusters * tiles.ctas)
+    if tiles.sms_per_head:
+        kv_heads, clusters = _sections(spec, tiles, 3)
+        tail, sm_count = rows + 1, clusters * tiles.ctas
+        walk("three_sections", tail, tail, 1, kv_heads, sm_count=sm_count)
     if not is_long:
         few = _fitted(spec, tiles, "", 1, 1, 3, 1)
         kv_heads = math.ceil(MANY / work_tiles(few, spec, tiles))
@@ -268,10 +269,10 @@ def most_clusters(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     return work if tiles.single else min(max(case.sm_count // tiles.ctas, 1), work)
 
 
-def _sections(spec: Mapping[str, Any], tiles: Tiles) -> tuple[int, int]:
-    """KV heads and clusters such that the last section of heads is smaller than the others."""
+def _sections(spec: Mapping[str, Any], tiles: Tiles, sections: int) -> tuple[int, int]:
+    """KV heads and clusters for so many sections of heads or more, the last one smaller."""
     work_of_head = spec["q_per_kv"] // tiles.heads
-    kv_heads = math.ceil(3 / work_of_head)
+    kv_heads = math.ceil((2 * sections - 1) / work_of_head)
     heads = kv_heads * work_of_head
     section = next(size for size in (2, 3, 5, 7) if heads % size)
     return kv_heads, section * tiles.sms_per_head // tiles.ctas
@@ -328,7 +329,7 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
         # Sections of heads, the last one smaller than the others.
         if tiles.sms_per_head:
-            kv_heads, clusters = _sections(spec, tiles)
+            kv_heads, clusters = _sections(spec, tiles, 2)
             tail = rows + 1
             yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
         # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
@@ -351,6 +352,9 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             # others begin with; and several tiles that see no key.
             edge = 2 * block - tiles.positions - tiles.positions // 2
             yield case("edge", 2 * rows, 2 * rows + edge, 1, 1, **second)
+            # The same with more queries than keys.
+            late, seen = block + 2 * rows, block + tiles.positions // 2
+            yield _fitted(spec, tiles, "late_edge", late, seen, 1, 1, data="edges")
             yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
         yield case("one_by_one", 1, 1, 1, 1)
     yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1, data="edges")

@@ -246,13 +246,16 @@ def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
     spec, tiles, cases = taken(constants)
     assert (tiles.sms_per_head > 0) == (spec["mask"] == "causal")
     found = [case for case in emulated(cases) if case.name.startswith("sections")]
+    asked = tiles.sms_per_head > 0 and is_dynamic(spec)
+    assert len(found) == asked
     walks = walks_for(spec, tiles)
-    found += [case for case in walks if case.name.startswith("sections")]
-    assert len(found) == (tiles.sms_per_head > 0)
-    for case in found:
+    more = [case for case in walks if case.name.startswith("three_sections")]
+    assert len(more) == (tiles.sms_per_head > 0)
+    for case in found + more:
         heads = case.kv_heads * spec["q_per_kv"] // tiles.heads
         section = case.sm_count // tiles.sms_per_head
         assert 0 < heads % section < section < heads
+        assert case not in more or heads > 2 * section
         fixed = spec["seqlen"]["q"] != DYNAMIC
         assert fixed or case.q > tiles.cluster_rows, "a head of one tile has no order"
         assert case.clusters is None
@@ -367,11 +370,15 @@ def test_a_packed_kernel_meets_every_kind_of_problem(q, heads, cluster):
     assert work_tiles(found["waves"], packed, tiles) >= 5
     # All rows of a tile see no key, and there is another tile.
     assert found["no_key"].q - found["no_key"].kv > 2 * tiles.cluster_rows
-    # The first position of the second tile does not see the block that its last begins with.
-    edge = found["edge"]
-    first = positions + 1 + edge.kv - edge.q
-    last = first + positions - 1
-    assert positions == 1 or -(-first // 128) < -(-last // 128)
+    # The first position of a tile does not see the block that its last begins with.
+    for edge, tile in (
+        (found["edge"], 1),
+        (found["late_edge"], 128 // positions + 2 * cluster[0] - 1),
+    ):
+        first = tile * positions + 1 + edge.kv - edge.q
+        last = first + positions - 1
+        assert positions == 1 or -(-first // 128) < -(-last // 128)
+    assert found["late_edge"].q > found["late_edge"].kv
     plain = Tiles(q, 128, cluster)
     assert not {"edge", "no_key"} & set(tags(cases_for(packed, plain)))
 
