@@ -32,8 +32,8 @@ path for more rows."""
 _AT_LIMIT = """At the limit the old reference is as good as a new one."""
 _QUAD = """All threads of a quad have the row's statistics."""
 _ROUNDING = """Another legal order of two roundings, of the same size as before."""
-_ONE_MASKED = """TILE_KV is TILE_Q at least: of the blocks after the first, one at most is cut by the
-diagonal of a tile's rows."""
+_ONE_MASKED = """TILE_KV is TILE_Q at least: of the blocks after the first, the diagonal of a
+tile's rows cuts one at most."""
 _NO_LSE = "The kernel has no lse."
 _NEVER_EMPTY = """Without a diagonal the masked block has a key that every row sees: -3e38 is below
 any score, and its exponential is 0."""
