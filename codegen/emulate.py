@@ -233,7 +233,7 @@ def judge(
         "schedules": ended[-1]["schedules"],
         "worst": outcome.worst,
         "lse_worst": outcome.lse_worst,
-        # Long fixed lengths run on some clusters only: how much of the output they wrote.
+        # Of what is too long some clusters run only: how much of the output they wrote.
         "rows_of_partial_cases": {
             event["case"]: [event["rows"], event["of_rows"]]
             for event in runs

@@ -12,6 +12,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from .emulator.barriers import NAMED_BARRIERS
 from .emulator.memory import RESERVED
 from .emulator.report import Names
 
@@ -25,6 +26,7 @@ _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
 _BARRIERS = "_mbar"
 """How the name of a ring's barriers ends; the full ones come first, then the empty ones."""
 _BARRIER_BYTES = 8
+_NAMED_BARRIER = "_BARRIER"
 _SENTENCE = re.compile(r"^Roles: (.*?)\.$", re.M | re.S)
 _WARPS = re.compile(r"(\d+)(?: to (\d+))?")
 
@@ -45,7 +47,20 @@ def names_of(text: str) -> Names:
                 offset = place.start + _BARRIER_BYTES * (side * stages + stage)
                 ring = name.removesuffix(_BARRIERS)
                 barriers[offset] = f"{ring} {word}, stage {stage}"
-    return Names(barriers, tuple(tiles), tuple(_roles(ast.get_docstring(tree) or "")))
+    roles = tuple(_roles(ast.get_docstring(tree) or ""))
+    return Names(barriers, dict(_named_barriers(constants)), tuple(tiles), roles)
+
+
+def _named_barriers(constants: Mapping[str, int]) -> Iterator[tuple[int, str]]:
+    """Each constant that ends so is the first of some: up to the next one's."""
+    firsts = {
+        number: name
+        for name, number in sorted(constants.items(), key=lambda item: item[1])
+        if name.endswith(_NAMED_BARRIER)
+    }
+    for number in range(min(firsts, default=NAMED_BARRIERS), NAMED_BARRIERS):
+        first = max(each for each in firsts if each <= number)
+        yield number, firsts[first] + (f" + {number - first}" if number > first else "")
 
 
 def _roles(header: str) -> Iterator[tuple[range, str]]:

@@ -13,6 +13,7 @@ from .checks import Clock, join
 from .lanes import WARP
 from .report import Fault, Kind
 
+NAMED_BARRIERS = 16  # of a CTA
 LARGEST_COUNT = (1 << 20) - 1
 """Of pending arrivals, and of transactions in either direction."""
 
@@ -88,7 +89,7 @@ class MBarrier:
 class NamedBarrier:
     """A barrier of `bar` and `barrier`: warps arrive whole, a warp may arrive more than once."""
 
-    number: int
+    name: str
     expected: int = 0
     """[threads]"""
     generation: int = 0
@@ -107,13 +108,13 @@ class NamedBarrier:
         its arrivals were meant for warps that did not come.
         """
         if threads <= 0 or threads % WARP:
-            raise Fault(Kind.BARRIER, f"barrier {self.number} of {threads} threads")
+            raise Fault(Kind.BARRIER, f"{self.name} of {threads} threads")
         if not self.arrived:
             self.expected = threads
         elif self.expected != threads:
             raise Fault(
                 Kind.BARRIER,
-                f"barrier {self.number} of {self.expected} threads met one of {threads}",
+                f"{self.name} of {self.expected} threads met one of {threads}",
             )
         self.arrived += WARP
         self.awaited |= waits
@@ -123,7 +124,7 @@ class NamedBarrier:
             if not self.awaited:
                 raise Fault(
                     Kind.BARRIER,
-                    f"barrier {self.number} of {threads} threads opens by arrivals alone, "
+                    f"{self.name} of {threads} threads opens by arrivals alone, "
                     "nobody waits for it",
                 )
             self.generation += 1
@@ -134,7 +135,7 @@ class NamedBarrier:
 
     def state(self) -> str:
         """Who is there, for those who wait for the others."""
-        return f"barrier {self.number} ({self.arrived} of {self.expected} threads are there)"
+        return f"{self.name} ({self.arrived} of {self.expected} threads are there)"
 
 
 @dataclass(eq=False)

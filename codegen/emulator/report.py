@@ -79,6 +79,8 @@ class Names:
 
     barriers: Mapping[int, str] = field(default_factory=dict)
     """Of each mbarrier: the pipeline, which side, and the stage."""
+    named_barriers: Mapping[int, str] = field(default_factory=dict)
+    """Of each barrier that `bar` names by a number, from 0 to 15."""
     tiles: Sequence[tuple[range, str]] = ()
     roles: Sequence[tuple[range, str]] = ()
     """Warps and what they do."""
@@ -89,6 +91,11 @@ class Names:
         """An mbarrier by its offset, and its name if it has one."""
         name = self.barriers.get(place)
         return f"mbarrier {place:#x} ({name})" if name else f"mbarrier {place:#x}"
+
+    def named_barrier(self, number: int) -> str:
+        """A named barrier by its number, and what the source calls it."""
+        name = self.named_barriers.get(number)
+        return f"barrier {number} ({name})" if name else f"barrier {number}"
 
     def tile(self, place: int) -> str:
         """` (sK)`, the tile that a byte lies in; empty in none."""

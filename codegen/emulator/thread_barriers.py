@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .barriers import NamedBarrier
+from .barriers import NAMED_BARRIERS, NamedBarrier
 from .lanes import WARP, Lanes, Mask, warps_of
 from .report import Fault, Kind
 
@@ -60,9 +60,13 @@ class ThreadBarriers:
             self._enter(barrier, warp, threads, waits=False)
 
     def _named(self, number: int) -> NamedBarrier:
-        if number > 15:
-            raise Fault(Kind.BARRIER, f"barrier {number} of 16")
-        return self._group.cta.named.setdefault(number, NamedBarrier(number))
+        if number >= NAMED_BARRIERS:
+            raise Fault(Kind.BARRIER, f"barrier {number} of {NAMED_BARRIERS}")
+        known = self._group.cta.named.get(number)
+        if known is None:
+            name = self._group.machine.names.named_barrier(number)
+            known = self._group.cta.named[number] = NamedBarrier(name)
+        return known
 
     def _enter(
         self, barrier: NamedBarrier, warp: int, threads: Lanes | None, *, waits: bool

@@ -32,6 +32,8 @@ def test_every_barrier_tile_and_role_has_a_name(path: Path):
     assert len([n for n in names.barriers.values() if n.startswith("q full")]) == (
         constants["Q_STAGES"]
     )
+    named = {constants[name]: name for name in constants if name.endswith("_BARRIER")}
+    assert named and named.items() <= names.named_barriers.items()
     # The last tile ends where the header says that shared memory does.
     end = max(place.stop for place, _ in names.tiles)
     (said,) = re.findall(r"Shared memory: (\d+) bytes per CTA", text)
@@ -60,8 +62,24 @@ def test_a_finding_names_them():
     assert re.search(rf"{SMALL.name}:\d+\]", finding)
 
 
+def test_a_named_barrier_that_never_opens_is_named():
+    """The stores of O wait for 160 threads, of which 128 come."""
+    text, ready = rehearsals(SMALL)
+    waits, count = re.subn(r"(bar(?:rier)?\.sync.*), 128;", r"\1, 160;", text)
+    assert count
+    damaged = lower(ptx.parse(waits))
+    names = names_of(SMALL.read_text(encoding="utf-8"))
+    result = replace(ready[0], program=damaged, names=names).run(
+        rehearsal.schedules(0)[0]
+    )
+    assert any("(STORE_BARRIER" in text for text in result.findings), result.findings
+
+
 def test_a_name_is_of_what_is_there():
-    names = Names({1024: "k full, stage 0"}, ((range(2048, 4096), "sK"),))
+    tiles = ((range(2048, 4096), "sK"),)
+    names = Names({1024: "k full, stage 0"}, {4: "STORE_BARRIER"}, tiles)
+    assert names.named_barrier(4) == "barrier 4 (STORE_BARRIER)"
+    assert names.named_barrier(3) == "barrier 3"
     assert names.barrier(1024) == "mbarrier 0x400 (k full, stage 0)"
     assert names.barrier(1032) == "mbarrier 0x408"
     assert (names.tile(2048), names.tile(4096), names.role(3)) == (" (sK)", "", "")

@@ -149,7 +149,7 @@ def test_mbarrier_releases_what_earlier_phases_did():
 
 
 def test_named_barrier_takes_a_warp_twice():
-    barrier = NamedBarrier(1)
+    barrier = NamedBarrier("barrier 1")
     assert barrier.arrive(64, None, waits=True) == 0
     assert barrier.arrive(64, None, waits=False) == 0
     assert barrier.generation == 1
