@@ -33,6 +33,7 @@ from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
 from ..cases import REPEATS, Case, cases_for, tiles_of, work_tiles
 from ..errors import one_line
+from ..files import open_plain
 from ..gpu import find_gpu, visible
 from ..processes import Event
 from ..toolchain import COMPILE_SECONDS
@@ -83,13 +84,24 @@ class Session:
         self._report = report
         self._who, self._doing = NOBODY
 
+    @contextmanager
+    def _gpu_taken(self) -> Iterator[None]:
+        """Within it no other process of this user computes on the GPU."""
+        with self._phase(MACHINE, "wait for the GPU", WHOLE_SECONDS):
+            # The folder is everybody's: what lies there may be a link to somebody's file.
+            path = Path(self._request.lock)
+            lock = os.fdopen(open_plain(path, os.O_RDWR | os.O_CREAT), "rb")
+            if os.fstat(lock.fileno()).st_uid != os.geteuid():
+                raise OSError(f"{path}: another user's; delete it")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        with lock:
+            yield
+
     def run(self) -> None:
         """Check and time the contenders; the first one that fails ends it, and is reported."""
         try:
             kernels = self._load()
-            with Path(self._request.lock).open("w") as lock, torch.no_grad():
-                with self._phase(MACHINE, "wait for the GPU", WHOLE_SECONDS):
-                    fcntl.flock(lock, fcntl.LOCK_EX)
+            with self._gpu_taken(), torch.no_grad():
                 for name in self._request.check:
                     with self._phase(name, "check"):
                         check(kernels[name], self._gpu.checks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -121,6 +122,23 @@ def test_a_candidate_is_checked_and_then_timed_beside_the_incumbent(
     assert waits == (MACHINE, "wait for the GPU")
     assert checks == ("new", "check")
     assert {phase for who, phase in phases[4:] if who} == {str(SMALL), str(LARGE)}
+
+
+@pytest.mark.parametrize("whose", ["a link", "another user's"])
+def test_a_planted_lock_is_neither_followed_nor_believed(
+    whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lies in a folder that everybody may write to."""
+    precious = tmp_path / "precious"
+    precious.write_text("whole")
+    if whose == "a link":
+        (tmp_path / "lock").symlink_to(precious)
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    *_, last = heat(tmp_path, "old", "new", check=("new",))
+    assert last["event"] == "environment"
+    assert {"a link": "symbolic link"}.get(whose, whose) in last["message"]
+    assert precious.read_text() == "whole"
 
 
 def test_every_problem_and_heat_has_dice_of_its_own_and_always_the_same(
