@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the records of a generated folder prove, as the table that the README shows.
+"""What the records of a generated folder prove, as the table that `generated/README.md` shows.
 
 A record counts only for the kernel's text as it lies there; what was obtained with another text
 proves nothing and is left out.

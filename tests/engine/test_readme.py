@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The README says what is so: its evidence is that of the records, its tables are complete.
+"""README and manuals say what is so: the evidence is that of the records, tables are complete.
 
 `FMHA_GEN_ACCEPT=1` writes the evidence table anew, and prints what changed.
 """
@@ -13,17 +13,23 @@ import re
 from pathlib import Path
 
 import pytest
+import support
 from fmha_gen import cli, evidence, records, render
+from fmha_gen.picture import page
 from fmha_gen.spec import Spec, load_specs
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
+SPECS = ROOT / "codegen" / "docs" / "specs.md"
+TABLE = ROOT / "generated" / "README.md"
+DOCUMENTS = (README, TABLE, ROOT / "CONTRIBUTING.md", *ROOT.glob("codegen/docs/*.md"))
+MOST_LINES = 160  # of the README
 BEGIN, END = "<!-- evidence: begin -->\n", "<!-- evidence: end -->\n"
 
 
 def parts() -> tuple[str, str, str]:
-    """The README before the evidence table, the table, and the README after it."""
-    text = README.read_text()
+    """The text before the evidence table, the table, and the text after it."""
+    text = TABLE.read_text()
     assert (text.count(BEGIN), text.count(END)) == (1, 1)
     before, _, rest = text.partition(BEGIN)
     table, _, after = rest.partition(END)
@@ -34,9 +40,9 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", README.read_text(), re.M | re.S)
 
 
-def first_column(title: str) -> list[str]:
+def first_column(file: Path, title: str) -> list[str]:
     """The names in the first column of the table with that title."""
-    lines = iter(README.read_text().splitlines())
+    lines = iter(file.read_text().splitlines())
     next(line for line in lines if re.match(rf"\| {title} +\|", line))
     next(lines)
     cells = []
@@ -53,7 +59,7 @@ def test_evidence_is_that_of_the_records() -> None:
     if shown != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
         lines = shown.splitlines(), expected.splitlines()
         print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
-        README.write_text(before + BEGIN + expected + END + after)
+        TABLE.write_text(before + BEGIN + expected + END + after)
         return
     assert shown == expected
 
@@ -71,14 +77,46 @@ def test_the_first_example_prints_what_it_shows() -> None:
     assert cells == " ".join(expected).split()
 
 
-def test_what_it_links_to_is_there() -> None:
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_what_it_links_to_is_there(file: Path) -> None:
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        if "://" in link:
+            continue
+        path, _, section = link.partition("#")
+        target = (file.parent / path).resolve() if path else file
+        assert target.exists(), link
+        if section:
+            title = section.replace("-", " ")
+            assert re.search(rf"^## {title}$", target.read_text(), re.M | re.I), link
+
+
+def test_the_readme_is_short_and_every_manual_is_linked() -> None:
     text = README.read_text()
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith("#"):
-            title = link[1:].replace("-", " ")
-            assert re.search(rf"^## {title}$", text, re.M | re.I), link
-        elif "://" not in link:
-            assert (ROOT / link).exists(), link
+    assert len(text.splitlines()) <= MOST_LINES
+    links = "".join(file.read_text() for file in DOCUMENTS)
+    for file in ROOT.glob("codegen/docs/*.md"):
+        assert f"({file.relative_to(ROOT)})" in text or f"({file.name})" in links
+
+
+def test_as_many_kernels_are_on_each_rung_as_it_says() -> None:
+    found = evidence.load(ROOT / "generated")
+    sm90 = [one for one in found if one["kernel"].startswith("sm90_")]
+    sm100 = [one for one in found if one not in sm90]
+    above = [one for one in sm90 if one["rung"] == "benchmarked"]
+    assert {one["rung"] for one in sm90} == {"validated", "benchmarked"}
+    assert {one["rung"] for one in sm100} == {"emulated"}
+    text = README.read_text()
+    assert f"[All {len(found)} kernels]" in text
+    assert f"The {len(sm90)} kernels of Hopper are validated on an H200" in text
+    assert f", {len(above)} of them benchmarked; the {len(sm100)} of Blackwell" in text
+
+
+def test_the_picture_is_of_the_kernel_as_it_is() -> None:
+    (shown,) = re.findall(r"\((codegen/docs/pictures/\w+\.svg)\)", README.read_text())
+    drawn = page.render(support.shipped_plan(Path(shown).stem))
+    if drawn != (ROOT / shown).read_text() and os.environ.get("FMHA_GEN_ACCEPT") == "1":
+        (ROOT / shown).write_text(drawn)
+    assert (ROOT / shown).read_text() == drawn
 
 
 def test_every_kernel_is_in_the_evidence() -> None:
@@ -88,11 +126,11 @@ def test_every_kernel_is_in_the_evidence() -> None:
 
 
 def test_every_field_of_a_spec_is_explained() -> None:
-    assert first_column("field") == list(Spec.model_fields)
+    assert first_column(SPECS, "field") == list(Spec.model_fields)
 
 
 def test_every_command_is_explained() -> None:
-    shown = [cell.split()[1] for cell in first_column("command")]
+    shown = [cell.split()[1] for cell in first_column(README, "command")]
     registered = {
         command.name or command.callback.__name__
         for command in cli.app.registered_commands
