@@ -30,8 +30,9 @@ Data = Literal[
     "uniform_1e4",
     "all_1e4",
     "close",
+    "slope",
 ]
-Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "plain"]
+Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
 DYNAMIC = "dynamic"
 FUSED = "+fused"  # ends the name of a schedule with fused products and sums
@@ -246,13 +247,15 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
 
 
 def launches_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
-    """Problems that are launched and not run: more batches, or KV heads, than 16 bits hold."""
-    counts = {"many_batches": (MANY, 1), "many_heads": (1, MANY)}
-    sms = ARCHITECTURES[spec["arch"]].sm_count
-    return tuple(
-        replace(_fitted(spec, tiles, tag, 2, 2, *count), sm_count=sms, clusters=None)
-        for tag, count in counts.items()
+    """Problems that are launched and not run: more batches, or KV heads, than 16 bits hold, and
+    strides that 32 bits do not."""
+    made = (
+        _fitted(spec, tiles, "many_batches", 2, 2, MANY, 1),
+        _fitted(spec, tiles, "many_heads", 2, 2, 1, MANY),
+        _fitted(spec, tiles, "farther", 3, 3, 2, 2, layout="farther"),
     )
+    sms = ARCHITECTURES[spec["arch"]].sm_count
+    return tuple(replace(case, sm_count=sms, clusters=None) for case in made)
 
 
 def share_that_runs(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> float:
@@ -390,6 +393,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     large: dict[str, Any] = {"kv_heads": 2, "data": "all_1e4"}
     yield case("all_1e4", block + 3, **large)
     yield case("all_1e4_steep", block + 3, scale_factor=LARGE_LOGITS, **large)
+    yield case("slope", 4 * block, min(tiles.positions, 64), data="slope")
     yield case("close", block + 9, data="close", scale_factor=LARGE_LOGITS)
 
 

@@ -24,8 +24,9 @@ GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so T
 CACHE_SPARE_ROWS = 37
 # Of `plain`, before and after a tensor.
 DENSE_GUARD = 4096
-# Of `far`, more than 32 bits hold, in elements.
+# Of `far`, more than 32 bits hold, in bytes; of `farther` in elements, too.
 FAR = 2**31
+FARTHER = 2**33
 
 HUGE_KEY = 64.0
 ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
@@ -74,13 +75,14 @@ def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
     ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
     and strides of its own; lse steps over elements. ``fused``: q, k and v are slices of one
     tensor. ``cache``: k and v are the first rows of longer ones. ``far``: strides and addresses
-    are beyond 2^31. ``plain``: contiguous, and fmha makes out and lse.
+    are beyond 2^31; ``farther``: beyond 2^33, where nothing runs. ``plain``: contiguous, and fmha
+    makes out and lse.
     """
     shapes = _shapes(spec, case)
     if case.layout == "fused":
         return _fused(spec, case, shapes)
-    if case.layout == "far":
-        return _far(shapes)
+    if case.layout in ("far", "farther"):
+        return _far(shapes, FAR if case.layout == "far" else FARTHER)
     made = [
         _place(name, dims, number, case.layout)
         for number, (name, dims) in enumerate(shapes.items())
@@ -171,14 +173,15 @@ def _fused(spec: Mapping[str, Any], case: Case, shapes: dict[str, Dims]) -> Layo
     return Layout(tensors, storages)
 
 
-def _far(shapes: dict[str, Dims]) -> Layout:
-    """Batches of q and v, heads of k and rows of out lie far apart."""
+def _far(shapes: dict[str, Dims], distance: int) -> Layout:
+    """Batches of q and v, heads of k and rows of out lie a distance [elements] apart."""
     tensors: dict[str, Placed] = {}
     storages = {"qkv": 0}
     for number, (name, dims) in enumerate(shapes.items()):
         far = {"k": "h", "out": "s"}.get(name, "b")
         # So few rows may be far apart, so many lie as far as that together.
-        step = FAR // (max(dims[far] - 1, 1) if far == "s" else 1) // GUARD * GUARD
+        parts = max(dims[far] - 1, 1) if far == "s" else 1
+        step = distance // parts // GUARD * GUARD
         step += GUARD * (number + 1)
         strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
@@ -240,6 +243,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if case.data == "all_1e4":  # scores far above 0, and of every other KV head below
         q, k, v = (np.full_like(x, LARGE_INPUT) for x in (q, k, v))
         k[:, :, 1::2] *= -1
+    if case.data == "slope":
+        _slope(q, k, v, random)
     if case.data == "close":
         k *= CLOSE
     if case.data == "uniform_1e4":
@@ -307,6 +312,15 @@ def _levels(q: F32, k: F32, levels: NDArray[Any]) -> None:
     k *= QUIET
     q[..., :SHARED_DIMS] = math.sqrt(q.shape[-1]) / SHARED_DIMS
     k[..., :SHARED_DIMS] = levels[:, None, None]
+
+
+def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
+    """V grows with the score, about its weighted mean: O is nearly 0, and moves with any factor of
+    the scores by what no rounding hides."""
+    levels = random.standard_normal(k.shape[1], np.float32)
+    weights = np.exp(levels) / np.exp(levels).sum()
+    _levels(q, k, levels)
+    v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]
 
 
 def _rows_of_tiles(spec: Mapping[str, Any], q: F32) -> NDArray[Any]:

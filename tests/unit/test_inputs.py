@@ -147,6 +147,21 @@ def test_scores_are_far_above_zero_and_far_below_it():
     assert (above > 1e9).all() and (below < -1e9).all()
 
 
+@pytest.mark.parametrize("factor", [1 - 1e-3, 1 + 1e-3])
+def test_a_slope_shows_a_scale_that_is_off_by_a_thousandth(factor):
+    case = Case("x", 1, 2, q=33, kv=4 * 64, data="slope")
+    made = values(SPEC, TILES, case)
+    q, k, v = (rounded("bf16", made[name]) for name in "qkv")
+    scale = SPEC["head_dim"]["qk"] ** -0.5
+    options = {"causal": False, "dtype": "bf16"}
+    right = truth(q, k, v, scale=scale, **options)
+    wrong = truth(q, k, v, scale=scale * factor, **options).out
+    assert not judge_output(
+        rounded("bf16", right.out.astype(np.float32)), right
+    ).finding
+    assert judge_output(rounded("bf16", wrong.astype(np.float32)), right).finding
+
+
 def test_close_scores_rise_by_more_than_the_slack_only_once_they_are_scaled():
     """In most rows: then no row of a warp takes a new reference where the slack is not scaled."""
     case = Case("x", 1, 1, q=64, kv=64 + 9, data="close", scale_factor=1e4)
