@@ -31,6 +31,7 @@ Data = Literal[
     "all_1e4",
     "close",
     "slope",
+    "columns",
 ]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
@@ -377,6 +378,10 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     # Heads of three slopes.
     yield case(
         "rising", 4 * block, kv_heads=math.ceil(3 / spec["q_per_kv"]), data="rising"
+    )
+    # Heads of four columns.
+    yield case(
+        "columns", 2 * block, kv_heads=math.ceil(4 / spec["q_per_kv"]), data="columns"
     )
     if spec["mask"] == "causal":
         yield case("future", 2 * block + 5, data="future")

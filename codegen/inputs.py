@@ -35,6 +35,7 @@ ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
 NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
 LARGE_INPUT = 1e4  # scores of 1e10: rounding the scaled maximum moves exponents by tens
 PEAK = 400.0  # of the scores of `peaks`, far more than the others'
+COLUMN = 200.0  # a score of `columns`: P overflows where the reference stays
 PEAK_STEP = 5  # columns from row to row: odd, so that all columns have their turn
 SHARED_DIMS = 4  # of Q and K, where all keys are alike or at a level
 SHARED_KEY = 1.5
@@ -243,6 +244,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if case.data == "all_1e4":  # scores far above 0, and of every other KV head below
         q, k, v = (np.full_like(x, LARGE_INPUT) for x in (q, k, v))
         k[:, :, 1::2] *= -1
+    if case.data == "columns":
+        _columns(tiles, q, k)
     if case.data == "slope":
         _slope(q, k, v, random)
     if case.data == "close":
@@ -312,6 +315,20 @@ def _levels(q: F32, k: F32, levels: NDArray[Any]) -> None:
     k *= QUIET
     q[..., :SHARED_DIMS] = math.sqrt(q.shape[-1]) / SHARED_DIMS
     k[..., :SHARED_DIMS] = levels[:, None, None]
+
+
+def _columns(tiles: Tiles, q: F32, k: F32) -> None:
+    """One key of the first KV block, which is taken last, is far above what all rows have seen: in
+    the first column of a tile, in the middle, or in one of the last two, by query head.
+    """
+    q *= QUIET
+    k *= QUIET
+    q[..., :SHARED_DIMS] = k[..., :SHARED_DIMS] = 0
+    heads = np.arange(q.shape[2])
+    q[:, :, heads, heads % SHARED_DIMS] = math.sqrt(q.shape[-1])
+    columns = (0, tiles.kv // 2 - 1, tiles.kv - 2, tiles.kv - 1)
+    for dim, column in enumerate(columns):
+        k[:, min(column, k.shape[1] - 1), :, dim] = COLUMN
 
 
 def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:

@@ -147,6 +147,15 @@ def test_scores_are_far_above_zero_and_far_below_it():
     assert (above > 1e9).all() and (below < -1e9).all()
 
 
+def test_each_head_of_columns_has_one_key_that_rises():
+    case = Case("x", 1, 2, q=8, kv=2 * 64, data="columns")
+    for head, column in enumerate((0, 31, 62, 63)):
+        scores = scores_of(case, head)
+        assert (scores.argmax(1) == column).all()
+        scores[:, column] = 0
+        assert (np.abs(scores) < TILES.slack).all()
+
+
 @pytest.mark.parametrize("factor", [1 - 1e-3, 1 + 1e-3])
 def test_a_slope_shows_a_scale_that_is_off_by_a_thousandth(factor):
     case = Case("x", 1, 2, q=33, kv=4 * 64, data="slope")
