@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import os
 import re
 from pathlib import Path
@@ -96,6 +97,18 @@ def test_the_readme_is_short_and_every_manual_is_linked() -> None:
     links = "".join(file.read_text() for file in DOCUMENTS)
     for file in ROOT.glob("codegen/docs/*.md"):
         assert f"({file.relative_to(ROOT)})" in text or f"({file.name})" in links
+
+
+@pytest.mark.parametrize(
+    "file", sorted(ROOT.glob("codegen/decisions/*.md")), ids=lambda file: file.stem
+)
+def test_a_decision_begins_with_a_short_summary_and_is_in_the_index(file: Path) -> None:
+    title, empty, *lines = file.read_text().splitlines()
+    assert re.match(rf"# {file.stem[:4]}: \S", title) and not empty
+    summary = list(itertools.takewhile(lambda line: line.startswith("> "), lines))
+    assert 1 <= len(summary) <= 3
+    index = (ROOT / "codegen" / "docs" / "decisions.md").read_text()
+    assert index.count(f"(../decisions/{file.name})") == 1
 
 
 def test_as_many_kernels_are_on_each_rung_as_it_says() -> None:
