@@ -75,6 +75,10 @@ class Cluster:
             raise EnvironmentProblem(self._nobody(gpu=True))
         return replace(self, gpu_worker=min(workers))
 
+    def jobs_each(self, tasks: int) -> int:
+        """See Executor: one, since the workers say how much they run at once."""
+        return 1
+
     def _submit(self, task: Task[Any], run: str, number: int, gpu: bool) -> Any:
         with self._talking():
             return self.client.submit(

@@ -146,9 +146,13 @@ def emulate(
     Raises EnvironmentProblem as soon as a process says that its machine cannot compile its kernel.
     """
 
+    each = executor.jobs_each(len(kernels))
+    jobs = [f"--jobs={each}"] if each > 1 else []
+
     def ask(stem: str, text: str) -> Task[Ran]:
         files = {f"{stem}.py": text}
-        return Task(stem, run_worker, (worker, files, timeout, choice.options))
+        options = [*choice.options, *jobs]
+        return Task(stem, run_worker, (worker, files, timeout, options))
 
     def judged(kernel: Path, result: Ran | CheckFailed) -> Outcome:
         found, ending = ran(result)
@@ -186,6 +190,9 @@ def judge(
         names = ", ".join(event["names"])
         raise UsageProblem(f"{kernel}: no case {choice.case}; there are {names}")
     runs, ended = of_kind(found, "run"), of_kind(found, "end")
+    cases = [name for about in of_kind(found, "kernel") for name in about["cases"]]
+    order = {name: number for number, name in enumerate(cases)}
+    runs.sort(key=lambda event: order.get(event["case"], -1))  # processes took turns
     replays = _findings(runs)
     if ending.status is None and not ending.lost and not replays:
         # A kernel that does not end is a finding of the emulator's own, after so many steps.
@@ -196,8 +203,11 @@ def judge(
     replays |= {Finding(HOST, event["message"]): "" for event in refused}
     if not refused and (ending.problem or not ended):
         text = ending.problem or "stopped before its last case"
-        if started := of_kind(found, "start"):
-            last = started[-1]
+        started = of_kind(found, "start")
+        done = {(event["case"], event["schedule"]) for event in runs}
+        unfinished = [e for e in started if (e["case"], e["schedule"]) not in done]
+        if started:
+            last = (unfinished or started)[-1]
             replays[Finding(last["case"], text)] = _replay_options(last)
         else:
             replays[Finding(HOST, text)] = ""

@@ -48,6 +48,10 @@ class Executor(Protocol):
         """One that runs all tasks with a GPU on the same one; ``most`` at a time share it."""
         ...
 
+    def jobs_each(self, tasks: int) -> int:
+        """How many processes each of so many tasks may use, so that none is idle."""
+        ...
+
 
 @dataclass(frozen=True)
 class Local:
@@ -80,6 +84,10 @@ class Local:
     def on_one_gpu(self, most: int) -> Local:
         """See Executor."""
         return Local(min(self._at_once, most))
+
+    def jobs_each(self, tasks: int) -> int:
+        """See Executor."""
+        return max(1, self._at_once // max(1, tasks))
 
     @property
     def _at_once(self) -> int:

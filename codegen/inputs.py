@@ -334,7 +334,7 @@ def _columns(tiles: Tiles, q: F32, k: F32) -> None:
 def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
     """V grows with the score, about its weighted mean: O is nearly 0, and moves with any factor of
     the scores by what no rounding hides."""
-    levels = random.standard_normal(k.shape[1], np.float32)
+    levels = random.standard_normal((k.shape[1],), np.float32)
     weights = np.exp(levels) / np.exp(levels).sum()
     _levels(q, k, levels)
     v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]

@@ -7,7 +7,9 @@ A process appends one JSON object per line to a file of its own; its ``event`` s
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -25,6 +27,7 @@ from .errors import CheckFailed
 Event = dict[str, Any]
 
 TAIL_LINES = 6  # of a crashed process, shown
+_PR_SET_PDEATHSIG = 1
 # Becomes the command, which ends when we do, however early: it may import for seconds, and would
 # then keep the GPU busy while the next run is timed there. What prctl asks for survives execve.
 _BOUND = """
@@ -124,6 +127,41 @@ class Children:
             self._closed = True
             for child in self._live:
                 _kill(child)
+
+
+def take_in_turn(todo: Sequence[Callable[[], None]], jobs: int) -> None:
+    """Do each, in copies of this process that take the next one as they get free.
+
+    jobs: how many copies; with one this process does all. What they should leave behind they write
+    to files. The copies end with this process; where one fails, so does this one. It has no threads
+    that matter.
+    """
+    jobs = min(jobs, len(todo))
+    if jobs <= 1:
+        for each in todo:
+            each()
+        return
+    fork = multiprocessing.get_context("fork")
+    taken, parent = fork.Value("q", 0), os.getpid()
+
+    def take() -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        while os.getppid() == parent:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= len(todo):
+                return
+            todo[number]()
+
+    children = [fork.Process(target=take) for _ in range(jobs)]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    for child in children:
+        if child.exitcode:
+            sys.exit(f"a process of {jobs} ended with status {child.exitcode}")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:

@@ -2,8 +2,8 @@
 """One kernel in the emulator: every case under every schedule, in a process of its own.
 
 ``python -m fmha_gen.rehearsal KERNEL.py EVENTS [--schedules N] [--case NAME] [--completion NAME]
-[--seed N] [--timeline] [--python PATH --dsl VERSION]`` appends one JSON object per line to
-EVENTS: ``environment`` when this machine cannot, ``unknown_case`` for a wrong NAME, ``refused``
+[--seed N] [--timeline] [--jobs N] [--python PATH --dsl VERSION]`` appends one JSON object per line
+to EVENTS: ``environment`` when this machine cannot, ``unknown_case`` for a wrong NAME, ``refused``
 when the kernel cannot run; else ``kernel``, ``start`` before a run, ``run`` after one,
 ``timeline`` if asked for, ``end``.
 PATH: an interpreter whose DSL, of that VERSION, compiles the kernel in place of ours.
@@ -49,6 +49,7 @@ from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .finding_names import names_of
 from .likeness import Inputs, ending
+from .processes import take_in_turn
 from .reference import EXP_ERRORS, Truth, truth
 from .schedule_check import grid_finding, refusal, schedule_findings
 from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
@@ -316,15 +317,16 @@ def main(arguments_given: Sequence[str] | None = None) -> None:
     parser.add_argument("--completion", choices=[how.value for how in Completion])
     parser.add_argument("--seed", type=int)
     parser.add_argument("--timeline", action="store_true")
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--python")
     parser.add_argument("--dsl")
     options = parser.parse_args(arguments_given)
 
-    with options.events.open("a", encoding="utf-8") as file:
+    with options.events.open("ab", buffering=0) as file:
 
         def tell(event: str, data: Mapping[str, Any]) -> None:
-            file.write(json.dumps({"event": event, **data}) + "\n")
-            file.flush()
+            # At once, and at the end: processes that take cases in turn share the file.
+            file.write((json.dumps({"event": event, **data}) + "\n").encode())
 
         try:
             _rehearse_kernel(options, tell)
@@ -380,17 +382,20 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         if finding := grid_finding(launch.grid, tiles, spec, case):
             raise CaptureError(f"{case.name}: {finding}")
     ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
-    tell("kernel", {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left})
+    about = {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left}
+    tell("kernel", {**about, "cases": [case.name for case in (*walks, *cases)]})
     module = ptx.parse(text)
     program, fused = lower.lower(module), lower.lower(module, contract=True)
     schedule = walk.prepare(module)
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
     told = replace(names_of(source), sources=lines)
-    for case, launch in zip(walks, launches[len(cases) :], strict=False):
+    events: list[Event] | None = [] if options.timeline else None
+
+    def walk_case(case: Case, launch: Launch) -> None:
         tell("start", {"case": case.name, "schedule": WALK})
         tell("run", asdict(_walk(constants, case, launch, schedule, told)))
-    events: list[Event] | None = [] if options.timeline else None
-    for number, (case, launch) in enumerate(zip(cases, launches, strict=False)):
+
+    def run_case(number: int, case: Case, launch: Launch) -> None:
         expected = None
         if case.clusters is not None:
             seen = walked(constants, case, launch, schedule)
@@ -405,6 +410,16 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
             tell,
             events=events,
         )
+
+    todo = [
+        functools.partial(walk_case, case, launch)
+        for case, launch in zip(walks, launches[len(cases) :], strict=False)
+    ]
+    todo += [
+        functools.partial(run_case, number, case, launch)
+        for number, (case, launch) in enumerate(zip(cases, launches, strict=False))
+    ]
+    take_in_turn(todo, 1 if options.timeline else options.jobs)
     if events is not None:
         trace = timeline.chrome_trace(events, title=f"{spec['name']}: {cases[0].name}")
         tell("timeline", {"trace": trace})

@@ -224,7 +224,13 @@ COMMANDS = [
 
 RUNS = [
     {"event": "machine", "gpu": "NVIDIA H200", "dsl": "4.8.1"},
-    {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "d" * 64, "not_walked": {}},
+    {
+        "event": "kernel",
+        "dsl": "4.8.1",
+        "ptx_sha256": "d" * 64,
+        "not_walked": {},
+        "cases": [],
+    },
     {"event": "start", "case": "c", "schedule": "eager"},
     {
         **{"event": "run", "case": "c", "schedule": "eager", "absolute": 2e-3},

@@ -132,7 +132,13 @@ TRIED = {
     **{"of_bound": 0.5, "lse_absolute": None},
     **{"lse_of_bound": None, "repeats": 2},
 }
-KERNEL = {"event": "kernel", "dsl": "4.8.1", "ptx_sha256": "d" * 64, "not_walked": {}}
+KERNEL = {
+    "event": "kernel",
+    "dsl": "4.8.1",
+    "ptx_sha256": "d" * 64,
+    "not_walked": {},
+    "cases": [],
+}
 MACHINE = {"event": "machine", "gpu": "NVIDIA H200", "dsl": "4.8.1"}
 END = {"event": "end", "schedules": ["eager"]}
 START = {"event": "start", "case": "c", "schedule": "eager"}

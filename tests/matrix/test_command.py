@@ -35,7 +35,13 @@ RUN = {
     "seconds": 0.1,
     "findings": [],
 }
-KERNEL = {"event": "kernel", "dsl": HERE, "ptx_sha256": "e" * 64, "not_walked": {}}
+KERNEL = {
+    "event": "kernel",
+    "dsl": HERE,
+    "ptx_sha256": "e" * 64,
+    "not_walked": {},
+    "cases": [],
+}
 END = {"event": "end", "schedules": ["eager"]}
 
 

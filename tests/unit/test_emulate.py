@@ -30,6 +30,7 @@ KERNEL = {
     "dsl": "4.8.1",
     "ptx_sha256": "ab" * 32,
     "not_walked": {"long_q": "too long"},
+    "cases": ["a", "b", "c"],
 }
 END = {"event": "end", "schedules": ["eager", "late", "random-0"]}
 
