@@ -49,6 +49,9 @@ REPEATS_ELSEWHERE = 2
 # them: then some clusters run there, and the schedule of all is walked.
 MANY_BLOCKS = 48
 MANY_TILES = 20  # of a CTA: more than twice the phases of any ring
+# Instructions of warps that a run may take before it is held to be one that does not end: a
+# constant, and some for each (work tile, KV block) pair, of which right kernels take a tenth.
+STEPS, STEPS_OF_BLOCK, STEPS_OF_WALKED_BLOCK = 1_000_000, 300_000, 30_000
 # More than 16 bits hold, dealt out to so many clusters that few of them have seen how.
 MANY = 2**16 + 1
 MANY_CLUSTERS = 2**12

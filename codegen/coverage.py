@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .cases import Case, Tiles, tiles_of
+from .cases import (
+    STEPS,
+    STEPS_OF_WALKED_BLOCK,
+    Case,
+    Tiles,
+    share_that_runs,
+    tiles_of,
+)
 from .compare import place, rows_named
 from .emulator import walk
 from .emulator.launch import Launch
@@ -17,7 +24,7 @@ from .emulator.lower import Program
 from .emulator.report import NAMELESS, Names
 from .emulator.writes import Writes
 from .inputs import place_tensors
-from .schedule_check import extent
+from .schedule_check import blocks_of, extent
 from .tensors import Tensor, locate, view_of
 
 
@@ -92,7 +99,9 @@ def walked(
 
     program: of `walk.prepare`. names: for findings.
     """
-    located = locate(constants["SPEC"], place_tensors(constants["SPEC"], case))
+    spec, cut = constants["SPEC"], tiles_of(constants)
+    located = locate(spec, place_tensors(spec, case))
+    blocks = blocks_of(cut, spec, case) * share_that_runs(case, spec, cut)
     addresses = {name: x.address for name, x in located.items()}
     return walk.walk(
         program,
@@ -102,7 +111,8 @@ def walked(
             for name, x in located.items()
         ],
         clusters=case.clusters,
-        tiles=tiles_of_tensors(tiles_of(constants), addresses),
+        tiles=tiles_of_tensors(cut, addresses),
+        max_steps=STEPS + int(STEPS_OF_WALKED_BLOCK * blocks),
         names=names,
     )
 

@@ -29,6 +29,8 @@ from numpy.typing import NDArray
 from . import captures, toolchain
 from .cases import (
     FUSED,
+    STEPS,
+    STEPS_OF_BLOCK,
     WALK,
     Case,
     Tiles,
@@ -172,7 +174,7 @@ class Rehearsal:
 
     fused: the program with each product and sum in one, as a compiler may make it; None:
     `program`. names: for findings. expected: bool [batch, q, heads], rows of out that are stored;
-    None for all.
+    None for all. max_steps: after which a run does not end; None: as the case's size says.
     """
 
     spec: Mapping[str, Any]
@@ -184,6 +186,7 @@ class Rehearsal:
     fused: lower.Program | None = None
     names: Names = NAMELESS
     expected: NDArray[np.bool_] | None = None
+    max_steps: int | None = None
     truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
 
     def truth(self, wanted: NDArray[np.bool_] | None = None) -> Truth:
@@ -238,6 +241,7 @@ class Rehearsal:
             timeline=events,
             tiles=self._tiles_of_tensors(),
             names=self.names,
+            max_steps=self.max_steps or STEPS + STEPS_OF_BLOCK * self.case.blocks,
         )
 
     def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:

@@ -4,7 +4,12 @@
 from __future__ import annotations
 
 import support
-from fmha_gen.rehearsal import schedules
+from fmha_gen import captures
+from fmha_gen.cases import tiles_of, walks_for
+from fmha_gen.coverage import walked
+from fmha_gen.emulator import ptx, walk
+from fmha_gen.rehearsal import read_constants, schedules
+from fmha_gen.tensors import arguments
 
 from tests.emulator.rehearsals import tagged
 
@@ -33,3 +38,27 @@ def test_a_tile_in_another_ones_place_is_named_on_both_sides(tmp_path):
     found = findings(tmp_path, STORE, wrong)
     assert any("of out: not written" in text for text in found)
     assert any("of out: written 3 times, by cta 0" in text for text in found)
+
+
+def test_a_scheduler_that_does_not_end_is_found_in_seconds(tmp_path):
+    """It counts work tiles in 16 bits, of which there are more."""
+    text = (support.GENERATED / f"{STEM}.py").read_text(encoding="utf-8")
+    right, wrong = (
+        "tile = wave * width + place",
+        "tile = (wave * width + place) & 0xFFFF",
+    )
+    assert text.count(right) == 1
+    path = tmp_path / f"{STEM}.py"
+    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    constants = read_constants(text)
+    spec = constants["SPEC"]
+    (case,) = (
+        case
+        for case in walks_for(spec, tiles_of(constants))
+        if case.name.startswith("many_tiles")
+    )
+    code, (called,) = captures.capture(path, [arguments(spec, case)], arch="sm90")
+    seen = walked(constants, case, called.launched, walk.prepare(ptx.parse(code)))
+    (finding,) = seen.findings
+    assert "still running after" in str(finding)
+    assert seen.steps < 10_000_000

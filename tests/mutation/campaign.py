@@ -9,7 +9,6 @@ not run again. Several processes share a campaign by the same `--every`, other `
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import signal
 import sys
@@ -21,7 +20,7 @@ from typing import Any, Protocol
 
 from fmha_gen import captures, rehearsal
 from fmha_gen.cases import Case, cases_for
-from fmha_gen.emulator import lower, machine, ptx
+from fmha_gen.emulator import lower, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
@@ -165,11 +164,12 @@ class Subject:
                     raise Noticed(f"{case.name} {data['schedule']}: {first}")
 
             known = rehearsal.Rehearsal(
-                *(self.spec, self.tiles, program, case, problem, launch), truths=truths
+                *(self.spec, self.tiles, program, case, problem, launch),
+                max_steps=LONGEST * steps,
+                truths=truths,
             )
-            bounded = functools.partial(machine.run, max_steps=LONGEST * steps)
             plans = [(schedule, False) for schedule in SCHEDULES]
-            rehearsal.rehearse(known, plans, tell, run=bounded)
+            rehearsal.rehearse(known, plans, tell)
 
 
 class Judged(Protocol):
