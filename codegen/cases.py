@@ -55,7 +55,6 @@ STEPS, STEPS_OF_BLOCK, STEPS_OF_WALKED_BLOCK = 1_000_000, 300_000, 30_000
 # More than 16 bits hold, dealt out to so many clusters that few of them have seen how.
 MANY = 2**16 + 1
 MANY_CLUSTERS = 2**12
-LONG_WALKS = ("sm90",)  # of more than 2^16 rows: two take half a minute on sm100
 # A work tile of more KV blocks than this is long: few kinds of data are shown to it.
 LONG_TILE = 12
 
@@ -244,9 +243,10 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
         walk("many_tiles", 1, 1, 3, kv_heads, sm_count=MANY_CLUSTERS * tiles.ctas)
         some = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
         made.append(replace(made.pop(), clusters=some))
-    if DYNAMIC in spec["seqlen"].values() and spec["arch"] in LONG_WALKS:
+    if DYNAMIC in spec["seqlen"].values():
         walk("long_q", 2**16 + rows, 1, 1, 1)
         walk("long_kv", 1, 2**16 + block, 1, 1)
+        made.append(replace(made.pop(), clusters=(0,)))  # which loads all of K and V
     return tuple({_call(case): case for case in made}.values())
 
 
