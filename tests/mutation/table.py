@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of decisions 0009 and 0026: ``python -m tests.mutation.table LOG`` prints Markdown."""
+"""The tables of decisions 0009 and 0027: ``python -m tests.mutation.table LOG`` prints Markdown."""
 
 from __future__ import annotations
 

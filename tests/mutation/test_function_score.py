@@ -12,7 +12,7 @@ from .ptx_mutants import Mutant
 
 SINGLE = "sm100_d128_bf16_full_q1000_single_lse"
 
-# Decision 0026 has all of them. One or two of each class, in turn on sm90 and sm100.
+# Decision 0027 has more of them. One or two of each class, in turn on sm90 and sm100.
 SAMPLE = (
     ("sm90_d128_bf16_causal_lse", "indices: ", ": k: head 0", ""),
     (SINGLE, "residues: ", ": 31 keys at most", ""),
