@@ -23,6 +23,7 @@ from .render import body_digest, stated_digests
 
 DEFAULT_OUT = Path("generated")
 PLAIN_WIDTH = 10_000  # columns of a piped table: none is cut
+MOST_SHOWN = 20  # findings of a kernel
 
 
 @dataclass(frozen=True)
@@ -198,18 +199,21 @@ def table(
 def failures(
     outcomes: Sequence[OutcomeT], replay: Callable[[OutcomeT, Finding], str]
 ) -> str:
-    """Every finding with its kernel and case, and how to see it again; empty when all held.
+    """Findings with their kernel and case, and how to see them again; empty when all held.
 
-    replay: the command that shows a finding; those that share one stand together.
+    Of a kernel MOST_SHOWN at most. replay: the command that shows a finding; those that share one
+    stand together.
     """
     lines = []
     for outcome in outcomes:
         shown: dict[str, list[Finding]] = {}
-        for finding in outcome.findings:
+        for finding in outcome.findings[:MOST_SHOWN]:
             shown.setdefault(replay(outcome, finding), []).append(finding)
         for command, findings in shown.items():
             lines += [f"{outcome.kernel}: {f.case}: {f.text}" for f in findings]
             lines.append(f"  replay: {command}")
+        if (more := len(outcome.findings) - MOST_SHOWN) > 0:
+            lines.append(f"{outcome.kernel}: {more} more findings: --json has them")
     return "\n".join(lines)
 
 

@@ -259,6 +259,14 @@ def test_a_failure_says_how_to_see_it_again() -> None:
     )
 
 
+def test_of_many_findings_the_first_are_shown() -> None:
+    found = verdict([KERNEL, ran("a", "eager", *map(str, range(50))), END])
+    *shown, replay, rest = emulate.failures([found]).splitlines()
+    assert len(found.findings) == 50 and len(shown) == 20
+    assert replay.startswith("  replay: ")
+    assert rest == "generated/x.py: 30 more findings: --json has them"
+
+
 def test_a_slow_machine_is_no_finding() -> None:
     late = Ending(None, "", 9)
     with pytest.raises(EnvironmentProblem, match=r"too slow: .* within 9 s"):
