@@ -49,6 +49,7 @@ CODES: dict[str, str] = {
     "FG204": "pack_gqa beside a cluster along the heads that it packs",
     "FG205": "a value that is not generated for the architecture",
     "FG206": "a single key that two CTAs load in slices",
+    "FG207": "a cluster of two query tiles of a single packed query",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
