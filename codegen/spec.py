@@ -558,15 +558,6 @@ def _cross_field(spec: Spec) -> Iterator[Violation]:
             f"{slices} has each CTA of two load a slice of the keys, but seqlen.kv: 1 is one key",
             f"leave seqlen.kv dynamic, or {slices.partition(':')[0]} out",
         )
-    if spec.seqlen.q == 1 and spec.pack_gqa and spec.cluster[0] == 2:
-        # Likewise: the second CTA would load the first one's query again.
-        yield Violation(
-            "FG207",
-            ("cluster",),
-            "cluster: [2, 1] has two query tiles of a KV head, but with pack_gqa: true the heads of"
-            " seqlen.q: 1 fill one",
-            "set cluster: [1, 1], or leave seqlen.q dynamic",
-        )
 
 
 def _diagnose(details: ErrorDetails, document: Document) -> Iterator[Diagnostic]:

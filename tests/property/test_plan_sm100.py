@@ -101,6 +101,9 @@ def test_plan_or_report(fields: Fields) -> None:
         kernel = planned(fields)
     except SpecError as error:
         (diagnostic,) = error.diagnostics
+        if diagnostic.code == "FG408":
+            assert fields["cluster"] == [2, 1] and fields["seqlen"]["q"] <= 256
+            return
         assert_sum_is_written_out(diagnostic.code, diagnostic.message)
         return
     assert_within_budgets(kernel)
