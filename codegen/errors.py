@@ -48,7 +48,6 @@ CODES: dict[str, str] = {
     "FG203": "pack_gqa without query heads to pack",
     "FG204": "pack_gqa beside a cluster along the heads that it packs",
     "FG205": "a value that is not generated for the architecture",
-    "FG206": "a single key that two CTAs load in slices",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
@@ -64,7 +63,6 @@ CODES: dict[str, str] = {
     "FG405": "tensor memory does not fit",
     "FG406": "columns of S that are not whole loads of tensor memory",
     "FG407": "stages of K and V that do not begin where a swizzled tile can",
-    "FG408": "a cluster of two query tiles where a head has one",
 }
 """Every diagnostic's code with its meaning in one line."""
 

@@ -547,17 +547,6 @@ def _cross_field(spec: Spec) -> Iterator[Violation]:
             f" pack_gqa: true puts all {spec.heads.q_per_kv} of a KV head into one CTA",
             "set cluster: [2, 1] or [1, 1], or leave pack_gqa out",
         )
-    if spec.seqlen.kv == 1 and (spec.multicast != "none" or spec.cta_group == 2):
-        # The DSL gives a mode of one element no stride: the second slice would be the first again.
-        slices = "cta_group: 2"
-        if spec.multicast != "none":
-            slices = f"multicast: {spec.multicast}"
-        yield Violation(
-            "FG206",
-            ("seqlen", "kv"),
-            f"{slices} has each CTA of two load a slice of the keys, but seqlen.kv: 1 is one key",
-            f"leave seqlen.kv dynamic, or {slices.partition(':')[0]} out",
-        )
 
 
 def _diagnose(details: ErrorDetails, document: Document) -> Iterator[Diagnostic]:

@@ -66,11 +66,15 @@ class Traits(shared.Traits):
 
     @property
     def one_box(self) -> bool:
-        """All rows of a head fit one box, and other halves or CTAs store boxes as well.
+        """All rows of a head fit one box, and there are others who load or store boxes of it.
 
-        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would take that one.
+        Halves store O, CTAs along it load Q, and those of a cluster a key in slices.
         """
-        return self.seqlen_q is not None and self.seqlen_q <= sm100.MMA_ROWS
+        q, tiles = self.seqlen_q, self.spec.cluster[0]
+        rows = sm100.MMA_ROWS if tiles == 1 else max(sm100.MMA_ROWS, self.sizes.tile_q)
+        is_sliced = self.spec.multicast != "none" or self.spec.cta_group == 2
+        return (q is not None and q <= rows) or (self.seqlen_kv == 1 and is_sliced)
 
 
 def template_context(

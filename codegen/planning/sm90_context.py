@@ -35,13 +35,18 @@ class Traits(shared.Traits):
 
     @property
     def one_box(self) -> bool:
-        """All rows of O fit one box, and there are warpgroups or CTAs to store others.
+        """All rows of a tensor fit one box, and there are others who load or store boxes of it.
 
-        The DSL drops a coordinate that can only be 0 inside the tensor: all would store that one.
+        The DSL drops a coordinate that can only be 0 inside the tensor: all would take that one. O
+        is stored by warpgroups, Q loaded by the CTAs along it, a key by those that slice K and V.
         """
+        q, tiles = self.seqlen_q, self.spec.cluster[0]
         positions = 64 * self.tile_positions // self.sizes.tile_q
-        boxes = self.sizes.tile_q * self.spec.cluster[0] // 64
-        return self.seqlen_q is not None and self.seqlen_q <= positions and boxes > 1
+        boxes = self.sizes.tile_q * tiles // 64
+        one_of_o = q is not None and q <= positions and boxes > 1
+        one_of_q = q is not None and q <= self.tile_positions and tiles > 1
+        one_key = self.seqlen_kv == 1 and self.spec.multicast != "none"
+        return one_of_o or one_of_q or one_key
 
     @property
     def masked_loop(self) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import plan, render
-from fmha_gen.planning import sm90_context
+from fmha_gen import cases, plan, rehearsal, render
+from fmha_gen.planning import sm90_context, sm100_context
+from fmha_gen.processes import of_kind, read_events
 
 from .test_cases_find import findings
 
 HEAD = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 64\ntile: {q: 128}\n"
+PAIR = "arch: sm100\ntile: {}\nhead_dim: 128\ncluster: [2, 1]\n"
 ONE_BOX = {
     "a row for two warpgroups": "seqlen: {q: 1, kv: 200}\n",
     "a warpgroup's rows": "seqlen: {q: 64, kv: 200}\nmask: causal\n",
@@ -26,9 +28,24 @@ ONE_BOX = {
         "cluster: [2, 1]\nmulticast: kv\n"
     ),
 }
+# The second CTA would load again what the first one has; it stores none of it.
+LOADED = {
+    "a tile for two CTAs": "head_dim: 240\nseqlen: {q: 77, kv: 77}\ncluster: [2, 1]\n",
+    "a whole tile for two CTAs": "seqlen: {q: 128, kv: 200}\ncluster: [2, 1]\n",
+    "a packed position for two CTAs": (
+        "head_dim: {qk: 256, v: 192}\nseqlen: {q: 1}\nheads: {q_per_kv: 128}\n"
+        "pack_gqa: true\ncluster: [2, 1]\nmulticast: k\nlse: true\n"
+    ),
+    "a key in slices": "seqlen: {kv: 1}\ncluster: [2, 1]\nmulticast: kv\n",
+    "a key in slices, beside a group": (
+        "seqlen: {kv: 1}\nheads: {q_per_kv: 6}\ncluster: [1, 2]\nmulticast: kv\n"
+    ),
+    "a key of a pair": PAIR + "seqlen: {q: dynamic, kv: 1}\ncta_group: 2\n",
+    "a key of two CTAs": PAIR + "seqlen: {q: dynamic, kv: 1}\nmulticast: kv\n",
+    "a tile of a pair": PAIR + "seqlen: {q: 200, kv: 300}\ncta_group: 2\n",
+}
 SEVERAL = {
     "rows of two warpgroups": "seqlen: {q: 65, kv: 200}\n",
-    "a tile for two CTAs": "seqlen: {q: 128, kv: 200}\ncluster: [2, 1]\n",
     "two packed tiles": (
         "seqlen: {q: 17, kv: 200}\nheads: {q_per_kv: 8}\npack_gqa: true\n"
     ),
@@ -43,6 +60,19 @@ def kernel(fields):
     return plan.resolve(support.load_text("\n".join(lines.values()) + "\n"))
 
 
+def walk_findings(folder, text):
+    """Of the walk on 132 SMs."""
+    path, events = folder / "candidate.py", folder / "events.jsonl"
+    path.write_text(text, encoding="utf-8")
+    events.unlink(missing_ok=True)
+    constants = rehearsal.read_constants(text)
+    walks = cases.walks_for(constants["SPEC"], cases.tiles_of(constants))
+    (name,) = (case.name for case in walks if case.name.startswith("sms_132_"))
+    rehearsal.main([str(path), str(events), "--case", name])
+    (run,) = of_kind(read_events(events), "run")
+    return run["findings"]
+
+
 @pytest.mark.parametrize("fields", ONE_BOX.values(), ids=ONE_BOX)
 def test_one_box_is_stored_once_or_it_is_a_race(fields, tmp_path, monkeypatch):
     planned = kernel(fields)
@@ -53,6 +83,17 @@ def test_one_box_is_stored_once_or_it_is_a_race(fields, tmp_path, monkeypatch):
     text = render.render_kernel(kernel(fields))
     found = findings(tmp_path, "candidate", text, "ragged")
     assert any("TMA store writes bytes of out" in finding for finding in found), found
+
+
+@pytest.mark.parametrize("fields", LOADED.values(), ids=LOADED)
+def test_one_box_is_loaded_once(fields, tmp_path, monkeypatch):
+    planned = kernel(fields)
+    assert planned.context["one_box"]
+    assert walk_findings(tmp_path, render.render_kernel(planned)) == []
+    for module in (sm90_context, sm100_context):
+        monkeypatch.setattr(module.Traits, "one_box", property(lambda traits: False))
+    found = walk_findings(tmp_path, render.render_kernel(kernel(fields)))
+    assert any("more than once" in text or "2 times" in text for text in found), found
 
 
 @pytest.mark.parametrize("fields", SEVERAL.values(), ids=SEVERAL)
