@@ -264,13 +264,13 @@ class Rehearsal:
         values = FROM_BITS[spec["dtype"]](out.view).astype(np.float64)
         verdict = judge_output(values, truth, wanted)
         result.of_bound, result.absolute = verdict.of_bound, verdict.absolute
-        found = [verdict.finding]
+        finding = verdict.finding
         if verdict.row is not None:
             q, k, v = (FROM_BITS[spec["dtype"]](x.view) for x in self.problem.inputs)
             causal, scale = spec["mask"] == "causal", scale_of(spec, self.case)
             inputs = Inputs(q, k, v, scale, causal, self.tiles.kv)
-            end = ending(verdict.row, values, inputs, truth.out, truth.out_bound)
-            found = [f"{verdict.finding}{end}"]
+            finding += ending(verdict.row, values, inputs, truth.out, truth.out_bound)
+        found = [finding]
         if lse is not None:
             counts = write_counts(lse, writes).swapaxes(1, 2)
             result.findings += written_once(lse, counts, counts, wanted, writes)

@@ -344,16 +344,15 @@ def _judge(
     out, *rest = tensors.outputs
     output = judge_output(out.view.double(), expected)
     result.of_bound, result.absolute = output.of_bound, output.absolute
+    finding = output.finding
     if output.row is not None:
         given = (tensors.q, tensors.k, tensors.v)
         q, k, v = (x.double().cpu().numpy() for x in given)
         results = (out.view.double(), expected.out, expected.out_bound)
         values, right, bound = (x.cpu().numpy() for x in results)
         inputs = Inputs(q, k, v, scale, causal, tiles.kv)
-        end = ending(output.row, values, inputs, right, bound)
-        result.findings.append(f"{output.finding}{end}")
-    elif output.finding:
-        result.findings.append(output.finding)
+        finding += ending(output.row, values, inputs, right, bound)
+    result.findings += filter(None, [finding])
     for lse in rest:
         verdict = judge_lse(lse.view.double(), expected)
         result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute

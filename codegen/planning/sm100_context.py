@@ -72,7 +72,7 @@ class Traits(shared.Traits):
         Halves store O, CTAs along it load Q, and those of a cluster a key in slices.
         """
         q, tiles = self.seqlen_q, self.spec.cluster[0]
-        rows = sm100.MMA_ROWS if tiles == 1 else max(sm100.MMA_ROWS, self.sizes.tile_q)
+        rows = self.sizes.tile_q if tiles > 1 else sm100.MMA_ROWS
         is_sliced = self.spec.multicast != "none" or self.spec.cta_group == 2
         return (q is not None and q <= rows) or (self.seqlen_kv == 1 and is_sliced)
 
