@@ -23,15 +23,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from . import cache, lint, manifest, records, render, shipped, toolchain, tree, verify
+from . import (
+    cache,
+    captures,
+    lint,
+    manifest,
+    records,
+    render,
+    shipped,
+    toolchain,
+    tree,
+    verify,
+)
 from .errors import CheckFailed, Diagnostic, SpecError
 from .executor import HERE, Executor, Task
+from .kernel_text import host_digest
 
 DISTRIBUTION = "fmha-gen"
 NOT_WRITTEN = "not written"
 JINJA2_RANGE = ">=3.1,<4"
 COMPILE_SOURCES = (
     "toolchain.py",
+    "captures.py",
+    "probes.py",
+    "cases.py",
+    "inputs.py",
+    "tensors.py",
+    *captures.SOURCES,
     "sass.py",
     "arch/architecture.py",
     "arch/sm90.py",
@@ -258,7 +276,7 @@ def default_engine() -> Engine:
             render.format_source(source), resolved.spec_file.digest
         ),
         toolchain_key=toolchain_key,
-        compile_kernel=toolchain.compile_kernel,
+        compile_kernel=captures.compile_kernel,
     )
 
 
@@ -476,7 +494,10 @@ def _compare(
     for kernel in kernels:
         on_disk = _read_record(out, kernel.stem)
         record = _record(kernel, on_disk)
-        rungs[kernel.stem] = record["rung"]
+        holds = records.current(
+            record, kernel=kernel.stem, body_sha256=kernel.entry.body
+        )
+        rungs[kernel.stem] = holds["rung"]
         desired[kernel.file] = kernel.text
         if record is not on_disk:
             desired[records.path_of(kernel.stem)] = records.dump(record)
@@ -512,31 +533,42 @@ def _read_record(out: Path, stem: str) -> records.Record | None:
 
 
 def _record(kernel: Kernel, on_disk: records.Record | None) -> records.Record:
-    """The record that this build leaves; `on_disk` itself when it still speaks for the kernel.
+    """The record that this build leaves; `on_disk` itself when there is nothing new to say.
 
-    Where there is no evidence for this very text, that of the packaged kernel is adopted, as far as
-    it is about this text.
+    Where there is no evidence for this text, that of the packaged kernel is adopted, as far as it
+    is about this text, or about what it compiles to.
 
-    A compile by another version of the DSL than the recorded one is no reason to write: evidence
-    names the version it was obtained with.
+    A text that changed and is not compiled leaves the record as it is: only a compile tells whether
+    what ran is about the new text, too. Nor is a compile by another version of the DSL than the
+    recorded one a reason to write: evidence names the version it was obtained with.
     """
-    body = kernel.entry.body
-    stale = records.staleness(on_disk, kernel=kernel.stem, body_sha256=body)
-    fresh = records.current(on_disk, kernel=kernel.stem, body_sha256=body)
-    if not fresh.keys() & records.RUNGS.keys() and (on_disk is None or stale):
-        fresh = shipped.record_for(kernel.stem, body) or fresh
+    stem, body = kernel.stem, kernel.entry.body
+    fresh = records.current(on_disk, kernel=stem, body_sha256=body)
+    known = on_disk
+    if not _has_rungs(fresh):
+        packaged = shipped.record(stem)
+        adopted = records.current(packaged, kernel=stem, body_sha256=body)
+        if _has_rungs(adopted):
+            fresh = known = adopted
+        elif on_disk is None or not _has_rungs(records.evidence(on_disk)):
+            known = packaged
     if kernel.report is not None:
-        result = kernel.report.to_json() | {"shared_bytes": kernel.shared_bytes}
-        known = fresh.get("compiled", {})
-        if known.get("dsl") in (None, kernel.report.dsl):
+        result = kernel.report.to_json() | {
+            "shared_bytes": kernel.shared_bytes,
+            records.HOST: host_digest(kernel.text),
+        }
+        if fresh.get("compiled", {}).get("dsl") in (None, kernel.report.dsl):
             fresh = records.merge_rung(
-                fresh,
-                kernel=kernel.stem,
-                body_sha256=body,
-                rung="compiled",
-                result=result,
+                known, kernel=stem, body_sha256=body, rung="compiled", result=result
             )
-    return on_disk if on_disk is not None and not stale and fresh == on_disk else fresh
+    elif on_disk is not None and not _has_rungs(fresh):
+        above = records.evidence(on_disk).keys() & set(records.ABOVE_BUILD)
+        fresh = on_disk if above else fresh
+    return on_disk if on_disk is not None and fresh == on_disk else fresh
+
+
+def _has_rungs(record: records.Record) -> bool:
+    return bool(record.keys() & records.RUNGS.keys())
 
 
 def _read_lock(out: Path) -> manifest.Manifest | None:

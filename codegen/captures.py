@@ -7,13 +7,15 @@ the `bind` that stands in where TVM-FFI is missing; both must launch the same (`
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from . import cache, toolchain
+from . import cache, probes, toolchain
 from .arch import ARCHITECTURES
 from .emulator import ptx
 from .emulator.launch import (
@@ -206,6 +208,51 @@ def differences(module: ptx.Module, one: Launch, two: Launch) -> Iterator[str]:
                 yield f"tensor maps {param.name}"
         elif any(first[at] != second[at] for at in loaded.get(param.name, ())):
             yield f"parameters {param.name}"
+
+
+def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
+    """Compile a generated kernel's text and report on it, and on what its `fmha` launches.
+
+    The latter is not known of texts that are not called like those of today. Raises as
+    `toolchain.listing` does.
+    """
+    compiler = toolchain.own_compiler()
+    try:
+        calls = probes.calls(text)
+    except (KeyError, TypeError, SyntaxError):
+        calls = []
+    found = toolchain.listing(text, stem, arch, calls=calls)
+    report = toolchain.report(
+        *(found.ptx, found.usage, found.disassembly),
+        **{"stem": stem, "arch": arch, "dsl": compiler.dsl},
+    )
+    if not found.called:
+        return report
+    digest = launch_digest(ptx.parse(found.ptx), found.called)
+    return replace(report, launch_sha256=digest)
+
+
+def launch_digest(module: ptx.Module, called: Sequence[Called]) -> str:
+    """The sha256 of what calls launch a kernel with. module: its PTX.
+
+    As for `differences`, of the parameters count the bytes that the kernel loads and tensor maps.
+    A call that is refused counts as one, whatever the words.
+    """
+    loaded, said = _loaded(module), []
+    for each in called:
+        if (launch := each.launch) is None:
+            said.append("refused")
+            continue
+        params = {}
+        for param in module.params:
+            held = launch.params[param.offset : param.offset + param.size]
+            known = sorted(loaded.get(param.name, ()))
+            if param.size == MAP_BYTES:
+                known = [*range(MAP_BYTES // 2)]  # the rest says nothing
+            params[param.name] = bytes(held[at] for at in known).hex()
+        how = (launch.grid, launch.block, launch.cluster, launch.smem_bytes)
+        said.append(json.dumps([*how, params]))
+    return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
 def _loaded(module: ptx.Module) -> dict[str, set[int]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the records of a generated folder prove, as the table that `generated/README.md` shows.
 
-A record counts only for the kernel's text as it lies there; what was obtained with another text
-proves nothing and is left out.
+A record counts only for the kernel's text as it lies there, and for what that compiles to; what is
+about other code proves nothing and is left out.
 """
 
 from __future__ import annotations
@@ -48,18 +48,22 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 def row(record: records.Record) -> tuple[str, ...]:
     """Return the cells of a kernel's line, as TITLES name them."""
     compiled: dict[str, Any] = record.get("compiled", {})
-    emulated: dict[str, Any] = record.get("emulated", {})
-    ran: dict[str, Any] = record.get("validated", {})
-    worst = (ran or emulated).get("worst")
-    gpu = ran.get("gpu", NOT_RUN if emulated else NOTHING)
+    proof = proof_of(record)
+    emulated = NOT_RUN if "emulated" in record else NOTHING
     registers = compiled.get("setmaxnreg") or [compiled.get("registers", NOTHING)]
     return (
         f"`{record['kernel']}`",
         record["rung"],
-        gpu,
-        over_bound(worst),
+        ", ".join(records.gpus(record, "validated")) or emulated,
+        over_bound(proof.get("worst")),
         " / ".join(map(str, registers)),
     )
+
+
+def proof_of(record: records.Record) -> Mapping[str, Any]:
+    """What ran: on the GPU with the largest error, else in the emulator, else nothing."""
+    ran = records.entry_of(record, "validated")
+    return ran or records.entry_of(record, "emulated")
 
 
 def over_bound(worst: Mapping[str, Any] | None) -> str:

@@ -7,7 +7,7 @@ Pure: the same plan and record give the same text, of plain ASCII and at most `W
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -222,9 +222,13 @@ def evidence_rows(
     yield "rung", f"{current['rung']} (stale: {stale})" if stale else current["rung"]
     for rung in records.RUNGS:
         if rung in current:
-            said = _SAYS.get(rung)
-            what = said(current[rung]) if said else f"see {records.path_of(plan.stem)}"
-            yield rung, what
+            if rung == "compiled":
+                yield rung, _compiled(current[rung])
+            elif rung == "validated":
+                for entry in current[rung]:
+                    yield rung, _validated(entry)
+            else:
+                yield rung, f"see {records.path_of(plan.stem)}"
 
 
 def _compiled(evidence: Mapping[str, Any]) -> str:
@@ -257,13 +261,12 @@ def _validated(evidence: Mapping[str, Any]) -> str:
         parts.append(f"LSE off by at most {lse['absolute']:.2g}, in {lse['case']}")
     parts.append(f"up to {evidence['repeats']} launches alike bit for bit")
     parts.append("memcheck clean" if evidence["sanitizer"] else "memcheck not run")
+    parts.append(
+        f"{evidence['misuses']} misuses refused"
+        if "misuses" in evidence
+        else "misuses not run since the host section changed"
+    )
     return "; ".join(parts)
-
-
-_SAYS: Final[Mapping[str, Callable[[Mapping[str, Any]], str]]] = {
-    "compiled": _compiled,
-    "validated": _validated,
-}
 
 
 def _plain(value: object) -> str:

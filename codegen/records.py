@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The evidence of one kernel: `records/<stem>.json`, one object per rung it has reached.
+"""The evidence of one kernel: `records/<stem>.json`, by rung; on GPUs an entry per GPU model.
 
-Each rung's object repeats the body digest it was obtained with; evidence for another body is
-stale and is dropped when the record is next written.
+`compiled` is about a text, and says what that text compiles to: the digests of its device code
+(the PTX), of what `fmha` launches it with (`launch`), and of its host section (`host`). What ran,
+in the emulator or on a GPU, is about the device code and the launch. An entry names the text that
+ran, and holds for that text and for every other with the same two digests: a better name or
+comment costs nothing, a changed instruction everything. What an entry says of the host section
+alone, refusals and host times, holds while that digest is the same, too (decision 0030).
 """
 
 from __future__ import annotations
@@ -28,6 +32,13 @@ RUNGS: Mapping[str, tuple[str, ...]] = {
 }
 
 ABOVE_BUILD = ("emulated", "validated", "benchmarked")  # what no build can obtain again
+ON_GPUS = ("validated", "benchmarked")  # with a list of entries, by `gpu`
+
+DEVICE = ("ptx_sha256", "launch_sha256")  # what ran is about
+HOST = "host_sha256"
+# Of the host section alone: of an entry, and of each of the `cells` of a benchmark.
+OF_HOST = ("misuses",)
+OF_HOST_IN_CELLS = ("eager_tflops", "host_us")
 
 
 def path_of(stem: str) -> str:
@@ -56,6 +67,9 @@ def parse(text: str | bytes, name: str) -> Record:
         isinstance(record.get(key), str) for key in ("kernel", "body_sha256", "rung")
     ):
         raise CheckFailed(f"{name}: not a record; delete it and build again")
+    for rung in ON_GPUS:  # once of one GPU only, with no list
+        if isinstance(record.get(rung), dict):
+            record[rung] = [record[rung]]
     return record
 
 
@@ -67,14 +81,19 @@ def dump(record: Mapping[str, Any]) -> str:
 def current(
     record: Mapping[str, Any] | None, *, kernel: str, body_sha256: str
 ) -> Record:
-    """The record with only the evidence that was obtained with this body."""
-    rungs = {
-        rung: record[rung]
-        for rung in RUNGS
-        if record is not None
-        and isinstance(record.get(rung), dict)
-        and record[rung].get("body_sha256") == body_sha256
-    }
+    """The record with only the evidence that holds for this text."""
+    rungs: Record = {}
+    compiled = _object(record, "compiled")
+    if compiled.get("body_sha256") == body_sha256:
+        rungs["compiled"] = compiled
+    for rung in ABOVE_BUILD:
+        found = [
+            _for_text(entry, rungs.get("compiled", {}), body_sha256)
+            for entry in _entries(record, rung)
+            if _holds(entry, rungs.get("compiled", {}), body_sha256)
+        ]
+        if found:
+            rungs[rung] = found if rung in ON_GPUS else found[0]
     return {
         "kernel": kernel,
         "body_sha256": body_sha256,
@@ -92,6 +111,23 @@ def evidence(record: Mapping[str, Any]) -> Record:
     )
 
 
+def entry_of(record: Mapping[str, Any], rung: str) -> Mapping[str, Any]:
+    """The entry of a rung that stands for it: of several GPUs that with the largest error.
+
+    Empty where there is none.
+    """
+
+    def error(entry: Mapping[str, Any]) -> float:
+        return float((entry.get("worst") or {}).get("of_bound") or 0.0)
+
+    return max(_entries(record, rung), key=error, default={})
+
+
+def gpus(record: Mapping[str, Any], rung: str) -> tuple[str, ...]:
+    """The GPU models that a rung was reached on, by name."""
+    return tuple(entry["gpu"] for entry in _entries(record, rung))
+
+
 def merge_rung(
     record: Mapping[str, Any] | None,
     *,
@@ -100,13 +136,104 @@ def merge_rung(
     rung: str,
     result: Mapping[str, Any],
 ) -> Record:
-    """Add or replace one rung's object, and drop evidence for any other body."""
+    """Add or replace what a rung shows of a text, on one GPU where it takes one.
+
+    A compile keeps what ran of another text where device code and launch are the same. What does
+    not hold for this text is dropped.
+    """
     if rung not in RUNGS or rung == "rendered":
         raise ValueError(f"no such rung: {rung}")
+    if rung == "compiled":
+        return _compiled_again(record, kernel, {**result, "body_sha256": body_sha256})
     kept = current(record, kernel=kernel, body_sha256=body_sha256)
-    kept[rung] = {**result, "body_sha256": body_sha256}
+    entry = _about(result, kept.get("compiled", {}), body_sha256)
+    if rung in ON_GPUS:
+        others = [e for e in _entries(kept, rung) if e["gpu"] != entry["gpu"]]
+        kept[rung] = sorted([*others, entry], key=lambda each: str(each["gpu"]))
+    else:
+        kept[rung] = entry
     kept["rung"] = _highest(kept)
     return kept
+
+
+def _compiled_again(
+    record: Mapping[str, Any] | None, kernel: str, compiled: Mapping[str, Any]
+) -> Record:
+    """The record after a compile, with the entries that hold for its text."""
+    body = compiled["body_sha256"]
+    known = evidence(record) if record is not None else {}
+    before = known.get("compiled", {})
+    is_same_text = before.get("body_sha256") == body
+    made: Record = {"compiled": dict(compiled)}
+
+    def today(entry: Record) -> Record:
+        """An entry that names today's digests of the text that it held for."""
+        if entry["body_sha256"] == body:
+            return _about(entry, compiled, body)
+        if is_same_text and entry["ptx_sha256"] == compiled.get("ptx_sha256"):
+            return {**entry, "launch_sha256": compiled.get("launch_sha256")}
+        return entry
+
+    for rung in ABOVE_BUILD:
+        entries = [today(entry) for entry in _entries(known, rung)]
+        if entries:
+            made[rung] = entries if rung in ON_GPUS else entries[0]
+    return current(made, kernel=kernel, body_sha256=body)
+
+
+def _about(
+    result: Mapping[str, Any], compiled: Mapping[str, Any], body_sha256: str
+) -> Record:
+    """An entry for what ran a text, which names what it is about as far as that is known.
+
+    Another version of the DSL than the recorded compile's makes other device code of a text.
+    """
+    entry = {**result, "body_sha256": body_sha256}
+    dsl = result.get("dsl") or result.get("versions", {}).get("dsl")
+    same_code = entry.get("ptx_sha256") in (None, compiled.get("ptx_sha256"))
+    if dsl == compiled.get("dsl") and same_code:
+        known = {name: compiled.get(name) for name in (*DEVICE, HOST)}
+        entry |= {name: digest for name, digest in known.items() if digest}
+    return entry
+
+
+def _holds(
+    entry: Mapping[str, Any], compiled: Mapping[str, Any], body_sha256: str
+) -> bool:
+    """Whether an entry is about a text, or about the device code and the launch that it has."""
+    return entry.get("body_sha256") == body_sha256 or all(
+        entry.get(name) and entry.get(name) == compiled.get(name) for name in DEVICE
+    )
+
+
+def _for_text(
+    entry: Mapping[str, Any], compiled: Mapping[str, Any], body_sha256: str
+) -> Record:
+    """An entry without what it says of another host section than that of the text."""
+    if entry["body_sha256"] == body_sha256 or entry.get(HOST) == compiled.get(HOST):
+        return dict(entry)
+    found = {name: value for name, value in entry.items() if name not in OF_HOST}
+    if "cells" in found:
+        found["cells"] = [
+            {name: cell[name] for name in cell if name not in OF_HOST_IN_CELLS}
+            for cell in found["cells"]
+        ]
+    return found
+
+
+def _object(record: Mapping[str, Any] | None, name: str) -> Record:
+    """An object of a record; empty when it has none of that name."""
+    found = record.get(name) if record is not None else None
+    return found if isinstance(found, dict) else {}
+
+
+def _entries(record: Mapping[str, Any] | None, rung: str) -> list[Record]:
+    """What a record has of a rung above `compiled`, as a list; what is no entry is none."""
+    found = record.get(rung) if record is not None else None
+    if rung not in ON_GPUS:
+        return [found] if isinstance(found, dict) else []
+    entries = found if isinstance(found, list) else []
+    return [e for e in entries if isinstance(e, dict) and isinstance(e.get("gpu"), str)]
 
 
 def staleness(
@@ -125,8 +252,11 @@ def staleness(
 
 
 def _highest(rungs: Mapping[str, Any]) -> str:
+    """The highest rung that stands on those it needs, on the same GPU where both take one."""
     reached = ["rendered"]
     for rung, needed in RUNGS.items():
         if rung in rungs and all(lower in rungs for lower in needed):
-            reached.append(rung)
+            on_same = (set(gpus(rungs, low)) for low in needed if low in ON_GPUS)
+            if all(names & set(gpus(rungs, rung)) for names in on_same):
+                reached.append(rung)
     return reached[-1]

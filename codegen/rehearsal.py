@@ -12,7 +12,6 @@ PATH: an interpreter whose DSL, of that VERSION, compiles the kernel in place of
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import hashlib
 import json
@@ -50,6 +49,7 @@ from .emulator.scheduler import Completion, Order, Schedule
 from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .finding_names import names_of
+from .kernel_text import read_constants
 from .likeness import Inputs, ending
 from .processes import take_in_turn
 from .reference import EXP_ERRORS, Truth, truth
@@ -151,21 +151,6 @@ def plans_of(case: Case, number: int, plans: Sequence[Plan]) -> Sequence[Plan]:
         return plans
     first = number % (len(plans) - 1)
     return plans[first : first + 2]
-
-
-def read_constants(text: str) -> dict[str, Any]:
-    """A generated module's constants, SPEC among them: top-level names with literal values.
-
-    The text is not executed, so that this needs no DSL.
-    """
-    found: dict[str, Any] = {}
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            try:
-                found[node.targets[0].id] = ast.literal_eval(node.value)
-            except ValueError:
-                continue  # an expression, such as the DSL's type of DTYPE
-    return found
 
 
 @dataclass(frozen=True)

@@ -47,16 +47,11 @@ def kernel_of(name: str | Path) -> Path | None:
     return file if stem.isidentifier() and file.is_file() else None
 
 
-def record_for(stem: str, body_sha256: str) -> records.Record | None:
-    """What was proven of the packaged kernel of that name; None unless it has this very body.
-
-    Only evidence that names the body is in it: a file that was changed proves nothing.
-    """
+def record(stem: str) -> records.Record | None:
+    """The record of the packaged kernel of that name; None where there is none."""
     if kernel_of(stem) is None:
         return None
-    known = records.load(generated() / records.path_of(stem))
-    found = records.current(known, kernel=stem, body_sha256=body_sha256)
-    return found if found.keys() & records.RUNGS.keys() else None
+    return records.load(generated() / records.path_of(stem))
 
 
 def record_of_spec(stem: str, spec_sha256: str) -> records.Record | None:
@@ -68,7 +63,8 @@ def record_of_spec(stem: str, spec_sha256: str) -> records.Record | None:
     entry = lock.entries.get(f"{stem}.py")
     if entry is None or entry.spec != spec_sha256:
         return None
-    return record_for(stem, entry.body)
+    found = records.current(record(stem), kernel=stem, body_sha256=entry.body)
+    return found if found.keys() & records.RUNGS.keys() else None
 
 
 def rows() -> list[tuple[str, ...]]:

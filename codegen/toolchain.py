@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -23,6 +24,8 @@ from typing import Any
 
 from . import processes, sass
 from .arch import compiled_as
+from .emulator import host_process
+from .emulator.launch import LIBRARIES, Call, Called, write_runtime
 from .errors import CheckFailed, EnvironmentProblem, OutOfTime
 
 DSL = "nvidia-cutlass-dsl"
@@ -105,6 +108,7 @@ class CompileReport:
     loops: tuple[LoopReport, ...]  # by role and address
     wgmma: WgmmaReport
     ptx_sha256: str
+    launch_sha256: str = ""  # see `captures.launch_digest`; empty where it is not known
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""
@@ -141,6 +145,8 @@ class Listing:
     ptx: str
     usage: str
     disassembly: str
+    # What the calls of `fmha` did that were asked for; empty where one of them failed.
+    called: tuple[Called, ...] = ()
 
 
 def own_compiler() -> Compiler:
@@ -176,25 +182,32 @@ def listing(
     *,
     timeout: float = COMPILE_SECONDS,
     compiler: Compiler | None = None,
+    calls: Sequence[Call] = (),
 ) -> Listing:
     """Compile a module's text and disassemble its one kernel.
 
     compiler: whose DSL compiles, whatever its version; ours, of a supported version, when None.
-    The disassemblers are ours. Raises EnvironmentProblem when DSL or disassemblers are missing or
+    The disassemblers are ours. calls: of its `fmha`, made in the process that compiles it, with a
+    stand-in for the driver. Raises EnvironmentProblem when DSL or disassemblers are missing or
     unsupported, OutOfTime when the compile takes longer than that, and CheckFailed when the module
-    does not import, does not compile, or holds not exactly one kernel.
+    does not import, does not compile or holds not exactly one kernel.
     """
     compiler = compiler or own_compiler()
     tools = {name: require_tool(name) for name in TOOLS}
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
-        _run_worker(work, text, stem, arch, timeout, python=compiler.python)
+        called: tuple[Called, ...] = ()
+        if calls:
+            called = _run_host(work, text, stem, arch, timeout, calls)
+        else:
+            _run_worker(work, text, stem, arch, timeout, python=compiler.python)
         ptx = _only(work / "dump", "ptx", stem).read_text(encoding="utf-8")
         cubin = str(_only(work / "dump", "cubin", stem))
         return Listing(
             ptx,
             _tool_output([str(tools["cuobjdump"]), "--dump-resource-usage", cubin]),
             _tool_output([str(tools["nvdisasm"]), "--print-code", cubin]),
+            called,
         )
 
 
@@ -350,11 +363,42 @@ def _run_worker(
 
     export: path of an object file to write, and the name of its function.
     """
+    module = _written(work, text, stem)
+    command = [python, "-c", _WORKER, str(module), stem, *export]
+    _run(work, command, stem, timeout, _environment(arch, work / "dump", python))
+
+
+def _run_host(
+    work: Path, text: str, stem: str, arch: str, timeout: float, calls: Sequence[Call]
+) -> tuple[Called, ...]:
+    """The same, by the process that can call `fmha`, too; what the calls did, if none failed."""
+    module, requests, answers = _written(work, text, stem), work / "in", work / "out"
+    requests.write_text("".join(json.dumps(call) + "\n" for call in calls))
+    command = [sys.executable, "-m", host_process.__name__, str(module), "--ffi"]
+    command += ["--files", str(requests), str(answers)]
+    environment = _environment(arch, work / "dump", sys.executable)
+    environment |= {LIBRARIES: str(write_runtime(work))}
+    _run(work, command, stem, timeout, environment)
+    _compiled, *found = map(json.loads, answers.read_text().splitlines())
+    if any("error" in answer for answer in found):
+        return ()
+    return tuple(map(Called.from_json, found))
+
+
+def _written(work: Path, text: str, stem: str) -> Path:
     (work / "dump").mkdir()
     module = work / f"{stem}.py"
     module.write_text(text, encoding="utf-8")
-    command = [python, "-c", _WORKER, str(module), stem, *export]
-    environment = _environment(arch, work / "dump", python)
+    return module
+
+
+def _run(
+    work: Path,
+    command: Sequence[str],
+    stem: str,
+    timeout: float,
+    environment: Mapping[str, str],
+) -> None:
     ending = processes.run(command, timeout=timeout, env=environment, cwd=work)
     if ending.status is None:
         raise OutOfTime(f"{stem}: compiling took more than {timeout:g} s")

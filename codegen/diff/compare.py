@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from .. import records
+from .. import evidence, records
 from .kernels import KernelState
 from .source import Edit, edits
 
@@ -255,11 +255,8 @@ def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Value]
 
 
 def _error(state: KernelState) -> float | None:
-    for rung in ("validated", "emulated"):
-        worst = state.record.get(rung, {}).get("worst")
-        if worst and "of_bound" in worst:
-            return round(float(worst["of_bound"]), 2)
-    return None
+    worst = evidence.proof_of(state.record).get("worst") or {}
+    return round(float(worst["of_bound"]), 2) if "of_bound" in worst else None
 
 
 # --- what got worse --------------------------------------------------------------
@@ -336,14 +333,13 @@ def _due(
     if "validated" in after.record:
         return _still_valid(after, commands)
     if "validated" in proven:
-        if code == "comments":
+        if code == "comments" and after.compiled is None:
             reason = (
-                "for the record only: nothing but comments and docstrings differs from"
-                " the text that was validated"
+                "nothing but comments and docstrings differs from the text that was"
+                " validated: what ran stays where a build compiles it to the same"
             )
-        else:
-            reason = "no GPU has run this text"
-        return Due(True, reason, commands)
+            return Due(False, reason, (BUILD.format(path=after.path),))
+        return Due(True, "no GPU has run this code", commands)
     if before is None:
         return Due(bool(commands), "new: no GPU has run it", commands)
     if "emulated" in after.record or code == "same":
@@ -355,10 +351,16 @@ def _due(
 
 
 def _still_valid(state: KernelState, commands: tuple[str, ...]) -> Due:
-    ran, compiled = state.record["validated"], state.compiled or {}
+    ran, compiled = (
+        records.entry_of(state.record, "validated"),
+        state.compiled or {},
+    )
     where = f"{ran['cases']} cases on {ran['gpu']}"
+    this = "this text is"
+    if ran["body_sha256"] != state.body:
+        this = "device code and launch are"
     if compiled.get("dsl", ran["dsl"]) == ran["dsl"]:
-        return Due(False, f"this text is validated: {where}", commands)
+        return Due(False, f"{this} validated: {where}", commands)
     versions = f"CuTe DSL {ran['dsl']}, and is now compiled by {compiled['dsl']}"
     again = RENEWED_BY["validated"].format(path=state.path)
     return Due(True, f"validated ({where}) with {versions}", (again, *commands))

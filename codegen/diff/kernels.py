@@ -11,12 +11,13 @@ import ast
 import functools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from .. import records, toolchain
 from ..errors import CheckFailed
+from ..kernel_text import host_digest
 from ..render import body_digest, stated_digests
 
 Loops = Mapping[str, Mapping[str, int]]
@@ -32,9 +33,9 @@ class KernelState:
     """A kernel as one side has it.
 
     origin: where the text is from, for people. path: what to give to `fmha-gen validate`. record:
-    only the evidence that was obtained with this text. compiled: as `CompileReport.to_json` has
-    it, from the record or from a compile of today, None when nobody measured. failures: why it
-    cannot ship.
+    only what holds for this text. compiled: as `CompileReport.to_json` has it, from the
+    record or from a compile of today, None when nobody measured. recorded: all that the record's
+    file has. failures: why it cannot ship.
     """
 
     stem: str
@@ -43,6 +44,7 @@ class KernelState:
     path: str
     record: records.Record
     compiled: Mapping[str, Any] | None = None
+    recorded: Mapping[str, Any] | None = None
     failures: tuple[str, ...] = ()
     built: bool = True
 
@@ -186,15 +188,41 @@ def of_text(
     origin: str,
     path: str,
 ) -> KernelState:
-    """A kernel of a text; of the record counts what was obtained with this text."""
+    """A kernel of a text; of the record counts what holds for this text."""
     evidence = records.current(record, kernel=stem, body_sha256=body_digest(text))
-    return KernelState(stem, text, origin, path, evidence, _compiled(evidence))
+    return KernelState(stem, text, origin, path, evidence, _compiled(evidence), record)
+
+
+def with_compile(
+    state: KernelState, report: toolchain.CompileReport | None
+) -> KernelState:
+    """A state that was compiled today, with what ran of another text as far as that holds.
+
+    A compile by another version of the DSL than the recorded one says nothing about what ran.
+    """
+    if report is None:
+        return replace(state, compiled=None)
+    data = report.to_json()
+    known = dict((state.recorded or {}).get("compiled", {}))
+    if known.get("dsl") != report.dsl:
+        return replace(state, compiled=data)
+    result = {**data, records.HOST: host_digest(state.text)}
+    if "shared_bytes" in known:
+        result["shared_bytes"] = state.shared_bytes
+    record = records.merge_rung(
+        state.recorded,
+        kernel=state.stem,
+        body_sha256=state.body,
+        rung="compiled",
+        result=result,
+    )
+    return replace(state, compiled=data, record=record)
 
 
 def _compiled(evidence: records.Record) -> Mapping[str, Any] | None:
     """What a record says of a compile; None when it is not said the way it is today."""
     said = dict(evidence.get("compiled", {}))
-    for name in ("body_sha256", "shared_bytes"):  # the record's own
+    for name in ("body_sha256", "shared_bytes", records.HOST):  # the record's own
         said.pop(name, None)
     if any("role" not in loop for loop in said.get("loops", ())):
         said["loops"] = []  # counted in another way: not to be compared

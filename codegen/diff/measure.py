@@ -10,7 +10,7 @@ from .. import build, manifest
 from ..arch import ARCHITECTURES
 from ..errors import CheckFailed
 from ..executor import HERE, Executor
-from .kernels import KernelState
+from .kernels import KernelState, with_compile
 
 
 def measure(
@@ -37,8 +37,7 @@ def measure(
     )
     return [
         replace(
-            state,
-            compiled=kernel.report.to_json() if kernel.report else None,
+            with_compile(state, kernel.report),
             failures=(*state.failures, *kernel.failures),
         )
         for state, kernel in zip(states, kernels, strict=True)

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process behind `launch.HostProgram`: compiles a module, runs its host function, tells.
 
-``python -m fmha_gen.emulator.host_process MODULE.py [--ffi]`` writes a line of JSON when the module
-is compiled; then each line read, a call of `fmha` (see `launch.call`) or a list of arguments of the
-host function, is answered by a line with what it launched. The environment, `CUTE_DSL_LIBS` above
-all, is set by the caller.
+``python -m fmha_gen.emulator.host_process MODULE.py [--ffi] [--files REQUESTS ANSWERS]`` writes a
+line of JSON when the module is compiled; then each line read, a call of `fmha` (see `launch.call`)
+or a list of arguments of the host function, is answered by a line with what it launched. Lines come
+from standard input and go to standard output, unless files are named. The environment,
+`CUTE_DSL_LIBS` above all, is set by the caller.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import importlib
 import importlib.util
@@ -468,10 +470,20 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO, *, ffi: bool) ->
 
 
 def main() -> None:
-    """Serve on what were standard input and output; whatever else prints goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    """See the module; whatever else prints goes to standard error."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("module", type=Path)
+    parser.add_argument("--ffi", action="store_true")
+    parser.add_argument("--files", nargs=2, type=Path)
+    options = parser.parse_args()
+    if options.files:
+        requests, answers = options.files
+        with requests.open(encoding="utf-8") as lines, answers.open("w") as told:
+            serve(options.module, lines, told, ffi=options.ffi)
+        return
+    told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(Path(sys.argv[1]), sys.stdin, answers, ffi="--ffi" in sys.argv[2:])
+    serve(options.module, sys.stdin, told, ffi=options.ffi)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from ..build import COMPILE_SOURCES, compile_task
 from ..emulator.scheduler import Completion
 from ..errors import CheckFailed
 from ..executor import Local, Task, in_order
+from ..kernel_text import read_constants
 from ..processes import run_worker
-from ..rehearsal import read_constants
 from ..render import body_digest
 from . import document, environments
 from .cells import Cell, Kind, judge

@@ -16,7 +16,7 @@ from ..bench.problems import Problem
 from ..errors import CheckFailed, Diagnostic, SpecError
 from ..executor import HERE, Executor, Task
 from ..gpu import find_gpu
-from ..rehearsal import read_constants
+from ..kernel_text import read_constants
 from ..spec import SpecFile, load_specs
 from ..validate import require_gpu
 from . import board

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .. import evidence, render
+from .. import evidence, records, render
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from .source import Source
@@ -133,14 +133,14 @@ def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
     if edited:
         return name, words, EDITED, *[evidence.NOTHING] * 4
     record = state.record
-    ran = record.get("validated", {})
-    proof = ran or record.get("emulated", {})
+    ran, proof = records.entry_of(record, "validated"), evidence.proof_of(record)
     known = proof or record.get("compiled", {})
     return (
         name,
         words,
         record["rung"],
-        ran.get("gpu", evidence.NOT_RUN if proof else evidence.NOTHING),
+        ", ".join(records.gpus(record, "validated"))
+        or (evidence.NOT_RUN if proof else evidence.NOTHING),
         ran.get("driver", evidence.NOTHING),
         known.get("dsl", evidence.NOTHING),
         evidence.over_bound(proof.get("worst")),

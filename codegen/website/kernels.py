@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +48,12 @@ class Kernel:
     @property
     def cells(self) -> Sequence[bench.Cell]:
         """What was timed; empty when nothing was."""
-        found: Sequence[bench.Cell] = self.record.get("benchmarked", {}).get(
-            "cells", ()
-        )
+        return [cell for run in self.runs for cell in run["cells"]]
+
+    @property
+    def runs(self) -> Sequence[Mapping[str, Any]]:
+        """What was timed, on each GPU."""
+        found: Sequence[Mapping[str, Any]] = self.record.get("benchmarked", ())
         return found
 
 
@@ -135,10 +138,7 @@ def context(kernel: Kernel) -> dict[str, Any]:
         ],
         "instructions": _instructions(kernel.record),
         "emulated": _emulated(kernel.record),
-        "benchmarked": kernel.record.get("benchmarked"),
-        "cells": [_cell(cell) for cell in kernel.cells],
-        "bench": [figure(bench.bench(kernel.cells))] if kernel.cells else [],
-        "absent": _absent(kernel.record),
+        "runs": [_run(run) for run in kernel.runs],
     }
 
 
@@ -178,14 +178,25 @@ def _cell(cell: bench.Cell) -> Row:
         f"{cell['graph_tflops']:.0f}",
         peers,
         f"{bench.ratio(cell):.2f} of {name}",
-        f"{cell['eager_tflops']:.0f}",
+        _of_host(cell, "eager_tflops", ".0f"),
         f"{cell['burst_tflops']:.0f}",
         f"{cell['sustained_tflops']:.0f}",
-        f"{cell['host_us']:.1f}",
+        _of_host(cell, "host_us", ".1f"),
     )
 
 
-def _absent(record: records.Record) -> list[str]:
-    """Peers that could not be timed."""
-    versions = record.get("benchmarked", {}).get("versions", {})
-    return sorted(name for name, version in versions.items() if version is None)
+def _of_host(cell: bench.Cell, name: str, form: str) -> str:
+    """A figure that is known while the host section is the one that was timed."""
+    return format(cell[name], form) if name in cell else evidence.NOTHING
+
+
+def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+    """What was timed on one GPU."""
+    versions = run["versions"].items()
+    return {
+        "about": run,
+        "cells": [_cell(cell) for cell in run["cells"]],
+        "bench": [figure(bench.bench(run["cells"]))] if run["cells"] else [],
+        # Peers that could not be timed.
+        "absent": sorted(name for name, version in versions if version is None),
+    }

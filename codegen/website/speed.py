@@ -29,9 +29,9 @@ class Machine:
     tflops: dict[Problem, dict[str, float]] = field(default_factory=dict)
     ours: dict[Problem, str] = field(default_factory=dict)
 
-    def add(self, kernel: Kernel) -> None:
-        """Take what the record of one of the kernels says."""
-        for cell in kernel.cells:
+    def add(self, kernel: Kernel, timed: Mapping[str, Any]) -> None:
+        """Take what the record of one of the kernels says of this machine."""
+        for cell in timed["cells"]:
             problem = _problem(kernel, cell)
             known = self.tflops.setdefault(problem, {})
             if cell["graph_tflops"] > known.get(OURS, 0.0):
@@ -51,10 +51,10 @@ def sections(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     """What the template reads: for each machine its pictures, and a row for each problem."""
     machines: dict[str, Machine] = {}
     for kernel in kernels:
-        if timed := kernel.record.get("benchmarked"):
+        for timed in kernel.runs:
             title = ", ".join(_title(timed))
             absent = sorted(n for n, v in timed["versions"].items() if v is None)
-            machines.setdefault(title, Machine(title, absent)).add(kernel)
+            machines.setdefault(title, Machine(title, absent)).add(kernel, timed)
     return [
         {
             "title": machine.title,

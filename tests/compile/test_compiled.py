@@ -16,7 +16,7 @@ import pytest
 import support
 from fmha_gen import build, toolchain
 from fmha_gen.executor import Local
-from fmha_gen.rehearsal import read_constants
+from fmha_gen.kernel_text import read_constants
 from support import GENERATED, SHIPPED, SPECS
 
 ALONE = Path(__file__).with_name("alone.py")

@@ -100,7 +100,13 @@ def report(
     )
     wgmma = toolchain.WgmmaReport(40, 5, 1, 40, 5, 1, 0)
     return fake.report(
-        **{"instructions": counts, "loops": loops, "wgmma": wgmma, **changes}
+        **{
+            "instructions": counts,
+            "loops": loops,
+            "wgmma": wgmma,
+            "launch_sha256": "1" * 64,
+            **changes,
+        }
     )
 
 

@@ -173,7 +173,7 @@ def test_two_revisions(specs, git, compiler) -> None:
     assert known["rung"] == ("validated", "emulated")
     assert kernel["validation"] == {
         "due": True,
-        "reason": "no GPU has run this text",
+        "reason": "no GPU has run this code",
         "commands": ["fmha-gen validate specs/a.yaml"],
     }
     assert compiler.compiled == []
@@ -241,18 +241,40 @@ def test_kernels_in_a_folder_below_are_others(specs, git) -> None:
     assert compared("built", "HEAD", "generated/old/").keys() == {"a"}
 
 
-def test_a_comment_is_no_change_of_the_code(specs) -> None:
+def test_a_comment_is_no_change_of_the_code(specs, compiler) -> None:
     (specs / "a.yaml").write_text("2 Loads one tile.\n")
     (kernel,) = compared().values()
     assert kernel["code"] == "comments"
-    assert kernel["validation"]["due"]
-    assert kernel["validation"]["reason"].startswith("for the record only")
+    assert facts(kernel)["rung"] == ("validated", "validated")
+    assert kernel["validation"] == {
+        "due": False,
+        "reason": "device code and launch are validated: 15 cases on NVIDIA H200",
+        "commands": [],
+    }
+    (kernel,) = compared("--no-compile").values()
+    assert not kernel["validation"]["due"]
+    assert kernel["validation"]["commands"] == ["fmha-gen build specs/a.yaml"]
     text = run().stdout
     assert (
         "Only comments and docstrings differ. The PTX is the same, byte for byte."
         in text
     )
     assert "No difference in 1 other kernel." in text
+
+
+def test_another_launch_of_the_same_code_is_due(specs, compiler) -> None:
+    (specs / "a.yaml").write_text("2 Loads one tile.\n")
+    compiler.reports["a"] = model.report(launch_sha256="2" * 64)
+    (kernel,) = compared().values()
+    assert facts(kernel)["rung"] == ("validated", "compiled")
+    assert kernel["validation"] == {
+        "due": True,
+        "reason": "no GPU has run this code",
+        "commands": [
+            f"fmha-gen {command} specs/a.yaml"
+            for command in ("build", "emulate", "validate")
+        ],
+    }
 
 
 # --- two paths -------------------------------------------------------------------

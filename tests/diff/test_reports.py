@@ -33,11 +33,8 @@ def state(
     known = model.record(stem, proven or text, *rungs, compiled=compiled)
     found = kernels.of_text(stem, text, known, origin=origin, path=f"specs/{stem}.yaml")
     if found.compiled is None and compiled is not None:  # measured just now
-        found = replace(
-            found,
-            compiled=compiled.to_json() | {"ptx_sha256": model.ptx_of(text)},
-            built=False,
-        )
+        made = replace(compiled, ptx_sha256=model.ptx_of(text))
+        found = replace(kernels.with_compile(found, made), built=False)
     return found
 
 
@@ -52,8 +49,8 @@ def one_number() -> list[KernelChange]:
 def comment_only() -> list[KernelChange]:
     old, new = model.kernel("a"), model.kernel("a", comment="Loads one tile.")
     before = state("a", old, "emulated", "validated")
-    made = model.report()
-    return [compare(before, state("a", new, origin="v2", compiled=made, proven=old))]
+    known = {"origin": "v2", "compiled": model.report(), "proven": old}
+    return [compare(before, state("a", new, "emulated", "validated", **known))]
 
 
 def spill() -> list[KernelChange]:

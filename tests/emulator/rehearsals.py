@@ -12,7 +12,8 @@ from fmha_gen import captures
 from fmha_gen.cases import Case, cases_for, tiles_of
 from fmha_gen.coverage import rows_stored, walked
 from fmha_gen.emulator import lower, ptx, walk
-from fmha_gen.rehearsal import Rehearsal, read_constants
+from fmha_gen.kernel_text import read_constants
+from fmha_gen.rehearsal import Rehearsal
 from fmha_gen.tensors import arguments, make_problem
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
-from fmha_gen.rehearsal import read_constants, schedules
+from fmha_gen.kernel_text import read_constants
+from fmha_gen.rehearsal import schedules
 from fmha_gen.tensors import FROM_BITS
 
 from tests.emulator.rehearsals import rehearsals

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import cases, rehearsal, render
+from fmha_gen import cases, kernel_text, rehearsal, render
 from fmha_gen.processes import of_kind, read_events
 
 EAGER = ("--completion", "eager")
@@ -15,7 +15,7 @@ def findings(folder, stem, text, tag):
     """Of the case `tag` of a kernel, under one schedule."""
     kernel, events = folder / f"{stem}.py", folder / "events.jsonl"
     kernel.write_text(text, encoding="utf-8")
-    constants = rehearsal.read_constants(text)
+    constants = kernel_text.read_constants(text)
     found = cases.cases_for(constants["SPEC"], cases.tiles_of(constants))
     (name,) = (
         case.name

@@ -8,7 +8,8 @@ from fmha_gen import captures
 from fmha_gen.cases import tiles_of, walks_for
 from fmha_gen.coverage import walked
 from fmha_gen.emulator import ptx, walk
-from fmha_gen.rehearsal import read_constants, schedules
+from fmha_gen.kernel_text import read_constants
+from fmha_gen.rehearsal import schedules
 from fmha_gen.tensors import arguments
 
 from tests.emulator.rehearsals import tagged

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import captures, rehearsal
+from fmha_gen import captures, kernel_text, rehearsal
 from fmha_gen.emulator import machine, ptx
 from fmha_gen.emulator.lower import lower
 from fmha_gen.emulator.report import Names
@@ -26,7 +26,7 @@ SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
 def test_every_barrier_tile_and_role_has_a_name(path: Path):
     text = path.read_text(encoding="utf-8")
     names = names_of(text)
-    constants = rehearsal.read_constants(text)
+    constants = kernel_text.read_constants(text)
     rings = {name.split()[0] for name in names.barriers.values()}
     assert {"q"} < rings and ("kv" in rings) != ("k" in rings)
     assert len([n for n in names.barriers.values() if n.startswith("q full")]) == (

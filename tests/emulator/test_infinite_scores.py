@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures, rehearsal, tensors
+from fmha_gen import captures, kernel_text, rehearsal, tensors
 from fmha_gen.cases import Case
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.lower import lower
@@ -44,7 +44,7 @@ def hidden_keys(kv: int, block: int) -> list[np.ndarray]:
 
 def make(stem: str) -> rehearsal.Rehearsal:
     path = support.GENERATED / f"{stem}.py"
-    constants = rehearsal.read_constants(path.read_text(encoding="utf-8"))
+    constants = kernel_text.read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], rehearsal.tiles_of(constants)
     wanted = {"q": 40, "kv": (BLOCKS - 1) * tiles.kv + 16}
     q, kv = (

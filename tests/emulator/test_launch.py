@@ -12,8 +12,8 @@ from fmha_gen.cases import Case, tiles_of
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch, open_host_program
 from fmha_gen.emulator.tma import TensorMap
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.plan import resolve
-from fmha_gen.rehearsal import read_constants
 from fmha_gen.spec import load_specs
 
 DATA = Path(__file__).parent / "data"

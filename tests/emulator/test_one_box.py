@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import cases, plan, rehearsal, render
+from fmha_gen import cases, kernel_text, plan, rehearsal, render
 from fmha_gen.planning import sm90_context, sm100_context
 from fmha_gen.processes import of_kind, read_events
 
@@ -65,7 +65,7 @@ def walk_findings(folder, text):
     path, events = folder / "candidate.py", folder / "events.jsonl"
     path.write_text(text, encoding="utf-8")
     events.unlink(missing_ok=True)
-    constants = rehearsal.read_constants(text)
+    constants = kernel_text.read_constants(text)
     walks = cases.walks_for(constants["SPEC"], cases.tiles_of(constants))
     (name,) = (case.name for case in walks if case.name.startswith("sms_132_"))
     rehearsal.main([str(path), str(events), "--case", name])

@@ -7,7 +7,7 @@ from collections import defaultdict
 
 import pytest
 import support
-from fmha_gen import rehearsal
+from fmha_gen import kernel_text, rehearsal
 from fmha_gen.emulator.copies import Copies
 
 ELEMENT_BYTES = 2
@@ -75,7 +75,7 @@ class Recorder:
 @pytest.mark.parametrize("stem", KERNELS)
 def test_loads(monkeypatch, tmp_path, stem):
     kernel = support.GENERATED / f"{stem}.py"
-    constants = rehearsal.read_constants(kernel.read_text("utf-8"))
+    constants = kernel_text.read_constants(kernel.read_text("utf-8"))
     case = rehearsal.cases_for(constants["SPEC"], rehearsal.tiles_of(constants))[0]
     recorder = Recorder(monkeypatch, stem)
     options = ["--case", case.name, "--schedules", "0", "--completion", "eager"]

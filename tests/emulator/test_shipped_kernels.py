@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fmha_gen import captures, emulate, records, rehearsal
+from fmha_gen import captures, emulate, kernel_text, records, rehearsal
 from fmha_gen.cases import cases_for, tiles_of
 from fmha_gen.executor import Local
 from fmha_gen.processes import of_kind, read_events
@@ -56,7 +56,7 @@ def rehearse(monkeypatch, folder, damage, *options):
     monkeypatch.setattr(captures, "capture", damaged)
     events = folder / "events.jsonl"
     events.unlink(missing_ok=True)
-    spec = rehearsal.read_constants(SMALL.read_text(encoding="utf-8"))
+    spec = kernel_text.read_constants(SMALL.read_text(encoding="utf-8"))
     case = cases_for(spec["SPEC"], tiles_of(spec))[0].name
     rehearsal.main([str(SMALL), str(events), "--case", case, *options])
     monkeypatch.setattr(captures, "capture", original)

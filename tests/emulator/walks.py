@@ -12,7 +12,7 @@ from fmha_gen import captures
 from fmha_gen.cases import Tiles, tiles_of
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
-from fmha_gen.rehearsal import read_constants
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.schedule_check import schedule_findings
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"

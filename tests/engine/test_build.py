@@ -215,12 +215,12 @@ def test_an_orphan_goes_with_its_record_and_is_told(parts, specs, out):
     assert fake.contents(out).keys() == {"MANIFEST.lock", "b.py", "records/b.json"}
 
 
-def add_rung(out: Path, stem: str, rung: str) -> None:
+def add_rung(out: Path, stem: str, rung: str, **result: object) -> None:
     path = out / "records" / f"{stem}.json"
     record = fake.record(out, stem)
     body = record["body_sha256"]
     record = records.merge_rung(
-        record, kernel=stem, body_sha256=body, rung=rung, result={}
+        record, kernel=stem, body_sha256=body, rung=rung, result={"gpu": "it", **result}
     )
     path.write_text(records.dump(record))
 
@@ -456,6 +456,39 @@ def test_evidence_survives_exactly_as_long_as_the_body(parts, specs, out):
     assert [k.rung for k in result.kernels] == ["validated", "compiled"]
     assert "validated" not in fake.record(out, "b")
     assert run(parts, [specs], out, compile=False).kernels[0].rung == "validated"
+
+
+def test_what_ran_holds_for_every_text_of_its_code_and_launch(specs, out):
+    """Texts differ here, and reports do not, as of a comment."""
+    same = fake.Parts(dict.fromkeys("ab", fake.report(launch_sha256="l" * 64)))
+    run(same, [specs], out)
+    for stem in "ab":
+        add_rung(out, stem, "validated", dsl=fake.report().dsl)
+    before = fake.record(out, "a")
+    (specs / "a.yaml").write_text("256\n")
+    assert run(same, [specs], out, check=True).kernels[0].rung == "validated"
+    assert run(same, [specs], out).kernels[0].rung == "validated"
+    after = fake.record(out, "a")
+    assert after["validated"] == before["validated"]
+    assert after["body_sha256"] != before["body_sha256"]
+    assert run(same, [specs], out, check=True).changes == ()
+    other = fake.Parts({"a": fake.report(launch_sha256="m" * 64)}, "tools-2")
+    (specs / "a.yaml").write_text("512\n")
+    assert run(other, [specs], out).kernels[0].rung == "compiled"
+
+
+def test_without_a_compile_what_ran_waits_for_one(specs, out):
+    same = fake.Parts(dict.fromkeys("ab", fake.report(launch_sha256="l" * 64)))
+    run(same, [specs], out)
+    add_rung(out, "a", "validated", dsl=fake.report().dsl)
+    before = fake.record(out, "a")
+    (specs / "a.yaml").write_text("256\n")
+    result = run(same, [specs], out, compile=False)
+    assert result.kernels[0].rung == "rendered"
+    assert fake.record(out, "a") == before
+    assert run(same, [specs], out, compile=False, check=True).changes == ()
+    assert run(same, [specs], out).kernels[0].rung == "validated"
+    assert fake.record(out, "a")["validated"] == before["validated"]
 
 
 def test_a_compile_by_another_dsl_does_not_rewrite_the_record(parts, specs, out):

@@ -60,11 +60,33 @@ def test_adopts_nothing_about_another_text(packaged: Path, tmp_path: Path) -> No
     assert built(tmp_path)["rung"] == "compiled"
 
 
+def test_adopts_what_is_about_the_code_of_another_text(
+    packaged: Path, tmp_path: Path
+) -> None:
+    """Names or comments are others here; what the kernel compiles to is not."""
+    record = fake.record(packaged, "a")
+    code = {name: record["compiled"][name] for name in ("ptx_sha256", "dsl")}
+    code["launch_sha256"] = "l" * 64
+    record["compiled"] |= code
+    record["validated"][0] |= code
+    write(packaged, record)
+    (tmp_path / "specs" / "a.yaml").write_text("65\n")
+    assert built(tmp_path, compile=False)["rung"] == "rendered"
+    parts = fake.Parts({"a": fake.report(launch_sha256="l" * 64)})
+    build.build([tmp_path / "specs"], tmp_path / "h", engine=parts.engine())
+    adopted = fake.record(tmp_path / "h", "a")
+    assert adopted["rung"] == "validated"
+    assert adopted["validated"] == record["validated"]
+    assert (
+        "emulated" not in adopted
+    )  # of which the record does not say what it is about
+
+
 def test_trusts_each_rung_by_its_own_digest_and_no_claim(
     packaged: Path, tmp_path: Path
 ) -> None:
     record = fake.record(packaged, "a")
-    record["validated"]["body_sha256"] = "0" * 64
+    record["validated"][0]["body_sha256"] = "0" * 64
     write(packaged, record | {"rung": "benchmarked", "other": "text"})
     adopted = built(tmp_path)
     assert adopted["rung"] == "emulated"

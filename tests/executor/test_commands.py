@@ -215,7 +215,7 @@ def test_validate(
     _, failures, files = here
     assert "/wrong.py: c: error 2 is more than 1" in failures
     record = json.loads(files["records/good.json"])
-    assert record["validated"]["driver"] == ModelGauge.driver
+    assert record["validated"][0]["driver"] == ModelGauge.driver
 
 
 def test_a_worker_that_only_says_that_it_has_a_gpu(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from fmha_gen import captures
 from fmha_gen.cases import Case, Data, cases_for, tiles_of
-from fmha_gen.rehearsal import read_constants
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.render import body_digest
 from fmha_gen.tensors import arguments, make_problem
 from fmha_gen.verify import sha256

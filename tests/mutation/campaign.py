@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fmha_gen import captures, rehearsal
+from fmha_gen import captures, kernel_text, rehearsal
 from fmha_gen.cases import Case, cases_for
 from fmha_gen.emulator import lower, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch
@@ -83,7 +83,7 @@ class Subject:
         """Captures the launches of its cases, or of `only` one."""
         self.path = GENERATED / f"{stem}.py"
         self.source = self.path.read_text(encoding="utf-8")
-        constants = rehearsal.read_constants(self.source)
+        constants = kernel_text.read_constants(self.source)
         self.spec = constants["SPEC"]
         self.tiles = rehearsal.tiles_of(constants)
         every = [x for x in cases_for(self.spec, self.tiles) if x.emulated]

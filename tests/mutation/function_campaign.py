@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 from fmha_gen import captures, emulate
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.rehearsal import read_constants
+from fmha_gen.kernel_text import read_constants
 
 from . import emulation, function_mutants
 from .campaign import GENERATED, SAME, command

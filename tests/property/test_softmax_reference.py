@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import rehearsal, tensors
+from fmha_gen import kernel_text, tensors
 
 KERNEL = support.GENERATED / "sm100_d128_bf16_causal_gqa4_lse.py"
-CONSTANTS = rehearsal.read_constants(KERNEL.read_text(encoding="utf-8"))
+CONSTANTS = kernel_text.read_constants(KERNEL.read_text(encoding="utf-8"))
 FAR = np.float32(CONSTANTS["FAR_REFERENCE"])
 SLACK = np.float32(CONSTANTS["RESCALE_SLACK"])
 UNSET = np.float32(CONSTANTS["NO_REFERENCE"])

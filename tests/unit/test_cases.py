@@ -27,7 +27,7 @@ from fmha_gen.cases import (
     walks_for,
     work_tiles,
 )
-from fmha_gen.rehearsal import read_constants
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.tensors import arguments
 
 KERNELS = {

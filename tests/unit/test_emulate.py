@@ -186,12 +186,15 @@ def run(*kernels: Path, choice: Choice = WHOLE) -> list[emulate.Outcome]:
     return emulate.emulate(kernels, choice=choice, timeout=60, worker=worker)
 
 
+WAS = {"was": 1, "gpu": "it"}
+
+
 def seed_record(folder: Path, kernel: Path, *rungs: str) -> None:
     record: Any = None
     digest = body_digest(kernel.read_text(encoding="utf-8"))
     for rung in rungs:
         record = records.merge_rung(
-            record, kernel=kernel.stem, body_sha256=digest, rung=rung, result={"was": 1}
+            record, kernel=kernel.stem, body_sha256=digest, rung=rung, result=WAS
         )
     (folder / "records").mkdir(exist_ok=True)
     path = folder / records.path_of(kernel.stem)
@@ -221,7 +224,7 @@ def test_a_failure_takes_back_this_rung_and_not_what_hardware_said(
     run(kernel)
     left = records.load(tmp_path / "records/x.json")
     assert left is not None and "emulated" not in left
-    assert left["rung"] == "validated" and left["validated"]["was"] == 1
+    assert left["rung"] == "validated" and left["validated"][0]["was"] == 1
 
 
 def test_a_replay_leaves_the_record_alone_and_reaches_the_process(

@@ -272,8 +272,8 @@ def test_evidence(tmp_path: Path) -> None:
     assert "rung validated compiled for sm_90a" in text
     assert "validated 25 cases on NVIDIA H200; " in text
     assert "worst error 0.00312, 0.52 of its bound, in steep" in text
-    assert "memcheck not run" in text
-    record["validated"] = {**record["validated"], "body_sha256": "0" * 64}
+    assert "memcheck not run; 57 misuses refused" in text
+    record["validated"] = [{**VALIDATED, "body_sha256": "0" * 64}]
     assert shown(record).startswith("Evidence rung compiled (stale: its record holds")
     other = {
         "kernel": "plain",
@@ -308,5 +308,6 @@ VALIDATED = {
     },
     "lse_worst": None,
     "repeats": 20,
+    "misuses": 57,
     "sanitizer": None,
 }

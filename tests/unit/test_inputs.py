@@ -12,8 +12,8 @@ import support
 from fmha_gen.cases import Case, Tiles, cases_for, residues, tiles_of
 from fmha_gen.compare import judge_output
 from fmha_gen.inputs import FAR, GUARD, place_tensors, values
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.reference import truth, visible
-from fmha_gen.rehearsal import read_constants
 from right_kernel import rounded
 
 SPEC = {

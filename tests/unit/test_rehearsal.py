@@ -20,13 +20,13 @@ from fmha_gen.emulator.ptx import Instruction
 from fmha_gen.emulator.report import Finding, Kind
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.emulator.writes import Writer, Writes
+from fmha_gen.kernel_text import read_constants
 from fmha_gen.rehearsal import (
     MOST_ELEMENTS,
     Rehearsal,
     main,
     name_of,
     plans_of,
-    read_constants,
     rehearse,
     schedules,
     tiles_of,

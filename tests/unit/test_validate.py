@@ -232,7 +232,7 @@ def test_records_are_written_for_those_that_passed(tmp_path: Path) -> None:
     record = records.load(tmp_path / "records/good.json")
     assert record is not None and outcomes[0].result is not None
     digest = body_digest(good.read_text(encoding="utf-8"))
-    assert record["validated"] == {**outcomes[0].result, "body_sha256": digest}
+    assert record["validated"] == [{**outcomes[0].result, "body_sha256": digest}]
     assert (tmp_path / "records/also.json").exists()
     assert not (tmp_path / "records/bad.json").exists()
 
@@ -259,7 +259,7 @@ def test_a_failure_takes_back_the_rung_and_those_above_it(tmp_path: Path) -> Non
     record: Any = None
     for rung in ("compiled", "validated", "benchmarked"):
         record = records.merge_rung(
-            record, kernel="x", body_sha256=digest, rung=rung, result={}
+            record, kernel="x", body_sha256=digest, rung=rung, result={"gpu": "it"}
         )
     assert record["rung"] == "benchmarked"
     (tmp_path / "records").mkdir()

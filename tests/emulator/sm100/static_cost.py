@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmha_gen import captures, rehearsal, sass, toolchain
+from fmha_gen import captures, kernel_text, sass, toolchain
 from fmha_gen.cases import DYNAMIC
 from fmha_gen.emulator import launch
 
@@ -203,7 +203,7 @@ def main(arguments: Sequence[str]) -> None:
     """Print a table per kernel."""
     site, *kernels = arguments
     for path in map(Path, kernels or [str(OURS)]):
-        constants = rehearsal.read_constants(path.read_text(encoding="utf-8"))
+        constants = kernel_text.read_constants(path.read_text(encoding="utf-8"))
         spec = constants["SPEC"]
         with tempfile.TemporaryDirectory() as folder:
             peer = measure(write_peer(site, spec, Path(folder)), spec)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures, cases, rehearsal, tensors
+from fmha_gen import captures, cases, kernel_text, rehearsal, tensors
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.lower import lower
 
@@ -27,7 +27,7 @@ LARGE_DIMS = 8
 def make(stem, fill):
     """The kernel and a problem whose Q, K and V are what `fill` makes of random ones."""
     path = support.GENERATED / f"{stem}.py"
-    constants = rehearsal.read_constants(path.read_text(encoding="utf-8"))
+    constants = kernel_text.read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], cases.tiles_of(constants)
     case = cases.Case("extreme", 1, 1, ROWS, KEYS, sm_count=1)
     problem = tensors.make_problem(spec, tiles, case)
