@@ -60,7 +60,6 @@ def common_context(
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
-        "seeing": "position" if traits.pack_gqa else "row",  # that sees keys
         **_counting(traits),
         **_lengths(traits),
         **_units(traits),
@@ -83,14 +82,13 @@ def _counting(traits: Traits) -> dict[str, str]:
     """What decides how many KV blocks a tile has: all CTAs of a cluster walk the same ones."""
     q_tile = "q_tile // CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "q_tile"
     end = f"({q_tile} + 1) * {traits.positions_of_cluster}"
-    what = "position" if traits.pack_gqa else "row"
     problem = traits.needs_problem
     return {
         "count_args": listed(
             [end] if traits.causal else [], ["problem"] if problem else []
         ),
         "count_params": listed(
-            [f"end_{what}: Int32"] if traits.causal else [],
+            ["end: Int32"] if traits.causal else [],
             ["problem: Problem"] if problem else [],
         ),
     }

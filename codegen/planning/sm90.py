@@ -393,7 +393,7 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         stages = sizes.k_stages if name == "k" else sizes.v_stages
         yield Barrier(f"{name}_full", stages, 1, full, "consumers")
         yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
-    if traits.order_barrier:
+    if traits.takes_turns:
         turn = "256 threads: a warpgroup and the one before it"
         yield Barrier("order", warpgroups, 256, turn, "the warpgroup")
     if traits.cross_tile:

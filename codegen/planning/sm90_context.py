@@ -82,7 +82,7 @@ class Traits(shared.Traits):
         return self.causal and alone and rows >= block and fits
 
     @property
-    def order_barrier(self) -> bool:
+    def takes_turns(self) -> bool:
         """Warpgroups take turns at the tensor cores."""
         return self.sizes.tile_q > 64
 
@@ -135,7 +135,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "masked_loop": traits.masked_loop,
         "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
-        "order_barrier": traits.order_barrier,
+        "takes_turns": traits.takes_turns,
         "strips": traits.strips,
         "early_wait": traits.early_wait,
         "multicast_k": traits.multicast_k,
@@ -148,7 +148,6 @@ def _arguments(traits: Traits) -> dict[str, str]:
     problem = ["problem"] if traits.needs_problem else []
     typed_problem = ["problem: Problem"] if traits.needs_problem else []
     row = ["q_tile * TILE_Q + row"] if traits.causal else []
-    what = "position" if traits.pack_gqa else "row"  # that sees keys
     first = f"q_tile * {traits.positions_of_tile}"
     if traits.strips:
         first += " + strip"
@@ -160,9 +159,7 @@ def _arguments(traits: Traits) -> dict[str, str]:
         "count_own_args": listed(["q_tile", "strip"], problem),
         "own_args": listed([f"{first} + WARPGROUP_ROWS"], problem),
         "masked_args": listed([first, blocks], problem),
-        "masked_params": listed(
-            [f"first_{what}: Int32", "blocks: Int32"], typed_problem
-        ),
+        "masked_params": listed(["position: Int32", "blocks: Int32"], typed_problem),
         "mask_params": listed(
             ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
         ),

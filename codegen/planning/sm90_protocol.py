@@ -179,13 +179,13 @@ class _Consumer:
 
     def _turn(self, *, earlier: bool = True) -> tuple[Wait, ...]:
         """Until the warpgroup before has issued its MMAs; the first one's was passed earlier."""
-        if not self._traits.order_barrier:
+        if not self._traits.takes_turns:
             return ()
         earlier = earlier and self._index == 0
         return (Wait("order", str(self._index), earlier, WARPGROUP_THREADS),)
 
     def _pass_on(self) -> tuple[Signal, ...]:
-        if not self._traits.order_barrier:
+        if not self._traits.takes_turns:
             return ()
         following = (self._index + 1) % self._warpgroups
         return (Signal("order", WARPGROUP_THREADS, str(following)),)

@@ -57,7 +57,7 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
     else:
         yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."
-    if has["order_barrier"]:
+    if has["takes_turns"]:
         yield "Warpgroups take turns at the tensor cores: the others' softmax runs meanwhile."
 
 

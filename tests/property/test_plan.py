@@ -313,7 +313,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "turns of warpgroups": r"turn_of|\bORDER_",
         "skipped blocks": r"skip|strip|count_own",
         "sections of heads": r"(?i)section|SMS_PER_HEAD",
-        "packed heads": r"(?i)position|\bgroup=|logical_divide",
+        "packed heads": r"POSITIONS|position =|\bgroup=|logical_divide",
     }
     present = {
         "lse": fields["lse"],
