@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
@@ -16,13 +17,22 @@ DSL_DECORATORS: Final = frozenset({"jit", "kernel"})  # of cutlass.cute
 _LEFT_OUT: Final = frozenset({"ctx", "kind", "type_comment", "type_ignores"})
 
 
+# In CPython 3.11 threads that parse at once share a depth, and fail by it (SystemError).
+_PARSES: Final = threading.Lock()
+
+
+def _parsed(text: str) -> ast.Module:
+    with _PARSES:
+        return ast.parse(text)
+
+
 def read_constants(text: str) -> dict[str, Any]:
     """A generated module's constants, SPEC among them: top-level names with literal values.
 
     Raises SyntaxError.
     """
     found: dict[str, Any] = {}
-    for node in ast.parse(text).body:
+    for node in _parsed(text).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             try:
                 found[node.targets[0].id] = ast.literal_eval(node.value)
@@ -39,7 +49,7 @@ def host_digest(text: str) -> str:
     do is seen in what is launched. The digest is the same for every version of Python that can read
     the text. Raises SyntaxError.
     """
-    tree = ast.parse(text)
+    tree = _parsed(text)
     named = {name: node for node in tree.body for name in _names(node)}
     # Statements that name nothing run at import.
     wanted = [node for node in tree.body if not [*_names(node)] and not _is_doc(node)]

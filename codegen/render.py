@@ -12,13 +12,14 @@ import functools
 import gc
 import importlib.util
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jinja2
 
 from .errors import CheckFailed
+from .specialise import Flag, FoldError, specialise
 from .verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from .verify import Digests as Digests
 from .verify import body_digest as body_digest
@@ -46,6 +47,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
     env = jinja2.Environment(
         loader=loader or jinja2.FileSystemLoader(template_folder(), encoding="utf-8"),
         undefined=jinja2.StrictUndefined,
+        line_statement_prefix="#%",
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
@@ -62,9 +64,44 @@ def render_kernel(plan: KernelPlan) -> str:
 
 
 def render_source(plan: KernelPlan) -> str:
-    """Return the text of a plan's kernel as the templates give it."""
+    """Return the text of a plan's kernel as the templates give it, specialised."""
     values = {**plan.context, "digest_line": DIGEST_PLACEHOLDER}
-    return render_template(kernel_template(plan), values)
+    text = render_template(kernel_template(plan), values)
+    try:
+        return specialise(text, *decided(plan.context))
+    except FoldError as error:
+        places = _places(error.code, (plan.arch, "common"))
+        raise CheckFailed(f"template {' or '.join(places)}: {error}") from error
+
+
+def _places(code: str, folders: Sequence[str]) -> list[str]:
+    """Each `template:line` that has a line of code, or the module where holes hide it."""
+    found = [
+        f"{folder}/{file.name}:{number}"
+        for folder in folders
+        for file in sorted((template_folder() / folder).glob("*.py.j2"))
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if code and line.strip() == code
+    ]
+    return found or [f"{folders[0]}/module.py.j2"]
+
+
+def decided(context: Mapping[str, Any]) -> tuple[dict[str, Flag], dict[str, Flag]]:
+    """What the tests of templates may read: flags, and numbers, by upper-case name.
+
+    Flags are the values of a context that are true or false; numbers are its integers and the
+    constants of the kernel.
+    """
+    flags: dict[str, Flag] = {}
+    numbers: dict[str, Flag] = {}
+    for name, value in context.items():
+        if isinstance(value, bool):
+            flags[name.upper()] = value
+        elif isinstance(value, int):
+            numbers[name.upper()] = value
+    for number in (*context["chosen"], *context["derived"]):
+        numbers[number.name] = number.value
+    return flags, numbers
 
 
 def is_formatted(text: str, source: str, spec_digest: str) -> bool:

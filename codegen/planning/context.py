@@ -42,6 +42,8 @@ def common_context(
         "heads_kv_text": _heads_kv(spec),
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
+        "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
+        "cta_group_size": spec.cta_group,
         "tested_dsl": TESTED_DSL,
         "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
         "spec_items": [*_spec_items(spec_file), *spec_items],
@@ -49,7 +51,6 @@ def common_context(
         "derived": derived,
         "lse": spec.lse,
         "cluster_size": traits.cluster_size,
-        "rank": _rank(spec),
         "cluster_q": spec.cluster[0],
         "cluster_heads": spec.cluster[1],
         "causal": traits.causal,
@@ -60,7 +61,6 @@ def common_context(
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
-        **_counting(traits),
         **_lengths(traits),
         **_units(traits),
     }
@@ -71,43 +71,12 @@ def listed(*parts: Sequence[str]) -> str:
     return ", ".join(item for part in parts for item in part)
 
 
-def _rank(spec: Spec) -> str:
-    """A CTA's rank in its cluster, of which the grid has only whole ones, side by side."""
-    if spec.cta_group > 1:
-        return "cute.arch.block_idx()[0] % CLUSTER_SIZE"
-    return "cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())"
-
-
-def _counting(traits: Traits) -> dict[str, str]:
-    """What decides how many KV blocks a tile has: all CTAs of a cluster walk the same ones."""
-    q_tile = "q_tile // CLUSTER_SIZE" if traits.spec.cluster[0] > 1 else "q_tile"
-    end = f"({q_tile} + 1) * {traits.positions_of_cluster}"
-    problem = traits.needs_problem
-    return {
-        "count_args": listed(
-            [end] if traits.causal else [], ["problem"] if problem else []
-        ),
-        "count_params": listed(
-            ["end: Int32"] if traits.causal else [],
-            ["problem: Problem"] if problem else [],
-        ),
-    }
-
-
 def _lengths(traits: Traits) -> dict[str, str]:
-    """How sequence lengths and what follows from them are spelt, on the device and before it."""
-    fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
+    """How the header spells sequence lengths."""
+    q, kv = traits.seqlen_q, traits.seqlen_kv
     return {
-        "seqlen_q_text": str(traits.seqlen_q) if fixed_q else "seqlen_q",
-        "seqlen_kv_text": str(traits.seqlen_kv) if fixed_kv else "seqlen_kv",
-        "seqlen_q": "SEQLEN_Q" if fixed_q else "problem.seqlen_q",
-        "seqlen_kv": "SEQLEN_KV" if fixed_kv else "problem.seqlen_kv",
-        "q_tiles": "Q_TILES" if fixed_q else "problem.q_tiles",
-        "host_seqlen_q": "SEQLEN_Q" if fixed_q else "seqlen_q",
-        "host_seqlen_kv": "SEQLEN_KV" if fixed_kv else "seqlen_kv",
-        "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
-        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {traits.positions_of_cluster})",
-        "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
+        "seqlen_q_text": "seqlen_q" if q is None else str(q),
+        "seqlen_kv_text": "seqlen_kv" if kv is None else str(kv),
     }
 
 

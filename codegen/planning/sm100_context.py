@@ -103,8 +103,7 @@ def template_context(
     return {
         **common,
         # The DSL finds the arch: an sm_103 GPU takes this file, but no code for sm_100a.
-        "ffi_options": '"--enable-tvm-ffi"',
-        "plain_options": '""',
+        "names_arch": False,
         "pair": traits.pair,
         "by_block": traits.by_block,
         "first_row": "q_tile * TILE_Q"
@@ -132,7 +131,24 @@ def template_context(
         "multicast": traits.multicast_k,
         "masks": traits.masks,
         "plain_loop": traits.plain_loop,
+        **_lengths(traits),
         **_arguments(traits),
+    }
+
+
+def _lengths(traits: Traits) -> dict[str, str]:
+    """How sequence lengths and what follows from them are spelt, on the device and before it."""
+    fixed_q, fixed_kv = traits.seqlen_q is not None, traits.seqlen_kv is not None
+    rank = "cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())"
+    if traits.pair:  # of whole clusters, side by side
+        rank = "cute.arch.block_idx()[0] % CLUSTER_SIZE"
+    return {
+        "rank": rank,
+        "seqlen_q": "SEQLEN_Q" if fixed_q else "problem.seqlen_q",
+        "seqlen_kv": "SEQLEN_KV" if fixed_kv else "problem.seqlen_kv",
+        "host_q_tiles": "Q_TILES" if fixed_q else "q_tiles",
+        "q_tiles_formula": f"cute.ceil_div(seqlen_q, {traits.positions_of_cluster})",
+        "blocks": "blocks" if traits.dynamic_blocks else "KV_BLOCKS",
     }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the sm90 templates read: flags that wrap whole statements, and expressions as text."""
+"""What the sm90 templates read: flags that their tests are folded by, and values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ..spec import SpecFile
 from . import traits as shared
-from .context import common_context, listed
+from .context import common_context
 from .kernel_plan import Number
 
 # By the elements of a swizzled row, whose rows make a row of a tile.
@@ -118,13 +118,10 @@ def template_context(
     )
     return {
         **common,
-        "ffi_options": '"--gpu-arch sm_90a --enable-tvm-ffi"',
-        "plain_options": '"--gpu-arch sm_90a"',
+        "names_arch": True,
         "packed_type": _PACKED_TYPES[spec.dtype],
         "smem_atom": _SMEM_ATOMS[math.gcd(64, spec.head_dim.qk, spec.head_dim.v)],
-        "end_of_rows": common["seqlen_q"] + (" * Q_PER_KV" if spec.pack_gqa else ""),
         **_flags(traits),
-        **_arguments(traits),
     }
 
 
@@ -140,30 +137,4 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "early_wait": traits.early_wait,
         "multicast_k": traits.multicast_k,
         "multicast_v": traits.multicast_v,
-    }
-
-
-def _arguments(traits: Traits) -> dict[str, str]:
-    """Argument lists that depend on what is known when the kernel is generated."""
-    problem = ["problem"] if traits.needs_problem else []
-    typed_problem = ["problem: Problem"] if traits.needs_problem else []
-    row = ["q_tile * TILE_Q + row"] if traits.causal else []
-    first = f"q_tile * {traits.positions_of_tile}"
-    if traits.strips:
-        first += " + strip"
-    blocks = "blocks" if traits.dynamic_blocks else "KV_BLOCKS"
-
-    return {
-        "head_kv": "head" if traits.pack_gqa else "head_kv",
-        "own_params": listed(["q_tile: Int32", "strip: Int32"], typed_problem),
-        "count_own_args": listed(["q_tile", "strip"], problem),
-        "own_args": listed([f"{first} + WARPGROUP_ROWS"], problem),
-        "masked_args": listed([first, blocks], problem),
-        "masked_params": listed(["position: Int32", "blocks: Int32"], typed_problem),
-        "mask_params": listed(
-            ["row: Int32"] if traits.causal else [], ["block: Int32"], typed_problem
-        ),
-        "first_mask_args": listed(row, [f"{blocks} - 1"], problem),
-        "loop_mask_args": listed(row, [f"{blocks} - 2 - i"], problem),
-        "lse_row": "q_tile * TILE_Q + row",
     }

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 import gc
 import hashlib
+import re
+import shutil
 
 import black
 import jinja2
 import pytest
+import support
 from fmha_gen import render
 from fmha_gen.errors import CheckFailed
 
@@ -125,3 +128,21 @@ def test_two_statements_in_a_line_are_formatted_as_the_whole():
 def test_what_is_no_python_is_refused(text):
     with pytest.raises(CheckFailed, match="not Python"):
         render.format_source(text)
+
+
+def test_what_cannot_be_folded_is_said_with_its_template_and_line(
+    tmp_path, monkeypatch
+):
+    folder = tmp_path / "templates"
+    shutil.copytree(render.template_folder(), folder)
+    file = folder / "sm90" / "role_attend.py.j2"
+    old, new = "    if TAKES_TURNS:", "    if TAKES_TURNS and warpgroup_idx:"
+    text = file.read_text("utf-8").replace(old, new, 1)
+    file.write_text(text, "utf-8")
+    line = text.splitlines().index(new) + 1
+    monkeypatch.setattr(render, "template_folder", lambda: folder)
+    loader = jinja2.FileSystemLoader(folder)
+    monkeypatch.setattr(render, "_environment", lambda: render.environment(loader))
+    said = f"template sm90/role_attend.py.j2:{line}: TAKES_TURNS cannot be folded here:"
+    with pytest.raises(CheckFailed, match=f"^{re.escape(said)} {new.strip()}$"):
+        render.render_source(support.shipped_plan("sm90_d64_bf16_full"))
