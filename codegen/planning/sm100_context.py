@@ -109,7 +109,6 @@ def template_context(
         "first_row": "q_tile * TILE_Q"
         + ("" if traits.by_block else " + half * HALF_ROWS"),
         "cta_group": "TWO" if traits.pair else "ONE",
-        "group": "two" if traits.pair else "one",
         "s_stages": "S_STAGES" if traits.by_block else "HALVES",
         "stats": "TILE_Q * S_STAGES" if traits.by_block else "TILE_Q",
         "mma_warp": str(mma_warp),
