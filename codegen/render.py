@@ -55,6 +55,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         autoescape=False,
     )
     env.globals.clear()
+    env.filters["literal"] = repr
     return env
 
 

@@ -28,6 +28,7 @@ Flags = Mapping[str, Flag]
 
 OMIT: Final = "OMIT"  # the value of an argument that is left out
 _GONE: Final = "_folded_away"
+ONCE: Final = "ONCE"  # the test of a loop whose body stands for it
 INLINE: Final = "inline"  # the decorator of functions that their calls are replaced by
 # What is called from outside, and functions that are handed on as values.
 ENTRIES: Final = frozenset({"fmha", "compile", "launch", "SPEC"})
@@ -286,6 +287,8 @@ class _Fold:
     def _edits_of(self, parent: ast.AST, node: ast.AST) -> list[_Edit]:
         if isinstance(node, ast.If) and self._value(node.test) is not None:
             return [self._statement(node)]
+        if isinstance(node, ast.While) and _is_name(self._chosen(node.test), ONCE):
+            return [self._statement(node)]
         if isinstance(node, ast.IfExp) and self._value(node.test) is not None:
             new, binding = self._expression(node)
             return [_in_place(self.text, parent, node, new, binding)]
@@ -303,17 +306,20 @@ class _Fold:
 
     def _expression(self, node: ast.expr) -> tuple[str, int]:
         """The text of an expression, and how closely that binds."""
-        while isinstance(node, ast.IfExp) and self._value(node.test) is not None:
-            node = node.body if self._value(node.test) else node.orelse
+        node = self._chosen(node)
         edits = self._edits_of(ast.Expr(node), node)
         return self.text.edited(*self.text.span(node), edits), _binding(node)
+
+    def _chosen(self, node: ast.expr) -> ast.expr:
+        """The branch that is left of an expression."""
+        while isinstance(node, ast.IfExp) and self._value(node.test) is not None:
+            node = node.body if self._value(node.test) else node.orelse
+        return node
 
     def _is_gone(self, argument: ast.expr | ast.keyword) -> bool:
         """Whether an argument's value is OMIT, once it is folded."""
         value = argument.value if isinstance(argument, ast.keyword) else argument
-        while isinstance(value, ast.IfExp) and self._value(value.test) is not None:
-            value = value.body if self._value(value.test) else value.orelse
-        return isinstance(value, ast.Name) and value.id == OMIT
+        return _is_name(self._chosen(value), OMIT)
 
     def _call(self, node: ast.Call) -> _Edit:
         told = []
@@ -324,8 +330,8 @@ class _Fold:
                 told.append(_argument(each, new))
         return _arguments_edit(self.text, node, told, self.edits(node.func))
 
-    def _statement(self, node: ast.If) -> _Edit:
-        """An `if` whose test is known, with the comments above it where all of it goes."""
+    def _statement(self, node: ast.If | ast.While) -> _Edit:
+        """A block whose test is known, with the comments above it where all of it goes."""
         text = self.text
         start, end = text.start_of(node.lineno), text.start_of(
             (node.end_lineno or 0) + 1
@@ -339,9 +345,11 @@ class _Fold:
             start = text.start_of(text.first_line(node))
         return _Edit(start, end, new)
 
-    def _block(self, node: ast.If) -> str:
-        """The lines of an `if` that are left."""
-        text, chosen = self.text, node.body if self._value(node.test) else node.orelse
+    def _block(self, node: ast.If | ast.While) -> str:
+        """The lines of a block that are left."""
+        text, chosen = self.text, node.body
+        if isinstance(node, ast.If) and not self._value(node.test):
+            chosen = node.orelse
         if not chosen:
             return ""
         first = chosen[0]
@@ -378,6 +386,10 @@ class _Fold:
     def _without_pass(self, node: ast.Pass) -> _Edit:
         text = self.text
         return _Edit(text.start_of(node.lineno), text.start_of(node.lineno + 1), "")
+
+
+def _is_name(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
 
 
 def _line_of(text: _Text, node: ast.stmt) -> str:
@@ -651,10 +663,37 @@ def _pruned(pieces: Sequence[str], kept: frozenset[str]) -> list[str]:
                 defaults = tuple(p.default for p in each.parameters)
                 callees[name] = _Callee(name, told, gone, defaults)
     return [
-        after
+        _without_targets(after)
         for piece, about in zip(pieces, facts, strict=True)
         if (after := _without(piece, about, names, kept, callees))
     ]
+
+
+@functools.lru_cache(_KEPT_PIECES)
+def _without_targets(piece: str) -> str:
+    """A piece with `_` for what a call returns among other things and nothing reads."""
+    module = _parsed(piece)
+    read = {
+        part.id
+        for part in ast.walk(module)
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Load)
+    }
+    read |= {
+        part.target.id
+        for part in ast.walk(module)
+        if isinstance(part, ast.AugAssign) and isinstance(part.target, ast.Name)
+    }
+    text = _Text(piece)
+    edits = [
+        _Edit(*text.span(target), "_")
+        for part in ast.walk(module)
+        if isinstance(part, ast.Assign)
+        and isinstance(part.value, ast.Call)
+        and isinstance(part.targets[0], ast.Tuple)
+        for target in part.targets[0].elts
+        if isinstance(target, ast.Name) and target.id not in {*read, "_"}
+    ]
+    return text.edited(0, len(piece), edits) if edits else piece
 
 
 def _sum(counts: Iterator[Mapping[str, int]]) -> dict[str, int]:

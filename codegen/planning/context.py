@@ -7,15 +7,13 @@ Templates do no arithmetic and take no decision: each is taken here once, under 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from .. import toolchain
 from ..arch import ARCHITECTURES, TESTED_DSL
 from ..spec import Spec, SpecFile
 from .kernel_plan import Number
 from .traits import Traits
-
-_DTYPES: Final = {"bf16": "cutlass.BFloat16", "fp16": "cutlass.Float16"}
 
 
 def common_context(
@@ -25,7 +23,7 @@ def common_context(
     derived: Sequence[Number],
     *,
     roles: Sequence[str],
-    spec_items: Sequence[tuple[str, str]],
+    spec_items: Sequence[tuple[str, object]],
 ) -> dict[str, Any]:
     """Return every name that the templates under common/ read, but the digests.
 
@@ -36,7 +34,7 @@ def common_context(
         "title": _title(spec),
         "spec_name": f"{spec_file.stem}.yaml",
         "dtype": spec.dtype,
-        "dtype_class": _DTYPES[spec.dtype],
+        "bf16": spec.dtype == "bf16",
         "head_dim_qk": spec.head_dim.qk,
         "head_dim_v": spec.head_dim.v,
         "heads_kv_text": _heads_kv(spec),
@@ -64,11 +62,6 @@ def common_context(
         **_lengths(traits),
         **_units(traits),
     }
-
-
-def listed(*parts: Sequence[str]) -> str:
-    """Lists of arguments as one list."""
-    return ", ".join(item for part in parts for item in part)
 
 
 def _lengths(traits: Traits) -> dict[str, str]:
@@ -126,8 +119,8 @@ def _title(spec: Spec) -> str:
     return f"FMHA forward for {spec.arch}: {', '.join(parts)}"
 
 
-def _spec_items(spec_file: SpecFile) -> list[tuple[str, str]]:
-    """The SPEC dict of the generated file, as source text."""
+def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
+    """The SPEC dict of the generated file, in its order."""
     spec = spec_file.spec
     values: dict[str, object] = {
         "name": spec_file.stem,
@@ -143,4 +136,4 @@ def _spec_items(spec_file: SpecFile) -> list[tuple[str, str]]:
         "cluster": list(spec.cluster),
         "multicast": spec.multicast,
     }
-    return [(repr(key), repr(value)) for key, value in values.items()]
+    return [*values.items()]

@@ -329,7 +329,8 @@ def _derived(traits: Traits) -> Iterator[Number]:
     if traits.seqlen_q is not None:
         tiles = -(-traits.seqlen_q // cluster_rows)
         unit = "clusters along a head" if traits.cluster_size > 1 else "per head"
-        formula = f"-(-SEQLEN_Q // {traits.positions_of_cluster})"
+        of_cluster = "CLUSTER_ROWS" if traits.cluster_size > 1 else "TILE_Q"
+        formula = f"-(-SEQLEN_Q // {of_cluster})"
         rows.append(("Q_TILES", tiles, unit, formula))
     if traits.seqlen_kv is not None and not traits.causal:
         blocks = -(-traits.seqlen_kv // kv)

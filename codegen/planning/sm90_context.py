@@ -13,8 +13,6 @@ from . import traits as shared
 from .context import common_context
 from .kernel_plan import Number
 
-# By the elements of a swizzled row, whose rows make a row of a tile.
-_SMEM_ATOMS: Final = {64: "K_SW128", 32: "K_SW64", 16: "K_SW32"}
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
@@ -120,7 +118,7 @@ def template_context(
         **common,
         "names_arch": True,
         "packed_type": _PACKED_TYPES[spec.dtype],
-        "smem_atom": _SMEM_ATOMS[math.gcd(64, spec.head_dim.qk, spec.head_dim.v)],
+        "swizzled_columns": math.gcd(64, spec.head_dim.qk, spec.head_dim.v),
         **_flags(traits),
     }
 

@@ -50,18 +50,6 @@ class Traits:
         return "KV head" if self.pack_gqa else "head"
 
     @property
-    def positions_of_tile(self) -> str:
-        """Query positions of a CTA at a time, in the words of the kernel."""
-        return "TILE_POSITIONS" if self.pack_gqa else "TILE_Q"
-
-    @property
-    def positions_of_cluster(self) -> str:
-        """Query positions of a cluster at a time, or of the CTA that stands for one."""
-        if self.spec.cluster[0] == 1:
-            return self.positions_of_tile
-        return "CLUSTER_POSITIONS" if self.pack_gqa else "TILE_Q * CLUSTER_SIZE"
-
-    @property
     def seqlen_q(self) -> int | None:
         """Fixed number of query positions, or None."""
         q = self.spec.seqlen.q
@@ -108,8 +96,3 @@ class Traits:
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
         return self.causal or self.seqlen_kv is None
-
-    @property
-    def needs_problem(self) -> bool:
-        """Counting the KV blocks of a tile takes a length that is known at run time only."""
-        return self.seqlen_kv is None or (self.causal and self.seqlen_q is None)
