@@ -17,7 +17,7 @@ from fmha_gen.arch import sm90
 from fmha_gen.errors import SpecError
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec import Spec
-from hypothesis import Phase, assume, example, given, settings
+from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
 many = settings(deadline=None, max_examples=300)
@@ -25,6 +25,8 @@ few = settings(
     deadline=None,
     max_examples=25,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    # Of two specs that differ in one field, often one is not legal.
+    suppress_health_check=[HealthCheck.filter_too_much],
 )
 
 NUMBER = 12  # changed lines, each counted as removed and as added, for another number
