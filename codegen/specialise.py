@@ -15,6 +15,7 @@ have it.
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,14 @@ ENTRIES: Final = frozenset({"fmha", "compile", "launch", "SPEC"})
 # Fields that kernels have which a GPU ran: they go when it next runs them.
 KEPT_FIELDS: Final = frozenset({"seqlen_q"})
 _KEPT_PIECES: Final = 8192
+# A test at the top of a file.
+_BLOCK: Final = re.compile(r"^(if|while) ", re.MULTILINE)
+_GOES_ON: Final = re.compile(r"(elif|else|except|finally)\b")
+_DOCSTRING: Final = re.compile(r'(?:#.*\n)*"""[^"]*(?:"{1,2}[^"]+)*"""\n')
+# What of a string, or of anything that is not usual, could begin a line.
+_OPEN: Final = re.compile(r"\\\n|'''|;$|^[^\s\w#@)\]}]", re.MULTILINE)
+# A call's result, unpacked.
+_UNPACKED: Final = re.compile(r"^ *\w+, [\w, ]+ = .*\(", re.MULTILINE)
 _NAME: Final = re.compile(r"[A-Z][A-Z0-9_]*")
 
 
@@ -51,8 +60,8 @@ def specialise(text: str, flags: Flags, numbers: Flags) -> str:
     """Return the text that is left of a module's once its flags are known.
 
     flags: by name; none is left in the text. numbers: constants of the module, which tests may
-    read, too. Raises FoldError for text that is no Python, tests that mix flags with names of the
-    module, and flags that no test reads.
+    read, too. Raises FoldError for text that is no Python, and for flags that would be left: in
+    tests that read names of the module, too, and outside of tests.
     """
     pieces = _pieces(text, flags, numbers)
     for piece in pieces:
@@ -72,11 +81,12 @@ def folded(text: str, flags: Flags, numbers: Flags) -> str:
 
 def _pieces(text: str, flags: Flags, numbers: Flags) -> list[str]:
     """The statements at the top, folded."""
-    return [
-        piece
-        for whole in _split(text)
-        for piece in _split(_folded(whole, _known(whole, flags, numbers)))
-    ]
+    pieces: list[str] = []
+    for whole in _split(text):
+        found = _folded(whole, _known(whole, flags, numbers))
+        # Only what stood under a test at the top can be several statements now, or none.
+        pieces += _split(found) if _BLOCK.search(whole) else [found]
+    return pieces
 
 
 def _known(piece: str, flags: Flags, numbers: Flags) -> tuple[tuple[str, Flag], ...]:
@@ -133,14 +143,41 @@ def _split(text: str) -> tuple[str, ...]:
     """The statements at the top, each with the lines above it; what is behind them belongs to the
     last."""
     lines = re.findall(r".*\n|.+\Z", text)
+
+    def until(ends: Sequence[int]) -> tuple[str, ...]:
+        bounds = zip([0, *ends], [*ends[:-1], len(lines)], strict=False)
+        return tuple("".join(lines[start:end]) for start, end in bounds)
+
+    if ends := _ends(text):
+        pieces = until(ends)
+        with contextlib.suppress(FoldError):
+            if all(len(_parsed(piece).body) == 1 for piece in pieces):
+                return pieces
     ends = [node.end_lineno or 0 for node in _parsed(text).body]
-    if not ends:
-        return (text,)
-    ends[-1] = len(lines)
-    starts = [0, *ends]
-    return tuple(
-        "".join(lines[start:end]) for start, end in zip(starts, ends, strict=False)
-    )
+    return until(ends) if ends else (text,)
+
+
+def _ends(text: str) -> list[int]:
+    """The last lines of the statements at the top, or nothing where that takes a parser.
+
+    A parser takes most of the time that a module costs whose pieces are all known. A line that
+    begins with a letter begins a statement, unless decorators or a string are above it.
+    """
+    docstring = _DOCSTRING.match(text)
+    first = docstring.end() if docstring else 0
+    if _OPEN.search(text, first):
+        return []
+    ends = [text.count("\n", 0, first)] if docstring else []
+    number, is_decorated, last = text.count("\n", 0, first), False, 0
+    for line in text[first:].splitlines():
+        number += 1
+        if line[:1].isalpha() and not is_decorated and not _GOES_ON.match(line):
+            ends += [last] if last else []
+        if line[:1] == "@" and not is_decorated:
+            ends += [last] if last else []
+        if line and line[:1] != "#":
+            is_decorated, last = line[:1] == "@", number
+    return [*ends, last] if last else ends
 
 
 # --- edits --------------------------------------------------------------------------------
@@ -672,6 +709,8 @@ def _pruned(pieces: Sequence[str], kept: frozenset[str]) -> list[str]:
 @functools.lru_cache(_KEPT_PIECES)
 def _without_targets(piece: str) -> str:
     """A piece with `_` for what a call returns among other things and nothing reads."""
+    if not _UNPACKED.search(piece):
+        return piece
     module = _parsed(piece)
     read = {
         part.id

@@ -196,6 +196,8 @@ def test_every_value_is_read_and_there_for_every_spec(arch: str) -> None:
     read = frozenset().union(*(stated(name).inputs for name in PARTIALS_OF[arch]))
     texts = [source_of(name) for name in PARTIALS_OF[arch]]
     flags = {
-        flag.lower() for text in texts for flag in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)
+        flag.lower()
+        for text in texts
+        for flag in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)
     }
     assert sorted(keys - read - flags) == []

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import ast
 import textwrap
 
 import pytest
 import support
 from fmha_gen import render
-from fmha_gen.specialise import FoldError, folded, specialise
+from fmha_gen.specialise import FoldError, _ends, _split, folded, specialise
 
 
 def left(text: str, numbers: dict[str, int] | None = None, **flags: bool) -> str:
@@ -278,3 +279,38 @@ def test_a_kernel_has_nothing_that_nothing_reads(stem: str) -> None:
     plan = support.shipped_plan(stem)
     _, numbers = render.decided(plan.context)
     assert specialise(text, {}, numbers) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "# only\n# comments\n",
+        "X = 1",
+        '"""Doc."""\n# c\nX = 1\n# end\n',
+        "if F:\n    x = 1\nelif G:\n    x = 2\nelse:\n    x = 3\nY = 1\n",
+        "@a\n@b(\n    1,\n)\n# c\ndef f():\n    pass\n\n\nX = 1\n",
+        "try:\n    import a\nexcept ImportError:\n    a = None\nfinally:\n    b = 1\n",
+        "X = (\n    1,\n)\nY = [\n    2\n]\n",
+        "X = 1; Y = 2\n",
+        'X = """\nfirst\n"""\nY = 1\n',
+        "X = \\\n1\nY = 2\n",
+        "(x, y) = 1, 2\nf()\n",
+    ],
+)
+def test_a_text_is_split_as_python_is(text: str) -> None:
+    pieces = _split(text)
+    assert "".join(pieces) == text
+    statements = ast.parse(text).body
+    if "; " in text:
+        return  # two statements of one line stay together
+    assert [len(ast.parse(piece).body) for piece in pieces if piece.strip("# \n")] in (
+        [1] * len(statements),
+        [0],
+    )
+
+
+@pytest.mark.parametrize("stem", support.SHIPPED)
+def test_a_kernel_is_split_without_a_parser(stem: str) -> None:
+    text = (support.GENERATED / f"{stem}.py").read_text("utf-8")
+    assert _ends(text) == [node.end_lineno for node in ast.parse(text).body]
