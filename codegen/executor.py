@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a command's independent tasks run: on this machine, or on a cluster (see cluster.py).
+"""Where a command's independent tasks run: on this machine, or on a cluster (see dask_cluster.py).
 
 A task is a function of a module and its arguments: texts and numbers, no paths, because the
 machine that runs it shares no files with this one. Only the command itself writes files.
@@ -118,6 +118,6 @@ def opened(where: str | None, jobs: int | None) -> AbstractContextManager[Execut
         return nullcontext(Local(jobs))
     if not where.startswith(DASK) or where == DASK:
         raise ValueError(f"{where!r} is not {DASK}HOST:PORT")
-    from .cluster import connected
+    from .dask_cluster import connected
 
     return connected(where.removeprefix(DASK))

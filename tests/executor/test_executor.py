@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import cluster, processes
+from fmha_gen import dask_cluster, processes
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.executor import Executor, Local, Task, in_order, opened
 
@@ -169,14 +169,14 @@ def test_no_more_is_submitted_than_can_begin(
 ) -> None:
     """Dask suspects all that a dead worker held."""
     slots, submitted = iter([3]), []
-    submit = cluster.Cluster._submit
+    submit = dask_cluster.Cluster._submit
 
     def watched(self: Any, task: Any, run: str, number: int, gpu: bool) -> Any:
         submitted.append(number)
         return submit(self, task, run, number, gpu)
 
-    monkeypatch.setattr(cluster.Cluster, "_submit", watched)
-    monkeypatch.setattr(cluster.Cluster, "_slots", lambda *_: next(slots, 1))
+    monkeypatch.setattr(dask_cluster.Cluster, "_submit", watched)
+    monkeypatch.setattr(dask_cluster.Cluster, "_slots", lambda *_: next(slots, 1))
     given = tasks(work.logged, *((os.devnull, n, 1.0 * (n > 0)) for n in range(6)))
     with (
         opened(lasting.where, None) as found,
@@ -216,7 +216,7 @@ def test_the_scheduler_dies(tmp_path: Path) -> None:
 
 def test_a_worker_with_another_version_is_refused(tmp_path: Path) -> None:
     other = ("--preload", str(HERE / "other_version.py"))
-    ours = cluster.versions()["nvidia-cutlass-dsl"]
+    ours = dask_cluster.versions()["nvidia-cutlass-dsl"]
     with (
         running(tmp_path, other=other) as here,
         pytest.raises(
@@ -243,7 +243,7 @@ def test_a_worker_with_another_version_that_comes_late(tmp_path: Path) -> None:
 
 def test_a_scheduler_without_fmha_gen_is_refused(tmp_path: Path) -> None:
     """It unpickles what it passes on."""
-    missing = ("--preload", "import sys; sys.modules['fmha_gen.cluster'] = None")
+    missing = ("--preload", "import sys; sys.modules['fmha_gen.dask_cluster'] = None")
     with (
         running(tmp_path, scheduler_options=missing) as here,
         pytest.raises(EnvironmentProblem, match=r"^scheduler 127\S+: ModuleNotFound"),
@@ -254,7 +254,7 @@ def test_a_scheduler_without_fmha_gen_is_refused(tmp_path: Path) -> None:
 
 def test_nobody_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("distributed", reason="Dask is missing")
-    monkeypatch.setattr(cluster, "CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(dask_cluster, "CONNECT_SECONDS", 0.5)
     with (
         pytest.raises(EnvironmentProblem, match=r"^no Dask scheduler answers at 127"),
         opened("dask://127.0.0.1:1", None),
