@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
-from .arch import ARCHITECTURES
 from .render import body_digest, stated_digests
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
@@ -124,7 +123,6 @@ def lint(text: str) -> list[Finding]:
         )
     lines = text.splitlines()
     nodes = _Nodes(tree)
-    findings += _length(tree, lines)
     constants = _constants(tree, lines)
     findings += _imports(nodes)
     findings += _names(nodes)
@@ -146,25 +144,6 @@ def _text(text: str) -> Iterator[Finding]:
             yield Finding(number, "tab")
         if line != line.rstrip():
             yield Finding(number, "space at the end of the line")
-
-
-def _length(tree: ast.Module, lines: list[str]) -> Iterator[Finding]:
-    """What a file may have depends on the architecture that its SPEC names."""
-    named = {
-        value.value
-        for spec in tree.body
-        if _assigns(spec, "SPEC") and isinstance(spec.value, ast.Dict)
-        for key, value in zip(spec.value.keys, spec.value.values, strict=True)
-        if isinstance(key, ast.Constant) and key.value == "arch"
-        if isinstance(value, ast.Constant)
-    }
-    most = min(
-        each.max_lines
-        for each in ARCHITECTURES.values()
-        if each.name in named or not named & ARCHITECTURES.keys()
-    )
-    if len(lines) > most:
-        yield Finding(most + 1, f"{len(lines)} lines, at most {most} are allowed")
 
 
 def _assigns(statement: ast.stmt, name: str) -> TypeGuard[ast.Assign]:

@@ -52,7 +52,7 @@ class Architecture:
     gpu_family: str  # the GPUs that a kernel lets through, as its message says it
     smem_bytes: int  # dynamic shared memory that one CTA can have
     tmem_columns: int  # of 32 bits, per lane of an SM
-    max_lines: int  # of a generated file
+    mean_lines: int  # that shipped kernels may have, on average
     mma_class: str  # of sass_classes: what its tensor cores execute
     # Counted in a compile's report: what the opcodes of a class start with.
     sass_classes: dict[str, str]

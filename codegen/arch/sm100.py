@@ -31,7 +31,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
-    max_lines=1210,
+    mean_lines=1160,
     mma_class="UTCHMMA",
     sass_classes={
         "UTCHMMA": "UTCHMMA",

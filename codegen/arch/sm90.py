@@ -26,7 +26,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    max_lines=990,
+    mean_lines=940,
     mma_class="HGMMA",
     sass_classes={
         "HGMMA": "HGMMA",

@@ -51,7 +51,8 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     chosen = tuple(_chosen(traits))
     derived = tuple(_derived(traits))
     smem = _smem(spec, sizes)
-    context = template_context(spec_file, sizes, chosen, derived, total(smem))
+    barriers = tuple(_barriers(traits))
+    context = template_context(spec_file, sizes, chosen, derived, barriers, total(smem))
     return KernelPlan(
         spec_file=spec_file,
         architecture=sm90.ARCHITECTURE,
@@ -59,7 +60,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         derived=derived,
         smem=smem,
         tmem=(),
-        barriers=tuple(_barriers(traits)),
+        barriers=barriers,
         phases=phases(traits),
         loads=tuple(loads(traits)),
         registers=_registers(sizes),

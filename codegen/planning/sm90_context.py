@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ..spec import SpecFile
 from . import traits as shared
 from .context import common_context
-from .kernel_plan import Number
+from .kernel_plan import Barrier, Number
 
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
@@ -100,6 +100,7 @@ def template_context(
     sizes: Sizes,
     chosen: Sequence[Number],
     derived: Sequence[Number],
+    barriers: Sequence[Barrier],
     smem_bytes: int,
 ) -> dict[str, Any]:
     """Return every name that the templates under sm90/ and common/ read, but the digests."""
@@ -109,6 +110,7 @@ def template_context(
     roles = (
         f"Roles: warp 0 loads by TMA; warps 4 to {last_warp} compute QK, softmax and PV and"
         " store O.",
+        *_pipelines(traits, barriers),
         f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM.",
     )
     common = common_context(
@@ -121,6 +123,24 @@ def template_context(
         "swizzled_columns": math.gcd(64, spec.head_dim.qk, spec.head_dim.v),
         **_flags(traits),
     }
+
+
+def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
+    """Lines of the header: each ring of the barrier table, then the named barriers."""
+    told = {each.name: each.arrivals for each in barriers}
+    sliced = {"q": False, "k": traits.multicast_k, "v": traits.multicast_v}
+    by_all = f", a slice by each of {traits.cluster_size} CTAs"
+    fills = {
+        name: f"{name.upper()} by TMA{by_all if is_sliced else ''}"
+        for name, is_sliced in sliced.items()
+    }
+    width = max(map(len, fills.values()))
+    yield "Pipelines (what fills a stage; the arrivals that free it):"
+    for name, fill in fills.items():
+        yield f"  {name}  {fill:{width}}  {told[f'{name}_empty']}"
+    named = [f"  {name}  {told[name]}" for name in ("order", "store") if name in told]
+    if named:
+        yield from ("Named barriers:", *named)
 
 
 def _flags(traits: Traits) -> dict[str, bool | int]:

@@ -10,6 +10,7 @@ import black
 import pytest
 import support
 from fmha_gen import build, cache, manifest, records, render
+from fmha_gen.arch import ARCHITECTURES
 from support import GENERATED, SHIPPED, SPECS
 
 
@@ -125,3 +126,15 @@ def test_every_hopper_kernel_is_validated() -> None:
     assert not lines, "\n".join(
         [*lines, "run on an H100 or H200: fmha-gen validate generated/"]
     )
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_kernels_are_not_longer_than_a_reviewer_reads(arch: str) -> None:
+    """A mean: no correct kernel is refused for its length."""
+    texts = [
+        (GENERATED / f"{stem}.py").read_text("utf-8")
+        for stem in SHIPPED
+        if stem.startswith(f"{arch}_")
+    ]
+    mean = sum(len(text.splitlines()) for text in texts) / len(texts)
+    assert mean <= ARCHITECTURES[arch].mean_lines

@@ -105,11 +105,7 @@ def test_a_use_in_another_function_does_not_count():
     assert "name torch is not used" in findings(text)
 
 
-def test_length_and_digest():
-    assert any("at most 990" in f for f in findings(GOOD + "\n" * 990))
-    blackwell = GOOD.replace('"name": "k"', '"name": "k", "arch": "sm100"')
-    assert not any("at most" in f for f in findings(blackwell + "\n" * 1000))
-    assert any("at most 1210" in f for f in findings(blackwell + "\n" * 1210))
+def test_digest_and_ends():
     stamped = render.finish(GOOD, "a" * 64)
     edited = [f.message for f in lint.lint(stamped.replace("128  # [el", "64  # [el"))]
     assert "body digest in the header is not the body's" in edited
