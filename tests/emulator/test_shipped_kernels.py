@@ -11,7 +11,7 @@ from fmha_gen.cases import cases_for, tiles_of
 from fmha_gen.executor import Local
 from fmha_gen.processes import of_kind, read_events
 
-from tests.emulator.rehearsals import check_launches, rehearsals
+from tests.emulator.rehearsals import check_launches, emulated_cases, rehearsals
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
 # Those of sm100 take longer: sm100/test_fmha.py runs a part of their cases.
@@ -20,14 +20,21 @@ SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
 SCHEDULES = rehearsal.schedules(4)  # the orderly ones, and a random one per completion
 
 
+THIRDS = 3
+
+
 def test_there_are_kernels():
     assert KERNELS
 
 
 @pytest.mark.parametrize("number", range(len(KERNELS)), ids=[k.stem for k in KERNELS])
 def test_shipped_kernel_holds(number):
-    """Every case, under one schedule each; what the record has took five and more."""
-    _, ready = rehearsals(KERNELS[number])
+    """A third of its cases, the next one's another, under one schedule each.
+
+    The record stands for all of them, under five schedules and more, and for this PTX.
+    """
+    cases = emulated_cases(KERNELS[number])[number % THIRDS :: THIRDS]
+    _, ready = rehearsals(KERNELS[number], cases=cases)
     check_launches(KERNELS[number].stem, ready)
     for place, kernel in enumerate(ready):
         schedule = SCHEDULES[(number + place) % len(SCHEDULES)]
