@@ -28,7 +28,6 @@ Flag = bool | int | float | str
 Flags = Mapping[str, Flag]
 
 OMIT: Final = "OMIT"  # the value of an argument that is left out
-_GONE: Final = "_folded_away"
 ONCE: Final = "ONCE"  # the test of a loop whose body stands for it
 INLINE: Final = "inline"  # the decorator of functions that their calls are replaced by
 # What is called from outside, and functions that are handed on as values.
@@ -370,9 +369,8 @@ class _Fold:
     def _statement(self, node: ast.If | ast.While) -> _Edit:
         """A block whose test is known, with the comments above it where all of it goes."""
         text = self.text
-        start, end = text.start_of(node.lineno), text.start_of(
-            (node.end_lineno or 0) + 1
-        )
+        start = text.start_of(node.lineno)
+        end = text.start_of((node.end_lineno or 0) + 1)
         if end < len(text.text):
             after = text.lines[node.end_lineno or 0]
             if re.match(rf" {{{node.col_offset + 1},}}#", after):
@@ -390,22 +388,17 @@ class _Fold:
         if not chosen:
             return ""
         first = chosen[0]
-        if chosen is node.orelse and text.lines[first.lineno - 1].lstrip().startswith(
-            "elif"
-        ):
+        if chosen is node.orelse and _line_of(text, first).startswith("elif"):
             assert isinstance(first, ast.If)
             if self._value(first.test) is None:
                 raise FoldError("this follows a test of flags", _line_of(text, first))
             return self._block(first)
-        keyword = rf" {{{node.col_offset}}}(el|if|else)"
-        line = text.first_line(first)
-        while not re.match(keyword, text.lines[line - 2]) and line > node.lineno + 1:
-            line -= 1  # empty lines, and what is left of a test on several lines
-            if text.lines[line - 1].rstrip().endswith(":"):
-                line += 1
-                break
+        if first.lineno == node.lineno:
+            raise FoldError("a block begins on its test's line", _line_of(text, node))
+        keyword = re.compile(rf" {{{node.col_offset}}}(elif|else)\b")
+        line = self._header(node, keyword, first if chosen is node.orelse else None)
         last = chosen[-1].end_lineno or 0
-        while last < (node.end_lineno or 0) and not re.match(keyword, text.lines[last]):
+        while last < (node.end_lineno or 0) and not keyword.match(text.lines[last]):
             last += 1  # comments
         edits = [
             edit
@@ -416,9 +409,20 @@ class _Fold:
                 else self._edits_of(node, each)
             )
         ]
-        found = text.edited(text.start_of(line), text.start_of(last + 1), edits)
+        found = text.edited(text.start_of(line + 1), text.start_of(last + 1), edits)
         indent = first.col_offset - node.col_offset
         return re.sub(rf"^ {{{indent}}}", "", found, flags=re.MULTILINE)
+
+    def _header(
+        self, node: ast.If | ast.While, keyword: re.Pattern[str], after: ast.stmt | None
+    ) -> int:
+        """The last line of a block's test; of the `else` before a statement, if there is one."""
+        lines = self.text.lines
+        if after is not None:
+            numbers = range(after.lineno - 1, node.lineno, -1)
+            return next(n for n in numbers if keyword.match(lines[n - 1]))
+        numbers = range(node.test.end_lineno or 0, len(lines))
+        return next(n for n in numbers if re.search(r":\s*(#.*)?$", lines[n - 1]))
 
     def _without_pass(self, node: ast.Pass) -> _Edit:
         text = self.text

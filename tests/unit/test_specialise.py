@@ -91,6 +91,24 @@ def test_comments_stay_with_their_statements() -> None:
     assert body(text, F=False) == "# of y\ny = 1\n# of z\nz = 1"
 
 
+def test_comments_between_empty_lines_stay() -> None:
+    text = """
+    y = 0
+    if F:  # why:
+
+        # first:
+
+        # second
+        x = 1
+    else:
+        # third
+
+        x = 2
+    """
+    assert body(text, F=True) == "y = 0\n\n# first:\n\n# second\nx = 1"
+    assert body(text, F=False) == "y = 0\n# third\n\nx = 2"
+
+
 def test_a_block_of_comments_stays_above_what_comes_next() -> None:
     text = "if F:\n    # why\n    pass\nreturn x"
     assert body(text, F=True) == "# why\nreturn x"
@@ -245,6 +263,7 @@ def test_a_comma_at_the_end_stays() -> None:
             "if F:\n    x = 1\nelif x:\n    y = 1",
             "this follows a test of flags: elif x:",
         ),
+        ("if not F: x = 1", "a block begins on its test's line: if not F: x = 1"),
         ("x = = 1", "rendered text is not Python"),
     ],
 )
