@@ -168,7 +168,7 @@ def _compiled_again(
 
     def today(entry: Record) -> Record:
         """An entry that names today's digests of the text that it held for."""
-        if entry["body_sha256"] == body:
+        if entry.get("body_sha256") == body:
             return _about(entry, compiled, body)
         if is_same_text and entry["ptx_sha256"] == compiled.get("ptx_sha256"):
             return {**entry, "launch_sha256": compiled.get("launch_sha256")}
@@ -210,13 +210,15 @@ def _for_text(
     entry: Mapping[str, Any], compiled: Mapping[str, Any], body_sha256: str
 ) -> Record:
     """An entry without what it says of another host section than that of the text."""
-    if entry["body_sha256"] == body_sha256 or entry.get(HOST) == compiled.get(HOST):
+    is_text = entry.get("body_sha256") == body_sha256
+    if is_text or entry.get(HOST) == compiled.get(HOST):
         return dict(entry)
     found = {name: value for name, value in entry.items() if name not in OF_HOST}
-    if "cells" in found:
+    if isinstance(cells := found.get("cells"), list):
         found["cells"] = [
             {name: cell[name] for name in cell if name not in OF_HOST_IN_CELLS}
-            for cell in found["cells"]
+            for cell in cells
+            if isinstance(cell, dict)
         ]
     return found
 

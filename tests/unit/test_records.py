@@ -138,6 +138,24 @@ def test_a_record_of_one_gpu_is_read_as_a_list_of_one():
     assert found["validated"] == [entry]
 
 
+def test_what_is_no_entry_is_none():
+    """Whoever can write the folder can write anything into a record."""
+    told = {name: CODE[name] for name in records.DEVICE}
+    odd = {"gpu": H100, **told, "cells": {"graph_tflops": 1}}
+    record = proven() | {
+        "emulated": ["yes"],
+        "validated": [None, {"gpu": 1}, {**odd, "cells": [1, CELL]}, odd],
+        "benchmarked": {"gpu": H200},
+    }
+    found = records.current(record, kernel="k", body_sha256=A)
+    assert found["rung"] == "validated" and "emulated" not in found
+    assert [entry["cells"] for entry in found["validated"]] == [
+        [{"graph_tflops": 700, "peers": {}}],
+        {"graph_tflops": 1},
+    ]
+    merged(record, "compiled", body=B, **CODE)
+
+
 def test_another_body_drops_what_was_proven_for_the_old_one():
     record = merged(merged(None, "compiled"), "validated")
     record = merged(record, "compiled", body=B)
