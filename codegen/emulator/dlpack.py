@@ -65,6 +65,18 @@ _new_capsule = ctypes.PYFUNCTYPE(
 )(("PyCapsule_New", ctypes.pythonapi))
 
 
+# The structures of each capsule, by address: a consumer reads them until it calls the deleter,
+# which may be after the tensor has gone. A capsule that is never consumed keeps its own.
+_exported: dict[int, _Managed | _Versioned] = {}
+
+
+def _release(address: int) -> None:
+    _exported.pop(address, None)
+
+
+_deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release)
+
+
 class Tensor:
     """A tensor of a call; see `launch.tensor_at` for what describes it."""
 
@@ -74,7 +86,6 @@ class Tensor:
         self.address, self.byte_offset = told["address"], told["byte_offset"]
         self.shape, self._strides = tuple(told["shape"]), tuple(told["strides"])
         self.place: tuple[int, int] = tuple(told["device"] or (CUDA, device))
-        self._exported: list[Any] = []  # the structures live as long as their tensor
 
     @property
     def first(self) -> int:
@@ -106,7 +117,8 @@ class Tensor:
         managed, name = _Managed(tensor=tensor), _NAME
         if max_version is not None and max_version[0] >= VERSION[0]:
             managed, name = _Versioned(version=VERSION, tensor=tensor), _VERSIONED_NAME
-        self._exported.append(managed)
+        managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
+        _exported[ctypes.addressof(managed)] = managed
         return _new_capsule(ctypes.addressof(managed), name, None)
 
 

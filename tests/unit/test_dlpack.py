@@ -45,6 +45,17 @@ def test_another_library_reads_what_is_there(wrap, dtype):
     np.testing.assert_array_equal(found, array)
 
 
+def test_structures_live_until_the_consumer_calls_the_deleter():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensor = dlpack.Tensor(described(array, device=CPU), device=7)
+    before = len(dlpack._exported)
+    found = np.from_dlpack(tensor)
+    del tensor
+    assert len(dlpack._exported) == before + 1, "the array still reads them"
+    del found
+    assert len(dlpack._exported) == before
+
+
 def test_whoever_knows_versions_gets_one():
     tensor = dlpack.Tensor(described(np.zeros((2, 3), np.float32)), device=7)
     assert tensor.__dlpack_device__() == (dlpack.CUDA, 7)
