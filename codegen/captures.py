@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels, captured once: what the same text does again is remembered.
 
-A generated kernel is called by its `fmha`, through TVM-FFI as its users do (`capture`), or through
-the `bind` that stands in where TVM-FFI is missing; both must launch the same (`disagreements`).
+A generated kernel is called by its `fmha`, as its users do (`capture`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from .emulator.launch import (
     expected_stream,
     open_host_program,
 )
-from .emulator.tma import MAP_BYTES, TensorMap
+from .emulator.tma import MAP_BYTES
 from .errors import EnvironmentProblem
 from .toolchain import Compiler
 
@@ -45,16 +44,14 @@ def capture(
     *,
     arch: str,
     compiler: Compiler | None = None,
-    ffi: bool = True,
 ) -> tuple[str, list[Called]]:
     """Return a generated kernel's PTX and what each call of its `fmha` did.
 
-    arch: the SPEC's. compiler: whose DSL compiles; ours when None. ffi: whether the kernel finds
-    TVM-FFI. Raises CaptureError when it does not compile, or neither launches nor refuses;
-    EnvironmentProblem when the DSL is missing or the machine
-    takes too long.
+    arch: the SPEC's. compiler: whose DSL compiles; ours when None. Raises CaptureError when it does
+    not compile, or neither launches nor refuses; EnvironmentProblem when the DSL is missing or the
+    machine takes too long.
     """
-    text, found = _captured(kernel, calls, arch, compiler, "fmha", ffi)
+    text, found = _captured(kernel, calls, arch, compiler, "fmha")
     return text, [Called.from_json(data) for data in found]
 
 
@@ -66,7 +63,7 @@ def capture_launches(
     compiler: Compiler | None = None,
 ) -> tuple[str, list[Launch]]:
     """The same for a module without `fmha`: the arguments of its host function, by name."""
-    text, found = _captured(kernel, calls, arch, compiler, "launch", ffi=False)
+    text, found = _captured(kernel, calls, arch, compiler, "launch")
     return text, [Launch.from_json(data) for data in found]
 
 
@@ -76,7 +73,6 @@ def _captured(
     arch: str,
     compiler: Compiler | None,
     kind: str,
-    ffi: bool,
 ) -> tuple[str, list[Any]]:
     """PTX and plain data by call. kind: fmha or launch."""
     text = kernel.read_text(encoding="utf-8")
@@ -85,8 +81,7 @@ def _captured(
     if compiler.python != sys.executable:
         parts.append(compiler.python)  # its version does not tell what was patched
     ptx_key = cache.key("ptx", parts)
-    way = [kind, str(ffi)]
-    keys = [cache.key("launch", [*parts, *way, json.dumps(call)]) for call in calls]
+    keys = [cache.key("launch", [*parts, kind, json.dumps(call)]) for call in calls]
     code: str | None = cache.get(ptx_key)
     found: list[Any] = [cache.get(key) for key in keys]
     if code is None or None in found:
@@ -95,7 +90,6 @@ def _captured(
                 kernel,
                 arch=ARCHITECTURES[arch].compile_arch,
                 python=compiler.python,
-                ffi=ffi,
             ) as program:
                 code = program.ptx
                 found = [_run(program, kind, call) for call in calls]
@@ -122,7 +116,7 @@ def checked(
 ) -> tuple[str, list[Launch]]:
     """PTX and launches of calls that are right, where nothing is wrong with `fmha` itself.
 
-    Raises CaptureError for what `wrong_host` and `disagreements` find, and as `capture` does.
+    Raises CaptureError for what `wrong_host` finds, and as `capture` does.
     """
     text, called = capture(kernel, calls, arch=arch, compiler=compiler)
     found = [
@@ -130,16 +124,15 @@ def checked(
         for number, (call, each) in enumerate(zip(calls, called, strict=True))
         for finding in wrong_host(call, each)
     ]
-    found += disagreements(kernel, calls, arch=arch, compiler=compiler)
     if found:
         raise CaptureError("; ".join(found))
     return text, [each.launched for each in called]
 
 
 def wrong_host(call: Call, called: Called) -> Iterator[str]:
-    """Findings about what a kernel's run does not show: stream, returned tensor, allocations.
+    """Findings about what a kernel's run does not show: stream, returned tensors, allocations.
 
-    call: one that is right, of a kernel whose `fmha` returns out.
+    call: one that is right, of a kernel whose `fmha` returns its outputs in order.
     """
     if called.launch is None:
         yield f"fmha refused a call that is right: {called.refusal}"
@@ -148,66 +141,20 @@ def wrong_host(call: Call, called: Called) -> Iterator[str]:
     if called.launch.stream != stream:
         yield f"launched to stream {called.launch.stream:#x}, not {stream:#x}"
     given = called.allocated | call["tensors"]
+    outputs = [name for name in ("out", "lse") if name in given]
     if "out" not in given:
         yield "out was neither given nor allocated"
         return
     for name in called.allocated.keys() & call["tensors"].keys():
         yield f"{name} was given, and allocated all the same"
-    out = given["out"]["address"] + given["out"]["byte_offset"]
-    if called.returned != (out,):
-        names = ", ".join(map(hex, called.returned))
-        yield f"fmha returned tensors at {names}, not out at {out:#x}"
-
-
-def disagreements(
-    kernel: Path,
-    calls: Sequence[Call],
-    *,
-    arch: str,
-    compiler: Compiler | None = None,
-) -> list[str]:
-    """Where calls through TVM-FFI and through `bind` do different things; compiles twice.
-
-    Raises as `capture` does.
-    """
-    text, by_ffi = capture(kernel, calls, arch=arch, compiler=compiler)
-    other, by_bind = capture(kernel, calls, arch=arch, compiler=compiler, ffi=False)
-    if other != text:
-        return ["the PTX with TVM-FFI is not the one without"]
-    module = ptx.parse(text)
-    found = []
-    for number, (one, two) in enumerate(zip(by_ffi, by_bind, strict=True)):
-        if bool(one.refusal) != bool(two.refusal):
-            ways = f"{one.refusal or 'runs'} / {two.refusal or 'runs'}"
-            found.append(f"call {number}: TVM-FFI / bind: {ways}")
-        if (one.returned, one.allocated) != (two.returned, two.allocated):
-            found.append(f"call {number}: TVM-FFI and bind return different tensors")
-        if one.launch and two.launch:
-            found += [
-                f"call {number}: TVM-FFI and bind launch with different {what}"
-                for what in differences(module, one.launch, two.launch)
-            ]
-    return found
-
-
-def differences(module: ptx.Module, one: Launch, two: Launch) -> Iterator[str]:
-    """What two launches of one kernel differ in. module: its PTX.
-
-    Of the parameters count the bytes that the kernel loads and what tensor maps mean: the others
-    hold whatever lay on the host's stack.
-    """
-    for name in ("kernel", "grid", "block", "cluster", "smem_bytes", "stream"):
-        if getattr(one, name) != getattr(two, name):
-            yield f"{name}: {getattr(one, name)} and {getattr(two, name)}"
-    loaded = _loaded(module)
-    for param in module.params:
-        place = slice(param.offset, param.offset + param.size)
-        first, second = one.params[place], two.params[place]
-        if param.size == MAP_BYTES:
-            if TensorMap.decode(first) != TensorMap.decode(second):
-                yield f"tensor maps {param.name}"
-        elif any(first[at] != second[at] for at in loaded.get(param.name, ())):
-            yield f"parameters {param.name}"
+    wanted = tuple(
+        given[name]["address"] + given[name]["byte_offset"] for name in outputs
+    )
+    if called.returned != wanted:
+        names, others = (
+            ", ".join(map(hex, each)) for each in (called.returned, wanted)
+        )
+        yield f"fmha returned tensors at {names}, not {' and '.join(outputs)} at {others}"
 
 
 def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
@@ -235,8 +182,8 @@ def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
 def launch_digest(module: ptx.Module, called: Sequence[Called]) -> str:
     """The sha256 of what calls launch a kernel with. module: its PTX.
 
-    As for `differences`, of the parameters count the bytes that the kernel loads and tensor maps.
-    A call that is refused counts as one, whatever the words.
+    Of the parameters count the bytes that the kernel loads and what tensor maps mean: the others
+    hold whatever lay on the host's stack. A call that is refused counts as one, whatever the words.
     """
     loaded, said = _loaded(module), []
     for each in called:

@@ -49,8 +49,9 @@ print(*runtime.find_runtime_libraries(enable_tvm_ffi=True))'
  *       kTVMFFIFloat with v_float64: what scores are multiplied by.
  *   sm_count
  *       kTVMFFIInt with v_int64: multiprocessors of the GPU, or fewer to leave some to others.
- *   stream
- *       kTVMFFIOpaquePtr with v_ptr, or kTVMFFIInt: a CUstream.
+ *
+ * It runs on TVM-FFI's stream of the GPU, the default stream unless
+ * TVMFFIEnvSetStream(kDLCUDA, device, stream, NULL) of <tvm/ffi/extra/c_env_api.h> set another.
  *
  * self is NULL, result a TVMFFIAny of kTVMFFINone. Returns 0; or -1, and then
  * TVMFFIErrorMoveFromRaised gives the error, whose kind and message TVMFFIErrorCell holds.
@@ -133,7 +134,7 @@ def header(source: Source, compiled: bytes) -> str:
         text=_sha256(source.text.encode()),
         object=_sha256(compiled),
         tensors=", ".join(_TENSOR.findall(signature)),
-        count=len(_ARGUMENT.findall(signature)),
+        count=len(_ARGUMENT.findall(signature)) - 1,  # the stream is TVM-FFI's
         symbol=symbol_of(source),
     )
 

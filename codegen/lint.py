@@ -21,13 +21,13 @@ SPDX = "# SPDX-License-Identifier: Apache-2.0"
 CONSTANTS_MARK = (
     "# --- constants"  # starts the comment line above each part of the block
 )
-IMPORTS = frozenset({"cuda", "cutlass"})  # beside the standard library
+IMPORTS = frozenset({"cuda", "cutlass", "tvm_ffi"})  # beside the standard library
 IMPORTS_IN_FUNCTIONS = frozenset({"torch"})
 FORBIDDEN_NAMES: Mapping[str, str] = {
     "_mlir": "is private to the DSL",
     "const_expr": "decides at trace time what the generator has decided already",
 }
-PUBLIC = frozenset({"SPEC", "compile", "fmha"})  # used by the file's readers
+PUBLIC = frozenset({"SPEC", "__all__", "compile", "fmha"})  # used by the file's readers
 SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.

@@ -31,9 +31,7 @@ OMIT: Final = "OMIT"  # the value of an argument that is left out
 ONCE: Final = "ONCE"  # the test of a loop whose body stands for it
 INLINE: Final = "inline"  # the decorator of functions that their calls are replaced by
 # What is called from outside, and functions that are handed on as values.
-ENTRIES: Final = frozenset({"fmha", "compile", "launch", "SPEC"})
-# Fields that kernels have which a GPU ran: they go when it next runs them.
-KEPT_FIELDS: Final = frozenset({"seqlen_q"})
+ENTRIES: Final = frozenset({"__all__", "fmha", "compile", "launch", "SPEC"})
 _KEPT_PIECES: Final = 8192
 # A test at the top of a file.
 _BLOCK: Final = re.compile(r"^(if|while) ", re.MULTILINE)
@@ -160,7 +158,7 @@ def _ends(text: str) -> list[int]:
     """The last lines of the statements at the top, or nothing where that takes a parser.
 
     A parser takes most of the time that a module costs whose pieces are all known. A line that
-    begins with a letter begins a statement, unless decorators or a string are above it.
+    begins with a name begins a statement, unless decorators or a string are above it.
     """
     docstring = _DOCSTRING.match(text)
     first = docstring.end() if docstring else 0
@@ -170,7 +168,8 @@ def _ends(text: str) -> list[int]:
     number, is_decorated, last = text.count("\n", 0, first), False, 0
     for line in text[first:].splitlines():
         number += 1
-        if line[:1].isalpha() and not is_decorated and not _GOES_ON.match(line):
+        names = line[:1].isalpha() or line[:1] == "_"
+        if names and not is_decorated and not _GOES_ON.match(line):
             ends += [last] if last else []
         if line[:1] == "@" and not is_decorated:
             ends += [last] if last else []
@@ -692,7 +691,7 @@ def _pruned(pieces: Sequence[str], kept: frozenset[str]) -> list[str]:
     for each in facts:
         for name in set(each.defines) - starred:
             if each.fields is not None:
-                gone = frozenset(each.fields) - attributes - KEPT_FIELDS
+                gone = frozenset(each.fields) - attributes
                 if len(gone) == len(each.fields):  # it goes itself once it is not used
                     gone = frozenset()
                 callees[name] = _Callee(name, each.fields, gone, ())

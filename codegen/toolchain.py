@@ -53,7 +53,7 @@ module = importlib.util.module_from_spec(spec)
 sys.modules[name] = module
 spec.loader.exec_module(module)
 made = []
-if export:  # what the module's own compile() returns is bare, which cannot be exported
+if export:  # compile() returns a function of TVM-FFI, which cannot be exported
     build = module.cute.compile
     module.cute.compile = lambda *args, **options: made.append(build(*args, **options)) or made[0]
 module.compile()
@@ -374,7 +374,7 @@ def _run_host(
     """The same, by the process that can call `fmha`, too; what the calls did, if none failed."""
     module, requests, answers = _written(work, text, stem), work / "in", work / "out"
     requests.write_text("".join(json.dumps(call) + "\n" for call in calls))
-    command = [sys.executable, "-m", host_process.__name__, str(module), "--ffi"]
+    command = [sys.executable, "-m", host_process.__name__, str(module)]
     command += ["--files", str(requests), str(answers)]
     environment = _environment(arch, work / "dump", sys.executable)
     environment |= {LIBRARIES: str(write_runtime(work))}

@@ -362,17 +362,20 @@ def _judge(
 def _judge_returned(
     returned: Any, outputs: Sequence[Guarded], expected: Sequence[torch.Tensor]
 ) -> Iterator[str]:
-    """What fmha returns when it allocates: out. An lse that is not asked for is dropped."""
-    output, wanted = outputs[0], expected[0]
-    x = returned if isinstance(returned, torch.Tensor) else torch.from_dlpack(returned)
-    if x.shape != output.view.shape or x.dtype != output.view.dtype:
-        yield (
-            f"fmha returned {output.name} as {x.dtype} {list(x.shape)} "
-            f"instead of {output.view.dtype} {list(output.view.shape)}"
-        )
-    else:
-        what = "when the kernel allocates it"
-        yield from filter(None, [same_bits(output.name, what, bits(x), wanted)])
+    """What fmha returns when it allocates: its outputs, a tuple where there are several."""
+    found = returned if isinstance(returned, tuple) else (returned,)
+    if len(found) != len(outputs):
+        yield f"fmha returned {len(found)} tensors, not {len(outputs)}"
+        return
+    for x, output, wanted in zip(found, outputs, expected, strict=True):
+        if x.shape != output.view.shape or x.dtype != output.view.dtype:
+            yield (
+                f"fmha returned {output.name} as {x.dtype} {list(x.shape)} "
+                f"instead of {output.view.dtype} {list(output.view.shape)}"
+            )
+        else:
+            what = "when the kernel allocates it"
+            yield from filter(None, [same_bits(output.name, what, bits(x), wanted)])
 
 
 # --- misuse --------------------------------------------------------------------------

@@ -13,12 +13,6 @@ ARCHITECTURES: Final[Mapping[str, Architecture]] = {
     each.name: each for each in (sm90.ARCHITECTURE, sm100.ARCHITECTURE)
 }
 
-TESTED_DSL: Final = ("4.6", "4.7", "4.8")
-"""Minor versions of the CuTe DSL that `fmha-gen matrix` holds every kernel under: decision 0021.
-
-Kernels warn under any other one, so that a change here changes every kernel.
-"""
-
 
 def compiled_as(compile_arch: str) -> Architecture:
     """The architecture that the DSL says so, such as `sm_90a`."""

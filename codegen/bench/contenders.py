@@ -54,24 +54,17 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
 
 
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
-    """A generated kernel's public entry, which allocates out, and lse where there is one."""
-    return lambda: kernel.fmha(*inputs)
+    """A generated kernel's public entry, which allocates its outputs."""
+    return lambda: _out(kernel.fmha(*inputs))
 
 
 def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
-    """What a generated kernel's ``compile()`` returns, given tensors and the current stream."""
-    tensors = [*inputs, kernel.fmha(*inputs)]
-    q = inputs.q
-    if kernel.SPEC["lse"]:
-        shape = (q.shape[0], q.shape[2], q.shape[1])
-        tensors.append(q.new_empty(shape, dtype=torch.float32))
-    run, scale = kernel.compile(), q.shape[3] ** -0.5
-    processors = kernel.sm_count(q.get_device())
-
-    def launch() -> None:
-        run(*tensors, scale, processors, torch.cuda.current_stream().cuda_stream)
-
-    return launch
+    """What a generated kernel's ``compile()`` returns, given all its tensors."""
+    outputs = kernel.fmha(*inputs)
+    tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))]
+    run, scale = kernel.compile(), inputs.q.shape[3] ** -0.5
+    processors = kernel.sm_count(inputs.q.get_device())
+    return lambda: run(*tensors, scale, processors)
 
 
 def fa4(problem: Problem, inputs: Inputs) -> Launch:

@@ -19,7 +19,9 @@ FLOAT, BFLOAT = 2, 4  # kDLFloat, kDLBfloat
 # name -> (code, bits)
 TYPES = {"bf16": (BFLOAT, 16), "fp16": (FLOAT, 16), "fp32": (FLOAT, 32)}
 VERSION = (1, 1)
+# A capsule holds the pointer to its name, so the names live as long as the module.
 _NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
+_API_NAME = b"dlpack_exchange_api"
 
 
 class _Tensor(ctypes.Structure):
@@ -70,11 +72,13 @@ _new_capsule = ctypes.PYFUNCTYPE(
 _exported: dict[int, _Managed | _Versioned] = {}
 
 
-def _release(address: int) -> None:
-    _exported.pop(address, None)
+def _release(address: int, exported: Any = _exported) -> None:
+    exported.pop(address, None)
 
 
 _deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(_release)
+# Consumers may call it while the interpreter ends and has dropped the names of this module.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_deleter))
 
 
 class Tensor:
@@ -100,6 +104,12 @@ class Tensor:
         self, *, max_version: tuple[int, int] | None = None, **_options: Any
     ) -> Any:
         """A capsule, versioned for whoever knows versions."""
+        versioned = max_version is not None and max_version[0] >= VERSION[0]
+        name = _VERSIONED_NAME if versioned else _NAME
+        return _new_capsule(self.export(versioned), name, None)
+
+    def export(self, versioned: bool) -> int:
+        """The address of a managed tensor, whose consumer calls the deleter."""
         sizes = ctypes.c_int64 * len(self.shape)
         code, bits = TYPES[self.dtype]
         tensor = _Tensor(
@@ -114,17 +124,59 @@ class Tensor:
             byte_offset=self.byte_offset,
         )
         managed: _Managed | _Versioned
-        managed, name = _Managed(tensor=tensor), _NAME
-        if max_version is not None and max_version[0] >= VERSION[0]:
-            managed, name = _Versioned(version=VERSION, tensor=tensor), _VERSIONED_NAME
+        if versioned:
+            managed = _Versioned(version=VERSION, tensor=tensor)
+        else:
+            managed = _Managed(tensor=tensor)
         managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
-        _exported[ctypes.addressof(managed)] = managed
-        return _new_capsule(ctypes.addressof(managed), name, None)
+        address = ctypes.addressof(managed)
+        _exported[address] = managed
+        return address
+
+
+class _ExchangeApi(ctypes.Structure):
+    """DLPackExchangeAPI: how TVM-FFI takes a tensor, and asks for the stream to run it on."""
+
+    _fields_ = (
+        ("version", ctypes.c_uint32 * 2),
+        ("previous", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("from_object", ctypes.c_void_p),
+        ("to_object", ctypes.c_void_p),
+        ("view_of_object", ctypes.c_void_p),
+        ("current_stream", ctypes.c_void_p),
+    )
+
+
+_Out = ctypes.POINTER(ctypes.c_void_p)
+_current_streams: dict[int, int] = {}  # raw handles by device: of the stand-in in use
+
+
+def _from_object(tensor: Tensor, out: Any) -> int:
+    out[0] = tensor.export(versioned=True)
+    return 0
+
+
+def _current_stream(_kind: int, device: int, out: Any) -> int:
+    out[0] = _current_streams.get(device, 0)
+    return 0
+
+
+_from_object_c = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, _Out)(_from_object)
+_current_stream_c = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, _Out)(
+    _current_stream
+)
+_api = _ExchangeApi(
+    version=VERSION,
+    from_object=ctypes.cast(_from_object_c, ctypes.c_void_p),
+    current_stream=ctypes.cast(_current_stream_c, ctypes.c_void_p),
+)
 
 
 class TorchTensor(Tensor):
     """Poses as a `torch.Tensor`, whose data pointer holds the offset already."""
 
+    __dlpack_c_exchange_api__ = _new_capsule(ctypes.addressof(_api), _API_NAME, None)
     requires_grad = False
 
     def __init__(
@@ -180,15 +232,9 @@ def torch_module(device: int, stream: int) -> ModuleType:
     torch: Any = ModuleType("torch")
     torch.Tensor = TorchTensor
     torch.bfloat16, torch.float16, torch.float32 = TYPES
-    torch.cuda = SimpleNamespace(
-        current_device=lambda: device,
-        current_stream=lambda _device=None: SimpleNamespace(
-            cuda_stream=stream if _device in (None, device) else 0
-        ),
-    )
-    torch._C = SimpleNamespace(
-        _cuda_getCurrentRawStream=lambda index: stream if index == device else 0
-    )
+    torch.cuda = SimpleNamespace(current_device=lambda: device)
+    _current_streams.clear()
+    _current_streams[device] = stream
     found: ModuleType = torch
     return found
 

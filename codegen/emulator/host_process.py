@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process behind `launch.HostProgram`: compiles a module, runs its host function, tells.
 
-``python -m fmha_gen.emulator.host_process MODULE.py [--ffi] [--files REQUESTS ANSWERS]`` writes a
+``python -m fmha_gen.emulator.host_process MODULE.py [--files REQUESTS ANSWERS]`` writes a
 line of JSON when the module is compiled; then each line read, a call of `fmha` (see `launch.call`)
 or a list of arguments of the host function, is answered by a line with what it launched. Lines come
 from standard input and go to standard output, unless files are named. The environment,
@@ -418,7 +418,7 @@ def _addresses(result: Any) -> tuple[int, ...]:
     return tuple(tensor.first for tensor in tensors)
 
 
-def serve(path: Path, requests: Iterable[str], answers: TextIO, *, ffi: bool) -> None:
+def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     """Compile, then answer each request."""
 
     def answer(data: dict[str, Any]) -> None:
@@ -429,8 +429,6 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO, *, ffi: bool) ->
     major = int(re.sub(r"\D", "", arch)) // 10
     # Before anything imports the DSL, which loads the library too.
     runtime = Runtime(os.environ[LIBRARIES], major)
-    if not ffi:
-        sys.modules["tvm_ffi"] = None  # type: ignore[assignment]
     cute: Any = importlib.import_module("cutlass.cute")
     compiled = cute.compile = Compiled(cute.compile)
     stand_in_for_the_driver(runtime)
@@ -444,8 +442,7 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO, *, ffi: bool) ->
     tensors = module.arguments() if hasattr(module, "arguments") else {}
     expected = [tensors.get(name) for name in names]
     caller = Caller(module, runtime)
-    has_ffi = getattr(module, "HAS_FFI", False)
-    answer({"ptx": ptx, "parameters": names, "has_ffi": has_ffi})
+    answer({"ptx": ptx, "parameters": names})
     for line in requests:
         runtime.launches.clear()
         runtime.problems.clear()
@@ -473,17 +470,16 @@ def main() -> None:
     """See the module; whatever else prints goes to standard error."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module", type=Path)
-    parser.add_argument("--ffi", action="store_true")
     parser.add_argument("--files", nargs=2, type=Path)
     options = parser.parse_args()
     if options.files:
         requests, answers = options.files
         with requests.open(encoding="utf-8") as lines, answers.open("w") as told:
-            serve(options.module, lines, told, ffi=options.ffi)
+            serve(options.module, lines, told)
         return
     told = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
-    serve(options.module, sys.stdin, told, ffi=options.ffi)
+    serve(options.module, sys.stdin, told)
 
 
 if __name__ == "__main__":

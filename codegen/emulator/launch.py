@@ -218,7 +218,6 @@ class HostProgram:
     """A compiled kernel module, ready to be launched any number of times with other arguments.
 
     ptx: of its one kernel. parameters: what its host function takes, by name and in order.
-    has_ffi: whether calls of `fmha` go through TVM-FFI.
     """
 
     def __init__(self, process: _Process) -> None:
@@ -227,7 +226,6 @@ class HostProgram:
         compiled = process.answer()
         self.ptx: str = compiled["ptx"]
         self.parameters: tuple[str, ...] = tuple(compiled["parameters"])
-        self.has_ffi: bool = compiled["has_ffi"]
 
     def call(self, made: Call) -> Called:
         """Call `fmha`, which must launch once, or raise ValueError and launch nothing.
@@ -259,16 +257,14 @@ def open_host_program(
     arch: str = "sm_90a",
     timeout: float = TIMEOUT,
     python: str = sys.executable,
-    ffi: bool = False,
     line_info: bool = False,
 ) -> Iterator[HostProgram]:
     """Compile a module in a process of its own, which ends with this context.
 
     module: a Python file whose ``compile()`` has ``cute.compile`` make something of a host function
     that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
-    the interpreter whose DSL compiles; of this package it needs nothing installed. ffi: whether the
-    module finds TVM-FFI, where that interpreter has it. line_info: whether the PTX says from which
-    line of the module each instruction comes.
+    the interpreter whose DSL compiles; of this package it needs nothing installed. line_info:
+    whether the PTX says from which line of the module each instruction comes.
     """
     with (
         tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder,
@@ -276,7 +272,7 @@ def open_host_program(
     ):
         work = Path(folder)
         library = write_runtime(work)
-        # Away from what lies beside the module: an exported .o, or anything that shadows a module.
+        # Away from what lies beside the module, which may shadow others.
         copy = work / "module" / module.name
         copy.parent.mkdir()
         shutil.copyfile(module, copy)
@@ -286,7 +282,6 @@ def open_host_program(
                 "-m",
                 f"{__package__}.host_process",
                 str(copy),
-                *(["--ffi"] if ffi else []),
             ],
             cwd=work,
             env=_environment(arch, library, work)

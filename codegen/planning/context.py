@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import toolchain
-from ..arch import ARCHITECTURES, TESTED_DSL
+from ..arch import ARCHITECTURES
 from ..spec import Spec, SpecFile
 from .kernel_plan import Number
 from .traits import Traits
@@ -42,8 +42,8 @@ def common_context(
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
         "cta_group_size": spec.cta_group,
-        "tested_dsl": TESTED_DSL,
         "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
+        "ffi_wanted": f"{toolchain.FFI}{toolchain.FFI_RANGE}",
         "spec_items": [*_spec_items(spec_file), *spec_items],
         "chosen": chosen,
         "derived": derived,
@@ -53,6 +53,7 @@ def common_context(
         "cluster_heads": spec.cluster[1],
         "causal": traits.causal,
         "persistent": traits.persistent,
+        "grouped": spec.heads.q_per_kv > 1,
         "pack_gqa": traits.pack_gqa,
         "fixed_q": traits.seqlen_q is not None,
         "fixed_kv": traits.seqlen_kv is not None,

@@ -231,8 +231,10 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    group = "given" if "heads" in spec.model_fields_set else "default"
-    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    if spec.heads.q_per_kv > 1:
+        yield Number(
+            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
+        )
     if traits.cluster_size > 1:
         what = "CTAs: query tiles of one head"
         yield Number("CLUSTER_SIZE", traits.cluster_size, what, "given")

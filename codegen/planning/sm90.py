@@ -284,8 +284,10 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    group = "given" if "heads" in spec.model_fields_set else "default"
-    yield Number("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", group)
+    if spec.heads.q_per_kv > 1:
+        yield Number(
+            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
+        )
     if traits.cluster_size > 1:
         along_q = spec.cluster[0] > 1
         what = "query heads of one KV head"

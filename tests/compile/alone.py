@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by the tests, isolated: what one kernel does where only the DSL is installed.
+"""Run by the tests, isolated: what one kernel does where only the DSL and TVM-FFI are installed.
 
 Arguments: the site-packages folder, the kernel's file. Prints JSON.
 """
@@ -48,12 +48,13 @@ def main():
         except ValueError as error:
             refusals[what] = [argument, str(error)]
     compiled_by_bad_calls = module.compile.cache_info().currsize
-    compiled = module.compile()
+    module.compile()
+    module.compile()
     report = {
         "refusals": refusals,
         "bad_calls": len(BAD_CALLS),
         "compiled_by_bad_calls": compiled_by_bad_calls,
-        "compiled_once": module.compile() is compiled,
+        "compiled_once": module.compile.cache_info().misses == 1,
         "modules": sorted({name.partition(".")[0] for name in sys.modules}),
         "documented": bool(module.__doc__ and module.fmha.__doc__),
     }

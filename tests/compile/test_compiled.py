@@ -70,9 +70,9 @@ ONE_OF_EACH = {kind_of(stem): stem for stem in reversed(SHIPPED)}.values()
 
 @pytest.fixture(scope="session")
 def only_dsl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A site-packages folder as `pip install nvidia-cutlass-dsl` alone leaves it."""
+    """A site-packages folder as `pip install nvidia-cutlass-dsl apache-tvm-ffi` leaves it."""
     folder = tmp_path_factory.mktemp("site-packages")
-    support.link_distributions(folder, toolchain.DSL)
+    support.link_distributions(folder, toolchain.DSL, toolchain.FFI)
     return folder
 
 
@@ -99,8 +99,8 @@ def run_alone(stem: str, site_packages: Path, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("stem", ONE_OF_EACH)
 def test_alone(stem: str, only_dsl: Path, tmp_path: Path) -> None:
     report = run_alone(stem, only_dsl, tmp_path)
-    assert {"torch", "fmha_gen", "numpy", "jinja2"}.isdisjoint(report["modules"])
-    assert {"cutlass", "cuda"} <= set(report["modules"])
+    assert {"torch", "fmha_gen", "jinja2"}.isdisjoint(report["modules"])
+    assert {"cutlass", "cuda", "tvm_ffi"} <= set(report["modules"])
     assert report["documented"]
     assert report["compiled_once"]
     assert len(report["refusals"]) == report["bad_calls"]

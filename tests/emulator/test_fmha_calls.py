@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import struct
@@ -127,16 +128,13 @@ def is_of(tensor_map, tensor):
     ] and steps == {dim: 2, rows: row_step, heads: head_step, batch: batch_step}
 
 
-def opened(stem, path=None, ffi=True):
-    return open_host_program(
-        path or GENERATED / f"{stem}.py", arch=ARCHES[stem], ffi=ffi
-    )
+def opened(stem, path=None):
+    return open_host_program(path or GENERATED / f"{stem}.py", arch=ARCHES[stem])
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["ffi", "bind"])
-def program(request):
-    with opened(LSE, ffi=request.param) as found:
-        assert found.has_ffi == request.param
+@pytest.fixture(scope="module")
+def program():
+    with opened(LSE) as found:
         yield Program(found)
 
 
@@ -145,7 +143,7 @@ def test_what_is_told_is_launched(program):
     called, wrong = program.launch(made)
     assert wrong == set()
     assert called.launched.grid == (5, 1, 1)
-    assert called.returned == (ADDRESSES["out"],)
+    assert called.returned == (ADDRESSES["out"], ADDRESSES["lse"])
 
 
 def test_scale_stream_and_ways_to_pass_them(program):
@@ -183,10 +181,11 @@ def test_torch_s_tensors_are_allocated_and_its_stream_is_the_current_one(program
         "out": launch.tensor_at("fp16", OUT, (2, 40, 12, 128), contiguous),
         "lse": launch.tensor_at("fp32", LSE_OUT, (2, 12, 40), (12 * 40, 40, 1)),
     }
-    assert (wrong, called.returned, called.launched.stream) == (set(), (OUT,), 0x70)
+    assert (wrong, called.launched.stream) == (set(), 0x70)
+    assert called.returned == (OUT, LSE_OUT)
     given, wrong = program.launch(call(torch=TORCH))
     assert (wrong, given.allocated) == (set(), {})
-    assert (given.returned, given.launched.stream) == ((ADDRESSES["out"],), STREAM)
+    assert given.launched.stream == STREAM
 
 
 def test_what_fmha_refuses_comes_back_and_launches_nothing(program):
@@ -226,12 +225,12 @@ def test_a_kernel_with_fmha_is_not_launched_behind_it(program):
 NEW_OUT = "out = q.new_empty(b, s, h, HEAD_DIM_V)"
 NEW_LSE = "lse = q.new_empty(b, h, s, dtype=torch.float32)"
 GIVEN = "if softmax_scale is None else softmax_scale"
-HANDLE = 'handle = cuda.CUstream(int(getattr(stream, "cuda_stream", stream or 0)))'
+HANDLE = 'handle = int(getattr(stream, "cuda_stream", stream))'
 COUNT = "return query(key.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, device)[1]"
 # What -> the kernel, the text there and its damage, how it is called, what shows
 DAMAGE = {
     "k and v swapped": (
-        *(LSE, "tensors = (q, k, v, out)", "tensors = (q, v, k, out)"),
+        *(LSE, "[q, k, v, out, lse]", "[q, v, k, out, lse]"),
         *({}, {"k", "v"}),
     ),
     "the default scale": (
@@ -243,11 +242,11 @@ DAMAGE = {
         *({"softmax_scale": 0.375}, {"scale"}),
     ),
     "the stream dropped": (
-        *(PLAIN, HANDLE, "handle = cuda.CUstream(0)"),
+        *(PLAIN, HANDLE, "handle = 0"),
         *({}, {"launched"}),
     ),
     "torch's stream dropped": (
-        *(SM100, "if stream is None and torch:", "if False:"),
+        *(SM100, "if of_torch and stream is None:", "if False:"),
         *({"torch": TORCH, "stream": None}, {"launched"}),
     ),
     "out ignored": (
@@ -259,7 +258,7 @@ DAMAGE = {
         *({"torch": TORCH}, {"lse"}),
     ),
     "q returned": (
-        *(PLAIN, "    return out\n\n\ndef check", "    return q\n\n\ndef check"),
+        *(PLAIN, "    return out\n\n\ndef run", "    return q\n\n\ndef run"),
         *({}, {"fmha"}),
     ),
 }
@@ -294,29 +293,180 @@ def test_multiprocessors_miscounted(tmp_path):
         assert program.call(call(sm_count=14)).launched.grid == (7, 1, 1)
 
 
-def test_both_ways_do_the_same_and_a_difference_is_told(tmp_path):
+def test_checked_calls_are_right(tmp_path):
     path = GENERATED / f"{LSE}.py"
     calls = [
         call(),
         call(inputs(), stream=None, torch=TORCH, softmax_scale=0.5),
         call(softmax_scale=-1.0),
-        call(keywords=True, sm_count=132),
     ]
-    assert captures.disagreements(path, calls, arch="sm90") == []
     text, launches = captures.checked(path, calls[:2], arch="sm90")
     assert [each.stream for each in launches] == [STREAM, TORCH["stream"]]
     assert ptx.parse(text).name == launches[0].kernel
     with pytest.raises(CaptureError, match=r"call 0: fmha refused .* softmax_scale: "):
-        captures.checked(path, calls[2:3], arch="sm90")
+        captures.checked(path, calls[2:], arch="sm90")
 
-    source, packed = (
-        path.read_text(encoding="utf-8"),
-        "address, *sizes.values(), *steps)",
-    )
-    assert source.count(packed) == 1
-    other = tmp_path / path.name
-    damage = "address, *sizes.values(), *steps[::-1])"
-    other.write_text(source.replace(packed, damage), encoding="utf-8")
-    found = captures.disagreements(other, calls[:1], arch="sm90")
-    assert any("bind launch with different tensor maps" in text for text in found)
-    assert any("bind launch with different parameters" in text for text in found)
+
+# --- what fmha refuses ---------------------------------------------------------------
+
+Q, KV, ROWS = (2, 40, 12, 128), (2, 24, 3, 128), (2, 12, 40)
+SHAPES = {"q": Q, "k": KV, "v": KV, "out": Q, "lse": ROWS}
+PLACES = {name: number << 40 for number, name in enumerate(SHAPES, 1)}
+
+
+def at(name, shape=None, strides=None, *, dtype=None, address=0, **options):
+    """A tensor of a right call, but for what is said. address: from its place on."""
+    shape, steps = shape or SHAPES[name], [1]
+    for size in reversed(shape[1:]):
+        steps.insert(0, steps[0] * size)
+    dtype = dtype or ("fp32" if name == "lse" else "fp16")
+    place = PLACES[name] + address
+    return launch.tensor_at(dtype, place, shape, strides or steps, **options)
+
+
+def longer(shape, mode, by=1):
+    return tuple(size + by * (number == mode) for number, size in enumerate(shape))
+
+
+def bad_tensors():
+    """What is wrong -> the tensors that are, and whom the message blames."""
+    for name, shape in SHAPES.items():
+        last = len(shape) - 1  # how many heads Q has follows from K
+        yield f"{name} dtype", {name: at(name, dtype="bf16")}, name
+        yield f"{name} rank", {name: at(name, shape[1:])}, name
+        yield f"{name} last", {name: at(name, (*shape[:-1], 64))}, name
+        yield f"{name} heads", {name: at(name, longer(shape, last - 1))}, (
+            "q" if name in "qk" else name
+        )
+        yield f"{name} on the CPU", {name: at(name, device=(1, 0))}, name
+        yield f"{name} on another GPU", {name: at(name, device=(2, 7))}, name
+        yield f"{name} misaligned", {name: at(name, address=2)}, name
+        yield f"{name} offset misaligned", {name: at(name, byte_offset=2)}, name
+        yield f"{name} null", {name: at(name, address=-PLACES[name])}, name
+        yield f"{name} empty", {name: at(name, (0, *shape[1:]))}, name
+        if name != "lse":
+            rows = (12 if shape is Q else 3) * 128
+            yield f"{name} padded", {
+                name: at(name, None, (1 << 20, rows, 132, 1))
+            }, name
+            for step in (0, -1024, 2**39):
+                steps = (1 << 20, step, 128, 1)
+                yield f"{name} step {step}", {name: at(name, None, steps)}, name
+    for name in ("k", "v", "out", "lse"):
+        batch = {name: at(name, longer(SHAPES[name], 0))}
+        yield f"{name} batch", batch, name
+    for name in ("v", "out"):
+        yield f"{name} rows", {name: at(name, longer(SHAPES[name], 1))}, name
+    for rows in (2**31, 2**31 + 24, 2**32 + 24):
+        many = (1, rows, 3, 128)
+        others = {
+            name: at(name, (1, *SHAPES[name][1:])) for name in ("q", "out", "lse")
+        }
+        both = {name: at(name, many, (1 << 20, 8, 8, 1)) for name in ("k", "v")}
+        yield f"{rows} rows", others | both, "k"
+
+
+def overlaps():
+    """Outputs that share memory, and what the message says."""
+    out_of = {"out": {**at("out"), "address": PLACES["q"]}}
+    yield "out is q", out_of, "out: shares memory with q"
+    begins = {"out": {**at("out"), "address": PLACES["q"] + 12 * 128 * 2}}
+    yield "out begins in q", begins, "out: shares memory with q"
+    held = {"v": {**at("v"), "address": PLACES["out"] + 256}}
+    yield "out holds v", held, "out: shares memory with v"
+    for name in ("out", "k"):
+        inside = {"lse": {**at("lse"), "address": PLACES[name] + 512}}
+        yield f"lse in {name}", inside, f"lse: shares memory with {name}"
+    shared = "has elements that share memory"
+    for strides in ((61440, 128, 128, 1), (61440, 1536, 64, 1)):
+        yield f"out {strides}", {"out": at("out", None, strides)}, f"out: {shared}"
+    for strides in ((0, 40, 1), (480, 0, 1), (480, 40, 0), (480, 1, 1)):
+        yield f"lse {strides}", {"lse": at("lse", None, strides)}, f"lse: {shared}"
+
+
+def apart():
+    """Layouts whose memory interleaves without being shared, and steps that are never taken."""
+    beside = {"row": (40 * 3072, 3072, 128, 1), "head": (40 * 3072, 3072, 256, 1)}
+    for what, steps in beside.items():
+        second = at("out", None, steps, address=PLACES["q"] - PLACES["out"])
+        second["address"] += 2 * (1536 if what == "row" else 128)
+        yield f"out beside q in a {what}", {"q": at("q", None, steps), "out": second}
+    between = (2 * 61440, 128, 40 * 128, 1)
+    second = {**at("out", None, between), "address": PLACES["q"] + 2 * 61440}
+    yield "out beside q in a batch", {"q": at("q", None, between), "out": second}
+    for order in itertools.permutations(range(3)):
+        strides, step = [0, 0, 0], 1
+        for mode in reversed(order):
+            strides[mode], step = step, step * (ROWS[mode] + 3)
+        yield f"lse in the order {order}", {"lse": at("lse", None, strides)}
+    yield "lse backwards", {"lse": at("lse", None, (480, -40, -1), address=4 * 479)}
+    once = {name: at(name, (1, *shape[1:])) for name, shape in SHAPES.items()}
+    yield "a step of a single batch", once | {
+        "q": at("q", (1, *Q[1:]), (3, 1536, 128, 1))
+    }
+
+
+def made_with(changed, torch):
+    tensors = {name: at(name) for name in SHAPES} | changed
+    return launch.call(tensors, sm_count=5, torch=TORCH if torch else None)
+
+
+@pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
+@pytest.mark.parametrize(
+    ("changed", "blamed"), [pytest.param(*x, id=what) for what, *x in bad_tensors()]
+)
+def test_a_bad_tensor_is_refused_by_its_name(program, changed, blamed, torch):
+    called = program.program.call(made_with(changed, torch))
+    assert called.refusal.startswith(f"{blamed}: "), called.refusal
+    assert called.launch is None
+
+
+@pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
+@pytest.mark.parametrize(
+    ("changed", "message"), [pytest.param(*x, id=what) for what, *x in overlaps()]
+)
+def test_outputs_that_share_memory_are_refused(program, changed, message, torch):
+    assert program.program.call(made_with(changed, torch)).refusal == message
+
+
+@pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
+@pytest.mark.parametrize("changed", [pytest.param(x, id=what) for what, x in apart()])
+def test_outputs_may_lie_between_other_tensors(program, changed, torch):
+    assert program.program.call(made_with(changed, torch)).refusal == ""
+
+
+def test_query_heads_are_so_many_per_head_of_k(program):
+    kv = {name: at(name, (2, 24, 4, 128)) for name in ("k", "v")}
+    message = "q: k has 4 heads, so q needs 16 (4 per KV head), not 12"
+    assert program.program.call(made_with(kv, False)).refusal == message
+
+
+@pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
+def test_q_must_be_on_the_current_device(program, torch):
+    elsewhere = {name: at(name, device=(2, 7)) for name in SHAPES}
+    refusal = program.program.call(made_with(elsewhere, torch)).refusal
+    assert refusal == "q: is on device 7, which is not the current one"
+
+
+@pytest.mark.parametrize(
+    "scale", [0.0, -1.0, math.nan, math.inf, 1e-50, 1e-38, 1e38, 1e300]
+)
+def test_a_scale_is_positive_and_finite_in_fp32(program, scale):
+    """The last four are 0 or infinite in fp32, or so is their multiple by log2(e)."""
+    refusal = program.program.call(call(softmax_scale=scale)).refusal
+    assert refusal.startswith("softmax_scale: must be positive, finite")
+
+
+@pytest.mark.parametrize("scale", [2.0**-126, 1e-30, 2.0**126])
+def test_extreme_scales(program, scale):
+    assert program.launch(call(softmax_scale=scale))[1] == set()
+
+
+def test_a_fixed_length_is_the_only_one():
+    with opened(PLAIN) as program:
+        for rows in (999, 1001):
+            kv = {name: at(name, (2, rows, 12, 128)) for name in ("k", "v")}
+            tensors = {"q": at("q"), "out": at("out"), **kv}
+            refusal = program.call(launch.call(tensors, sm_count=5)).refusal
+            assert refusal.startswith("k: Mismatched k.shape[1] ")
+            assert refusal.endswith("expected to be 1000")

@@ -122,8 +122,7 @@ PAIR = ROOT / "generated" / "sm90_d128_bf16_causal_c2x1_kvmc_lse.py"
 
 @pytest.fixture(scope="module")
 def pair():
-    with open_host_program(PAIR, ffi=True) as opened:
-        assert opened.has_ffi
+    with open_host_program(PAIR) as opened:
         yield opened
 
 

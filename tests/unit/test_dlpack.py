@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tvm_ffi
 from fmha_gen.emulator import dlpack, launch
 
 CPU = (1, 0)
@@ -81,8 +82,9 @@ def test_torch_s_stand_in_is_contiguous_where_it_is_made():
     tensor.new_empty(2, 3)
     assert isinstance(tensor.new_empty((2, 3), dtype=torch.float32), torch.Tensor)
     assert made == [((2, 3), "fp16"), ((2, 3), "fp32")]
-    assert torch.cuda.current_stream(2).cuda_stream == 9
-    assert torch._C._cuda_getCurrentRawStream(1) == 0, "another device's"
+    assert torch.cuda.current_device() == 2
+    assert dlpack._current_streams == {2: 9}
+    assert tvm_ffi.from_dlpack(tensor).data_ptr() == tensor.first
 
 
 def test_a_module_is_replaced_for_a_while(monkeypatch):

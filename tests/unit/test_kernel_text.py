@@ -85,7 +85,7 @@ def test_a_shipped_kernel_reads_its_spec_and_limits_and_no_tile() -> None:
     text = (support.GENERATED / "sm90_d128_bf16_causal.py").read_text("utf-8")
     known = host_digest(text)
     for name, counts in (
-        ("SIZE_LIMIT = 2147483648", True),
+        ("STRIDE_LIMIT = 549755813888", True),
         ("HEAD_DIM_QK = 128", True),
         ("TILE_KV = 128", False),
         ("CONSUMER_REGS = 240", False),

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from fmha_gen import export
 from fmha_gen.vendor import command
 from support import GENERATED
 
@@ -485,3 +486,22 @@ def test_two_packages_in_one_process(package: ModuleType, tmp_path: Path) -> Non
     )
     assert calls == ["sm90_d128_bf16_causal"]
     assert other.fmha_op._qualname != package.fmha_op._qualname
+
+
+def test_an_object_of_the_text_spares_the_compile(tmp_path: Path) -> None:
+    stem, name = "sm90_d64_fp16_causal_gqa8", next(_names)
+    folder = tmp_path / name
+    command.vendor(command.Options(folder, GENERATED, (stem,), True, ()))
+    kernel = folder / f"{stem}.py"
+    export.export([export.Source(stem, kernel.read_text("utf-8"), "sm_90a")], folder)
+    sys.path.insert(0, str(tmp_path))
+    try:
+        package = importlib.import_module(name)
+        with pytest.raises(TypeError, match=r"launch\(q: Tensor\("):
+            package.load(stem).compile()()  # the object's function, without arguments
+        package.load.cache_clear()
+        kernel.write_text(kernel.read_text("utf-8") + "# edited\n", "utf-8")
+        with pytest.raises(ImportError, match=r"its \.o is of another text"):
+            package.load(stem)
+    finally:
+        sys.path.remove(str(tmp_path))

@@ -135,12 +135,6 @@ TVMFFIAny of_int(int64_t value) {
   return any;
 }
 
-TVMFFIAny of_stream(void *stream) {  // nullptr: the default stream
-  TVMFFIAny any = argument(kTVMFFIOpaquePtr);
-  any.v_ptr = stream;
-  return any;
-}
-
 // The error of this thread's last call that did not return 0; reading it clears it.
 std::string error_of_last_call() {
   TVMFFIObjectHandle error = nullptr;
@@ -187,11 +181,11 @@ int main() {
   Tensor out(driver, kQueries, random);  // filled with something else
   const double scale = 1 / std::sqrt(double{kHeadDim});
 
-  // In the header's order.
-  TVMFFIAny arguments[] = {of_tensor(q),    of_tensor(k),           of_tensor(v),      of_tensor(out),
-                           of_float(scale), of_int(driver.sm_count), of_stream(nullptr)};
+  // In the header's order. The stream is the default one: TVMFFIEnvSetStream would set another.
+  TVMFFIAny arguments[] = {of_tensor(q),   of_tensor(k),    of_tensor(v),
+                           of_tensor(out), of_float(scale), of_int(driver.sm_count)};
   TVMFFIAny result = argument(kTVMFFINone);
-  if (sm90_d64_bf16_full(nullptr, arguments, 7, &result) != 0) {
+  if (sm90_d64_bf16_full(nullptr, arguments, 6, &result) != 0) {
     std::fprintf(stderr, "%s\n", error_of_last_call().c_str());
     return 1;
   }
