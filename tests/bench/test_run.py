@@ -156,9 +156,10 @@ def test_a_run(generated: tuple[Path, Path]) -> None:
     record = records.load(folder / "records" / "full.json")
     assert record is not None and record["rung"] == "benchmarked"
     digest = body_digest((folder / "full.py").read_text())
-    assert record["benchmarked"]["body_sha256"] == digest
-    assert [cell["q"] for cell in record["benchmarked"]["cells"]] == [64, 128]
-    assert record["benchmarked"]["cells"][0]["peers"].keys() == {"fa4"}
+    (found,) = record["benchmarked"]
+    assert found["body_sha256"] == digest
+    assert [cell["q"] for cell in found["cells"]] == [64, 128]
+    assert found["cells"][0]["peers"].keys() == {"fa4"}
     other = records.load(folder / "records" / "causal.json")
     assert other is not None and other["rung"] == "rendered"  # never validated
 

@@ -136,19 +136,24 @@ def test_what_the_kernel_allocates_is_judged() -> None:
         def fmha(
             self, q: Any, k: Any, v: Any, *, out: Any = None, **options: Any
         ) -> Any:
-            returned = super().fmha(q, k, v, out=out, **options)
-            return returned if out is not None else returned.float()
+            o, lse = super().fmha(q, k, v, out=out, **options)
+            return (o, lse) if out is not None else (o.float(), lse)
 
     class Other(FakeKernel):
         def fmha(
             self, q: Any, k: Any, v: Any, *, out: Any = None, **options: Any
         ) -> Any:
-            returned = super().fmha(q, k, v, out=out, **options)
-            return returned if out is not None else returned + 1
+            o, lse = super().fmha(q, k, v, out=out, **options)
+            return (o, lse) if out is not None else (o + 1, lse)
+
+    class Alone(FakeKernel):
+        def fmha(self, *inputs: Any, **options: Any) -> Any:
+            return super().fmha(*inputs, **options)[0]
 
     for kernel, text in (
         (Wrong, "fmha returned out as torch.float32"),
         (Other, "of out differ when the kernel allocates it"),
+        (Alone, "fmha returned 1 tensors, not 2"),
     ):
         (finding,) = trial.check_case(kernel(spec()), DENSE, CpuDevice()).findings
         assert text in finding

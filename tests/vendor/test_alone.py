@@ -40,7 +40,7 @@ def run(*arguments: str | Path, cwd: Path) -> str:
 def test_a_vendored_package_alone(tmp_path: Path) -> None:
     packages, folder = tmp_path / "site-packages", tmp_path / "attention"
     packages.mkdir()
-    support.link_distributions(packages, "torch", toolchain.DSL)
+    support.link_distributions(packages, "torch", toolchain.DSL, toolchain.FFI)
     command.vendor(command.Options(folder, GENERATED, (STEM,), init=True))
 
     report = json.loads(run(ALONE, packages, folder, cwd=tmp_path))
