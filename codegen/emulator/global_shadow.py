@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data races on global memory: who touched each byte last, and whether that happened before.
 
-Inside a cluster the clocks of `checks` say what happened before what. Clusters run in no order:
-what one of them writes no other one may touch. Buffers that cannot be written are not looked at.
+Inside a cluster the clocks of `checks` say what happened before what. Clusters of a launch run in
+no order: what one of them writes no other one may touch. Launches of one stream run one after the
+other, those of two streams in no order. Buffers that cannot be written are not looked at.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class Place:
 
 @dataclass(frozen=True)
 class _Access:
+    launch: int
+    stream: int
     cluster: int
     component: int
     epoch: int
@@ -40,7 +43,7 @@ class _Access:
 
 
 class GlobalShadow:
-    """The last write and the last read of each byte, by all clusters of a launch.
+    """The last write and the last read of each byte, by all clusters of all launches.
 
     `report(kind, message)` is told what is wrong. Of several reads only the last one is known: a
     write that races with an earlier one may go unseen.
@@ -48,12 +51,19 @@ class GlobalShadow:
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
         self._report = report
+        self._launch = 0
+        self._stream = 0
         self._cluster = 0
         self._components: Components | None = None
         self._accesses: list[_Access] = []
         """Number n of the arrays below is access n - 1; 0 is nobody's."""
         self._writes: dict[int, NDArray[np.int32]] = {}
         self._reads: dict[int, NDArray[np.int32]] = {}
+
+    def launch(self, stream: int) -> None:
+        """Accesses of another launch follow. stream: a raw handle."""
+        self._launch += 1
+        self._stream = stream
 
     def begin(self, components: Components) -> None:
         """Another cluster's accesses follow."""
@@ -72,6 +82,13 @@ class GlobalShadow:
         """Checks and notes a read."""
         if not place.buffer.writable:
             return
+        if place.buffer.uninitialised:
+            written = self._bytes(self._writes, place)[place.words] > 0
+            if not written.all():
+                self._report(
+                    Kind.READ_BEFORE_WRITE,
+                    f"{what} reads bytes of {place.buffer.name} that no launch wrote",
+                )
         self._check(self._writes, place, clock, f"{what} reads", "writes")
         self._note(self._reads, place, component, epoch, line)
 
@@ -105,10 +122,15 @@ class GlobalShadow:
             return
         for number in np.unique(numbers[numbers > 0]).tolist():
             access = self._accesses[number - 1]
-            same = access.cluster == self._cluster
-            if same and clock[HAPPENED, access.component] >= access.epoch:
+            whose = access.who
+            if access.launch != self._launch:
+                if access.stream == self._stream:
+                    continue
+                whose += " of a launch on another stream"
+            elif access.cluster != self._cluster:
+                whose += " of another cluster"
+            elif clock[HAPPENED, access.component] >= access.epoch:
                 continue
-            whose = access.who if same else f"{access.who} of another cluster"
             self._report(
                 Kind.RACE,
                 f"{what} bytes of {place.buffer.name} that {whose} {did} "
@@ -125,7 +147,9 @@ class GlobalShadow:
     ) -> None:
         assert self._components is not None  # a cluster runs
         name = self._components.name(component)
-        self._accesses.append(_Access(self._cluster, component, epoch, line, name))
+        launch = self._launch, self._stream
+        access = _Access(*launch, self._cluster, component, epoch, line, name)
+        self._accesses.append(access)
         self._bytes(arrays, place)[place.words] = len(self._accesses)
 
     def _bytes(

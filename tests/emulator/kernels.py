@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import numpy as np
-from fmha_gen.emulator import machine, ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Schedule
 
@@ -97,9 +97,10 @@ def execute(
         cluster=(cluster, 1, 1),
         smem_bytes=smem_bytes,
         params=params,
+        stream=0,
     )
-    program = lower(ptx.parse(source), contract=contract)
-    result = machine.run(program, launch, memory, schedule=schedule, **options)
+    programs = lower_kernels(source, contract=contract)
+    result = machine.run(programs, [launch], memory, schedule=schedule, **options)
     return out, result
 
 

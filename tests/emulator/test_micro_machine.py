@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fmha_gen.emulator import machine, ptx
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
@@ -41,20 +42,21 @@ def emulate(
         memory.add("tensor", predict.TENSOR_ADDRESS, results["tensor"])
         raw_map = predict.encode(micro.tensor, predict.TENSOR_ADDRESS)
     pointers = np.array([INPUT, OUTPUT], np.uint64).tobytes()
+    programs = lower_kernels(micro.ptx)
+    (name,) = programs
     launch = SimpleNamespace(
-        kernel="micro",
+        kernel=name,
         grid=(micro.grid, 1, 1),
         block=(kernels.THREADS, 1, 1),
         cluster=(micro.cluster, 1, 1),
         smem_bytes=micro.smem_bytes,
         params=pointers.ljust(64, b"\0") + raw_map,
+        stream=0,
     )
     beyond = {
         predict.TENSOR_ADDRESS: (256,) * 5
     }  # where some of the boxes are meant to lie
-    run = machine.run(
-        ptx.parse(micro.ptx), launch, memory, schedule=schedule, tiles=beyond
-    )
+    run = machine.run(programs, [launch], memory, schedule=schedule, tiles=beyond)
     return results, run.findings
 
 

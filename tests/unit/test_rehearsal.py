@@ -49,7 +49,7 @@ OTHER = Writer(cta=3, warp=5, line=200)
 
 def rehearsal(case=CASE, expected=None):
     problem = tensors.make_problem(SPEC, TILES, case)
-    return Rehearsal(SPEC, TILES, None, case, problem, None, expected=expected)
+    return Rehearsal(SPEC, TILES, {}, case, problem, [], expected=expected)
 
 
 class Machine:
