@@ -198,8 +198,9 @@ def launch_digest(kernels: Mapping[str, ptx.Module], called: Sequence[Called]) -
                 known = [*range(MAP_BYTES // 2)]  # the rest says nothing
             params[param.name] = bytes(held[at] for at in known).hex()
         how = (launch.grid, launch.block, launch.cluster, launch.smem_bytes)
-        which = (launch.kernel, launch.stream) if several else ()
-        return json.dumps([*which, *how, params])
+        which = (launch.kernel, launch.stream, launch.programmatic)
+        told = which if several or launch.programmatic else ()
+        return json.dumps([*told, *how, params])
 
     said = [" ".join(map(words, each.launches)) or "refused" for each in called]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()

@@ -3,7 +3,8 @@
 
 Inside a cluster the clocks of `checks` say what happened before what. Clusters of a launch run in
 no order: what one of them writes no other one may touch. Launches of one stream run one after the
-other, those of two streams in no order. Buffers that cannot be written are not looked at.
+other, a programmatic one from where it waits; those of two streams run in no order. Buffers that
+cannot be written are not looked at.
 """
 
 from __future__ import annotations
@@ -31,10 +32,22 @@ class Place:
     width: int
 
 
+@dataclass
+class _Launch:
+    """A launch, by its number. over: the launches that are over when it starts; awaited: those that
+    are once it has waited, which some thread of it does or not.
+    """
+
+    number: int
+    stream: int
+    over: frozenset[int]
+    awaited: frozenset[int] = frozenset()
+    waits: bool = False
+
+
 @dataclass(frozen=True)
 class _Access:
-    launch: int
-    stream: int
+    launch: _Launch
     cluster: int
     component: int
     epoch: int
@@ -51,8 +64,7 @@ class GlobalShadow:
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
         self._report = report
-        self._launch = 0
-        self._stream = 0
+        self._launches: list[_Launch] = []
         self._cluster = 0
         self._components: Components | None = None
         self._accesses: list[_Access] = []
@@ -60,10 +72,25 @@ class GlobalShadow:
         self._writes: dict[int, NDArray[np.int32]] = {}
         self._reads: dict[int, NDArray[np.int32]] = {}
 
-    def launch(self, stream: int) -> None:
-        """Accesses of another launch follow. stream: a raw handle."""
-        self._launch += 1
-        self._stream = stream
+    def launch(self, stream: int, programmatic: bool) -> None:
+        """Accesses of another launch follow.
+
+        stream: a raw handle. programmatic: whether it may start before the one before it is over.
+        """
+        number = len(self._launches)
+        earlier = [each for each in self._launches if each.stream == stream]
+        launch = _Launch(number, stream, frozenset(each.number for each in earlier))
+        if programmatic and earlier:
+            last = earlier[-1]
+            launch.over = last.over
+            launch.awaited = last.over | {last.number}
+            if last.waits:  # else it may have ended before those did
+                launch.awaited |= last.awaited
+        self._launches.append(launch)
+
+    def wait(self) -> None:
+        """A thread waits for what the launch may have overtaken."""
+        self._launches[-1].waits = True
 
     def begin(self, components: Components) -> None:
         """Another cluster's accesses follow."""
@@ -123,10 +150,13 @@ class GlobalShadow:
         for number in np.unique(numbers[numbers > 0]).tolist():
             access = self._accesses[number - 1]
             whose = access.who
-            if access.launch != self._launch:
-                if access.stream == self._stream:
+            launch = self._launches[-1]
+            if access.launch is not launch:
+                if self._is_over(access.launch.number, clock):
                     continue
-                whose += " of a launch on another stream"
+                same_stream = access.launch.stream == launch.stream
+                state = "that may still run" if same_stream else "on another stream"
+                whose += f" of a launch {state}"
             elif access.cluster != self._cluster:
                 whose += " of another cluster"
             elif clock[HAPPENED, access.component] >= access.epoch:
@@ -136,6 +166,13 @@ class GlobalShadow:
                 f"{what} bytes of {place.buffer.name} that {whose} {did} "
                 f"(line {access.line}) in no order",
             )
+
+    def _is_over(self, number: int, clock: Clock) -> bool:
+        """Whether who knows this knows that an earlier launch is over."""
+        assert self._components is not None  # a cluster runs
+        launch = self._launches[-1]
+        waited = clock[HAPPENED, self._components.launches] > 0
+        return number in launch.over or (bool(waited) and number in launch.awaited)
 
     def _note(
         self,
@@ -147,9 +184,8 @@ class GlobalShadow:
     ) -> None:
         assert self._components is not None  # a cluster runs
         name = self._components.name(component)
-        launch = self._launch, self._stream
-        access = _Access(*launch, self._cluster, component, epoch, line, name)
-        self._accesses.append(access)
+        access = self._launches[-1], self._cluster, component, epoch, line, name
+        self._accesses.append(_Access(*access))
         self._bytes(arrays, place)[place.words] = len(self._accesses)
 
     def _bytes(

@@ -33,6 +33,7 @@ SUCCESS = 0  # cudaSuccess
 INVALID_VALUE = 1  # cudaErrorInvalidValue
 HANDLE = 0x1000  # of the one library; any value but null
 CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
+PROGRAMMATIC = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 
 # cudaDeviceAttr -> value on a GPU of each major compute capability; host code asks for few
 MULTIPROCESSORS, MAJOR, MINOR, SHARED_PER_BLOCK_OPTIN = 16, 75, 76, 97
@@ -224,10 +225,12 @@ class Runtime:
 
     def _launch(self, pointer: Any, kernel: int, parameters: Any) -> int:
         config = pointer[0]
-        cluster = (1, 1, 1)
+        cluster, programmatic = (1, 1, 1), False
         for attribute in config.attributes[: config.attribute_count]:
             if attribute.id == CLUSTER_DIMENSION:
                 cluster = tuple(attribute.value[:3])
+            elif attribute.id == PROGRAMMATIC:
+                programmatic = bool(attribute.value[0])
             elif any(attribute.value[:1]):  # the DSL passes others that are off
                 raise ValueError(f"the host set launch attribute {attribute.id}")
         name = ctypes.string_at(kernel).decode()
@@ -245,6 +248,7 @@ class Runtime:
                 smem_bytes=config.smem_bytes,
                 params=bytes(params),
                 stream=config.stream or 0,
+                programmatic=programmatic,
             )
         )
         return SUCCESS

@@ -69,6 +69,7 @@ class Launch:
     """One kernel launch.
 
     params: the parameters one after another, each aligned as PTX says. stream: a raw handle.
+    programmatic: it may start before the launch before it is over (PDL).
     """
 
     kernel: str
@@ -78,6 +79,7 @@ class Launch:
     smem_bytes: int  # dynamic shared memory of a CTA
     params: bytes
     stream: int = 0
+    programmatic: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""

@@ -178,7 +178,7 @@ class Machine:
         if len(self._programs) > 1:
             self.findings.kernel = launch.kernel
         if self.global_shadow is not None:
-            self.global_shadow.launch(launch.stream)
+            self.global_shadow.launch(launch.stream, launch.programmatic)
         threads = int(np.prod(launch.block))
         allocation = REGISTER_FILE // threads // 8 * 8 if threads else 0
         self.initial_registers = min(LARGEST_ALLOCATION, allocation)

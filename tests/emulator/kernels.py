@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
 from fmha_gen.emulator import machine
+from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Schedule
@@ -90,14 +90,13 @@ def execute(
         declarations.append(MAP)
     body = " ".join(loads) + "\n" + body.strip("\n")
     source = text(body, declarations, width, target)
-    launch = SimpleNamespace(
+    launch = Launch(
         kernel="k",
         grid=(grid, 1, 1),
         block=(threads, 1, 1),
         cluster=(cluster, 1, 1),
         smem_bytes=smem_bytes,
         params=params,
-        stream=0,
     )
     programs = lower_kernels(source, contract=contract)
     result = machine.run(programs, [launch], memory, schedule=schedule, **options)

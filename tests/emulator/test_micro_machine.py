@@ -6,11 +6,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from fmha_gen.emulator import machine
+from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
@@ -44,14 +43,13 @@ def emulate(
     pointers = np.array([INPUT, OUTPUT], np.uint64).tobytes()
     programs = lower_kernels(micro.ptx)
     (name,) = programs
-    launch = SimpleNamespace(
+    launch = Launch(
         kernel=name,
         grid=(micro.grid, 1, 1),
         block=(kernels.THREADS, 1, 1),
         cluster=(micro.cluster, 1, 1),
         smem_bytes=micro.smem_bytes,
         params=pointers.ljust(64, b"\0") + raw_map,
-        stream=0,
     )
     beyond = {
         predict.TENSOR_ADDRESS: (256,) * 5

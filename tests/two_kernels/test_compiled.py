@@ -88,6 +88,7 @@ def test_the_launch_digest_is_about_order_and_stream_of_all_launches() -> None:
         (first,),
         (first, second, second),
         (first, replace(second, stream=0)),
+        (first, replace(second, programmatic=True)),
         (first, replace(second, grid=(1, 1, 1))),
     )
     assert len({known, *(digest(*other) for other in others)}) == 1 + len(others)

@@ -28,6 +28,10 @@ SCHEDULES = rehearsal.schedules(4)
 # An element is rounded once for each of 6 sums, for a product and for the quotient.
 BOUND = 8 * 2.0**-24
 
+# The second launch may start before the first one is over.
+PROGRAMMATIC = "block=[COLUMNS, 1, 1], stream=stream, use_pdl=True"
+WAIT = "    cute.arch.griddepcontrol_wait()\n"
+ONE_WARP_WAITS = f"    if column < WARP:\n    {WAIT}"
 BEGIN, BETWEEN, END = "    add_squares(x,", "    divide(x,", "\n\n@functools.cache"
 
 
@@ -43,6 +47,13 @@ def replaced(old: str, new: str) -> str:
     return TEXT.replace(old, new)
 
 
+def programmatic(wait: str) -> str:
+    text = replaced("block=[COLUMNS, 1, 1], stream=stream", PROGRAMMATIC)
+    divide = "    out[row, column] ="
+    assert text.count(divide) == 1
+    return text.replace(divide, wait + divide)
+
+
 # By name: the text, and what is found in which kernel.
 UNWRITTEN = "read-before-write", "reads bytes of sums that no launch wrote", "divide"
 DAMAGE = {
@@ -56,6 +67,17 @@ DAMAGE = {
         *("race", "reads bytes of sums that cta 0 warp 0 (one lane) of a launch"),
         "divide",
     ),
+    **{
+        f"programmatic, {name}": (
+            programmatic(wait),
+            *("race", "reads bytes of sums that cta 0 warp 0 (one lane) of a launch"),
+            "divide",
+        )
+        for name, wait in {
+            "no thread waits": "",
+            "one warp waits": ONE_WARP_WAITS,
+        }.items()
+    },
     "all warps of a CTA add up one row": (
         replaced("block * ROWS_PER_CTA + thread // WARP", "block * ROWS_PER_CTA"),
         *("race", "writes bytes of sums that cta 0 warp 0 (one lane) writes"),
@@ -128,6 +150,17 @@ def test_damage_is_found_and_named(name: str, tmp_path: Path) -> None:
             and found.where.startswith(f"row_norms_{kernel}_")
             for found in findings
         ), findings
+
+
+@pytest.mark.parametrize(
+    "wait", [WAIT, f"{ONE_WARP_WAITS}    cute.arch.sync_threads()\n"]
+)
+def test_a_programmatic_launch_that_waits_is_right(wait: str, tmp_path: Path) -> None:
+    path = tmp_path / KERNEL.name
+    path.write_text(programmatic(wait), encoding="utf-8")
+    assert [each.programmatic for each in captured(path)[1]] == [False, True]
+    *_, findings = run(path, SCHEDULES[0])
+    assert findings == ()
 
 
 def test_the_timeline_has_a_process_for_each_kernel() -> None:
