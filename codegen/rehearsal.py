@@ -159,8 +159,8 @@ class Rehearsal:
 
     programs: of its kernels, by name. launches: in their order. fused: the programs with each
     product and sum in one, as a compiler may make them; None: `programs`. names: for findings, by
-    kernel. expected: bool [batch, q, heads], rows of out that are stored;
-    None for all. max_steps: after which a run does not end; None: as the case's size says.
+    kernel. expected: bool [batch, q, heads], rows of out that are stored; None for all. max_steps:
+    after which a run does not end; None: as the case's size says.
     """
 
     spec: Mapping[str, Any]

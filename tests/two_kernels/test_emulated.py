@@ -56,6 +56,7 @@ def programmatic(wait: str) -> str:
 
 # By name: the text, and what is found in which kernel.
 UNWRITTEN = "read-before-write", "reads bytes of sums that no launch wrote", "divide"
+OVERTAKEN = "race", "(one lane) of a launch that may still run writes", "divide"
 DAMAGE = {
     "launches swapped": (swapped(), *UNWRITTEN),
     "last rows left out": (
@@ -64,20 +65,10 @@ DAMAGE = {
     ),
     "second launch on the default stream": (
         replaced("block=[COLUMNS, 1, 1], stream=stream", "block=[COLUMNS, 1, 1]"),
-        *("race", "reads bytes of sums that cta 0 warp 0 (one lane) of a launch"),
-        "divide",
+        *("race", "(one lane) of a launch on another stream writes", "divide"),
     ),
-    **{
-        f"programmatic, {name}": (
-            programmatic(wait),
-            *("race", "reads bytes of sums that cta 0 warp 0 (one lane) of a launch"),
-            "divide",
-        )
-        for name, wait in {
-            "no thread waits": "",
-            "one warp waits": ONE_WARP_WAITS,
-        }.items()
-    },
+    "programmatic, no thread waits": (programmatic(""), *OVERTAKEN),
+    "programmatic, one warp waits": (programmatic(ONE_WARP_WAITS), *OVERTAKEN),
     "all warps of a CTA add up one row": (
         replaced("block * ROWS_PER_CTA + thread // WARP", "block * ROWS_PER_CTA"),
         *("race", "writes bytes of sums that cta 0 warp 0 (one lane) writes"),
