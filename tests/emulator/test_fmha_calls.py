@@ -419,7 +419,7 @@ def made_with(changed, torch):
 def test_a_bad_tensor_is_refused_by_its_name(program, changed, blamed, torch):
     called = program.program.call(made_with(changed, torch))
     assert called.refusal.startswith(f"{blamed}: "), called.refusal
-    assert called.launch is None
+    assert called.launches == ()
 
 
 @pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
