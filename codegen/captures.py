@@ -61,10 +61,10 @@ def capture_launches(
     *,
     arch: str,
     compiler: Compiler | None = None,
-) -> tuple[str, list[Launch]]:
+) -> tuple[str, list[tuple[Launch, ...]]]:
     """The same for a module without `fmha`: the arguments of its host function, by name."""
     text, found = _captured(kernel, calls, arch, compiler, "launch")
-    return text, [Launch.from_json(data) for data in found]
+    return text, [tuple(map(Launch.from_json, launches)) for launches in found]
 
 
 def _captured(
@@ -101,10 +101,10 @@ def _captured(
     return code, found
 
 
-def _run(program: HostProgram, kind: str, call: Any) -> dict[str, Any]:
+def _run(program: HostProgram, kind: str, call: Any) -> Any:
     if kind == "fmha":
         return program.call(call).to_json()
-    return program.launch(call).to_json()
+    return [launch.to_json() for launch in program.launch(call)]
 
 
 def checked(
@@ -113,8 +113,8 @@ def checked(
     *,
     arch: str,
     compiler: Compiler | None = None,
-) -> tuple[str, list[Launch]]:
-    """PTX and launches of calls that are right, where nothing is wrong with `fmha` itself.
+) -> tuple[str, list[tuple[Launch, ...]]]:
+    """PTX, and by call the launches, of calls that are right, where `fmha` does nothing wrong.
 
     Raises CaptureError for what `wrong_host` finds, and as `capture` does.
     """
@@ -134,12 +134,13 @@ def wrong_host(call: Call, called: Called) -> Iterator[str]:
 
     call: one that is right, of a kernel whose `fmha` returns its outputs in order.
     """
-    if called.launch is None:
+    if not called.launches:
         yield f"fmha refused a call that is right: {called.refusal}"
         return
     stream = expected_stream(call)
-    if called.launch.stream != stream:
-        yield f"launched to stream {called.launch.stream:#x}, not {stream:#x}"
+    for other in dict.fromkeys(each.stream for each in called.launches):
+        if other != stream:
+            yield f"launched to stream {other:#x}, not {stream:#x}"
     given = called.allocated | call["tensors"]
     outputs = [name for name in ("out", "lse") if name in given]
     if "out" not in given:
@@ -175,30 +176,33 @@ def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
     )
     if not found.called:
         return report
-    digest = launch_digest(ptx.parse(found.ptx), found.called)
+    digest = launch_digest(ptx.parse_kernels(found.ptx), found.called)
     return replace(report, launch_sha256=digest)
 
 
-def launch_digest(module: ptx.Module, called: Sequence[Called]) -> str:
-    """The sha256 of what calls launch a kernel with. module: its PTX.
+def launch_digest(kernels: Mapping[str, ptx.Module], called: Sequence[Called]) -> str:
+    """The sha256 of what calls launch kernels with, in their order. kernels: their PTX, by name.
 
     Of the parameters count the bytes that the kernel loads and what tensor maps mean: the others
     hold whatever lay on the host's stack. A call that is refused counts as one, whatever the words.
     """
-    loaded, said = _loaded(module), []
-    for each in called:
-        if (launch := each.launch) is None:
-            said.append("refused")
-            continue
+    loaded = {name: _loaded(module) for name, module in kernels.items()}
+    several = len(kernels) > 1 or any(len(each.launches) > 1 for each in called)
+
+    def words(launch: Launch) -> str:
         params = {}
-        for param in module.params:
+        for param in kernels[launch.kernel].params:
             held = launch.params[param.offset : param.offset + param.size]
-            known = sorted(loaded.get(param.name, ()))
+            known = sorted(loaded[launch.kernel].get(param.name, ()))
             if param.size == MAP_BYTES:
                 known = [*range(MAP_BYTES // 2)]  # the rest says nothing
             params[param.name] = bytes(held[at] for at in known).hex()
         how = (launch.grid, launch.block, launch.cluster, launch.smem_bytes)
-        said.append(json.dumps([*how, params]))
+        which = (launch.kernel, launch.stream, launch.programmatic)
+        told = which if several or launch.programmatic else ()
+        return json.dumps([*told, *how, params])
+
+    said = [" ".join(map(words, each.launches)) or "refused" for each in called]
     return hashlib.sha256("\n".join(said).encode()).hexdigest()
 
 
@@ -225,9 +229,12 @@ def sources(kernel: Path, code: str, *, arch: str) -> dict[int, str]:
     Empty when that does not work: a finding then names the PTX line alone.
     """
     compile_arch = ARCHITECTURES[arch].compile_arch
+    found: dict[int, str] = {}
     try:
         with open_host_program(kernel, arch=compile_arch, line_info=True) as program:
-            found = ptx.sources(ptx.parse(code), ptx.parse(program.ptx))
-    except (CaptureError, ptx.PtxError):
+            located = ptx.parse_kernels(program.ptx)
+        for name, module in ptx.parse_kernels(code).items():
+            found |= ptx.sources(module, located[name])
+    except (CaptureError, ptx.PtxError, KeyError):
         return {}
     return {line: source.rpartition("/")[2] for line, source in found.items()}

@@ -709,6 +709,8 @@ def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
 
 
 def _print_build(result: BuildResult) -> None:
+    from . import evidence
+
     if result.checked:
         from .build import CHECKED
         from .tree import shortened
@@ -724,11 +726,7 @@ def _print_build(result: BuildResult) -> None:
         table.add_row(
             kernel.stem,
             kernel.rung,
-            (
-                ""
-                if report is None
-                else " / ".join(map(str, report.setmaxnreg or [report.registers]))
-            ),
+            "" if report is None else evidence.registers(report.to_json()),
             f"{kernel.shared_bytes} B",
             "failed" if kernel.failures else kernel.state,
         )

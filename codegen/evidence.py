@@ -50,14 +50,20 @@ def row(record: records.Record) -> tuple[str, ...]:
     compiled: dict[str, Any] = record.get("compiled", {})
     proof = proof_of(record)
     emulated = NOT_RUN if "emulated" in record else NOTHING
-    registers = compiled.get("setmaxnreg") or [compiled.get("registers", NOTHING)]
     return (
         f"`{record['kernel']}`",
         record["rung"],
         ", ".join(records.gpus(record, "validated")) or emulated,
         over_bound(proof.get("worst")),
-        " / ".join(map(str, registers)),
+        registers(compiled),
     )
+
+
+def registers(compiled: Mapping[str, Any]) -> str:
+    """Registers per thread of each role, kernel by kernel; NOTHING where no compile says."""
+    kernels = compiled.get("kernels", [compiled])
+    each = (one.get("setmaxnreg") or [one.get("registers", NOTHING)] for one in kernels)
+    return ", ".join(" / ".join(map(str, roles)) for roles in each)
 
 
 def proof_of(record: records.Record) -> Mapping[str, Any]:

@@ -14,7 +14,8 @@ from pydantic import BaseModel
 
 from . import records
 from .arch import compiled_as
-from .planning.kernel_plan import WARPGROUP_THREADS, KernelPlan, Number
+from .arch.architecture import Architecture
+from .planning.kernel_plan import WARPGROUP_THREADS, DevicePlan, KernelPlan, Number
 from .planning.protocol import Phase
 from .render import body_digest, render_kernel
 from .spec import Spec
@@ -45,23 +46,30 @@ _FIELDS: Final[Mapping[str, str]] = {
 
 def render(plan: KernelPlan, record: records.Record | None) -> str:
     """Explain one kernel; `record` is what its records file says, None when there is none."""
-    tensor_memory = (
-        [_section("Tensor memory of an SM", _tensor_memory(plan))] if plan.tmem else []
-    )
     sections = [
         _section(plan.stem, _wrapped(f"{plan.context['title']}.")),
         _section("Spec", _table(spec_rows(plan))),
         _section("Numbers", _table(number_rows(plan))),
-        _section("Shared memory of a CTA", _shared_memory(plan)),
-        *tensor_memory,
-        _section("Registers", register_lines(plan)),
-        _section("Pipelines and barriers", _table(barrier_rows(plan))),
-        *(_section(phase.title, _table(step_rows(phase))) for phase in plan.phases),
-        _section("Loads", _table(load_rows(plan))),
+        *(s for kernel in plan.kernels for s in _kernel(kernel, plan.architecture)),
         _section("Masks and loops", _bullets(plan.statements)),
         _section("Evidence", _table(evidence_rows(plan, record, _body(plan, record)))),
     ]
     return "\n\n".join(sections)
+
+
+def _kernel(kernel: DevicePlan, architecture: Architecture) -> Iterator[str]:
+    """The sections about one kernel, without those of what it has not."""
+    sections = [
+        ("Shared memory of a CTA", _shared_memory(kernel, architecture.smem_bytes)),
+        ("Tensor memory of an SM", _tensor_memory(kernel, architecture.tmem_columns)),
+        ("Registers", register_lines(kernel)),
+        ("Pipelines and barriers", _table(barrier_rows(kernel))),
+        *((phase.title, _table(step_rows(phase))) for phase in kernel.phases),
+        ("Loads", _table(load_rows(kernel))),
+    ]
+    for title, lines in sections:
+        if lines:
+            yield _section(f"{kernel.name}: {title}" if kernel.name else title, lines)
 
 
 def fields(spec: BaseModel) -> Iterator[tuple[str, Any, bool]]:
@@ -108,11 +116,13 @@ def _origin(number: Number, spec: Spec) -> str:
     return f"{number.origin} ({field})"
 
 
-def _shared_memory(plan: KernelPlan) -> list[str]:
+def _shared_memory(kernel: DevicePlan, limit: int) -> list[str]:
+    """limit: [bytes]"""
+    if not kernel.smem:
+        return []
     rows = [("offset", "bytes", "region", "", "")]
-    limit = plan.architecture.smem_bytes
     offset = 0
-    for region in plan.smem:
+    for region in kernel.smem:
         rows.append(
             (
                 f"{offset:>6}",
@@ -123,16 +133,18 @@ def _shared_memory(plan: KernelPlan) -> list[str]:
             )
         )
         offset += region.nbytes
-    parts = " + ".join(str(region.nbytes) for region in plan.smem)
-    left = limit - plan.smem_bytes
-    total = f"{parts} = {plan.smem_bytes} of {limit}, {left} left"
+    parts = " + ".join(str(region.nbytes) for region in kernel.smem)
+    left = limit - kernel.smem_bytes
+    total = f"{parts} = {kernel.smem_bytes} of {limit}, {left} left"
     return [*_table(rows), *_wrapped(total)]
 
 
-def _tensor_memory(plan: KernelPlan) -> list[str]:
-    limit = plan.architecture.tmem_columns
+def _tensor_memory(kernel: DevicePlan, limit: int) -> list[str]:
+    """limit: [columns]"""
+    if not kernel.tmem:
+        return []
     rows = [("first", "columns", "part", "", "")]
-    for part in plan.tmem:
+    for part in kernel.tmem:
         rows.append(
             (
                 f"{part.first:>5}",
@@ -142,7 +154,7 @@ def _tensor_memory(plan: KernelPlan) -> list[str]:
                 part.formula,
             )
         )
-    end = max(part.first + part.count for part in plan.tmem)
+    end = max(part.first + part.count for part in kernel.tmem)
     used = f"{end} of {limit} columns of 32 bits, {limit - end} left"
     return [*_table(rows), *_wrapped(used)]
 
@@ -154,24 +166,26 @@ def _bar(start: int, size: int, limit: int) -> str:
     return f"|{'.' * first}{marks}".ljust(BAR + 1, ".") + "|"
 
 
-def register_lines(plan: KernelPlan) -> list[str]:
-    """What a thread needs, and what all of a CTA have."""
-    parts = " + ".join(f"{name} {n}" for name, n in plan.register_parts.items())
-    role = plan.hungriest
+def register_lines(kernel: DevicePlan) -> list[str]:
+    """What a thread needs, and what all of a CTA have; nothing where no role has a limit."""
+    if not kernel.registers:
+        return []
+    parts = " + ".join(f"{name} {n}" for name, n in kernel.register_parts.items())
+    role = kernel.hungriest
     terms = " + ".join(
         (
             f"{each.warpgroups} * {each.per_thread}"
             if each.warpgroups > 1
             else str(each.per_thread)
         )
-        for each in plan.registers
+        for each in kernel.registers
     )
     all_of_them = WARPGROUP_THREADS * sum(
-        each.warpgroups * each.per_thread for each in plan.registers
+        each.warpgroups * each.per_thread for each in kernel.registers
     )
     return [
         *_wrapped(
-            f"{role.role} thread: {parts} = {plan.registers_needed} of {role.per_thread},"
+            f"{role.role} thread: {parts} = {kernel.registers_needed} of {role.per_thread},"
             " an estimate"
         ),
         *_wrapped(
@@ -180,10 +194,11 @@ def register_lines(plan: KernelPlan) -> list[str]:
     ]
 
 
-def barrier_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
-    """Yield the titles, then (barrier, stages, arrivals, who waits)."""
-    yield "barrier", "stages", "arrivals", "who waits"
-    for barrier in plan.barriers:
+def barrier_rows(kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
+    """Yield the titles, then (barrier, stages, arrivals, who waits); nothing without barriers."""
+    if kernel.barriers:
+        yield "barrier", "stages", "arrivals", "who waits"
+    for barrier in kernel.barriers:
         yield barrier.name, f"{barrier.stages:>6}", barrier.arrivals, barrier.waiter
 
 
@@ -199,9 +214,9 @@ def step_rows(phase: Phase) -> Iterator[tuple[str, ...]]:
             yield role, step.text, "; ".join(said)
 
 
-def load_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+def load_rows(kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
     """Yield (tensor, bytes, who loads what for whom)."""
-    for load in plan.loads:
+    for load in kernel.loads:
         yield load.tensor, f"{load.nbytes:>6} B", load.words
 
 
@@ -223,7 +238,7 @@ def evidence_rows(
     for rung in records.RUNGS:
         if rung in current:
             if rung == "compiled":
-                yield rung, _compiled(current[rung])
+                yield from _compiled(current[rung], plan.stem)
             elif rung == "validated":
                 for entry in current[rung]:
                     yield rung, _validated(entry)
@@ -231,19 +246,25 @@ def evidence_rows(
                 yield rung, f"see {records.path_of(plan.stem)}"
 
 
-def _compiled(evidence: Mapping[str, Any]) -> str:
-    counts = evidence["instructions"]
+def _compiled(evidence: Mapping[str, Any], stem: str) -> Iterator[tuple[str, str]]:
+    """Yield (rung, what was found), of several kernels a row for each."""
+    compiler = f"for {evidence['arch']} by CuTe DSL {evidence['dsl']}"
     mma = compiled_as(evidence["arch"]).mma_class
-    limits = " and ".join(map(str, evidence["setmaxnreg"]))
-    parts = [
-        f"for {evidence['arch']} by CuTe DSL {evidence['dsl']}",
-        f"{evidence['registers']} registers at launch, setmaxnreg {limits}",
-        f"stack {evidence['stack_bytes']} B, local {evidence['local_bytes']} B",
-        f"LDL {counts['LDL']}, STL {counts['STL']}",
-        f"{mma} {counts[mma]}, serialised wgmma {evidence['wgmma']['serialised']}",
-        f"{counts['total']} instructions",
-    ]
-    return "; ".join(parts)
+    for name, kernel in records.kernels(evidence, stem).items():
+        counts = kernel["instructions"]
+        registers = f"{kernel['registers']} registers at launch"
+        if kernel["setmaxnreg"]:
+            limits = " and ".join(map(str, kernel["setmaxnreg"]))
+            registers += f", setmaxnreg {limits}"
+        parts = [
+            f"{name} {compiler}" if name else compiler,
+            registers,
+            f"stack {kernel['stack_bytes']} B, local {kernel['local_bytes']} B",
+            f"LDL {counts['LDL']}, STL {counts['STL']}",
+            f"{mma} {counts[mma]}, serialised wgmma {kernel['wgmma']['serialised']}",
+            f"{counts['total']} instructions",
+        ]
+        yield "compiled", "; ".join(parts)
 
 
 def _validated(evidence: Mapping[str, Any]) -> str:

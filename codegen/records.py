@@ -2,7 +2,8 @@
 """The evidence of one kernel: `records/<stem>.json`, by rung; on GPUs an entry per GPU model.
 
 `compiled` is about a text, and says what that text compiles to: the digests of its device code
-(the PTX), of what `fmha` launches it with (`launch`), and of its host section (`host`). What ran,
+(the PTX), of what `fmha` launches it with (`launch`), and of its host section (`host`). Of several
+kernels it has a list, `kernels`; the fields of one stand beside the others. What ran,
 in the emulator or on a GPU, is about the device code and the launch. An entry names the text that
 ran, and holds for that text and for every other with the same two digests: a better name or
 comment costs nothing, a changed instruction everything. What an entry says of the host section
@@ -12,6 +13,7 @@ alone, refusals and host times, holds while that digest is the same, too (decisi
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from typing import Any
 from .errors import CheckFailed
 
 Record = dict[str, Any]
+
+_NUMBER = re.compile(r"_\d+$")
 
 FOLDER = "records"  # in the generated folder
 
@@ -121,6 +125,21 @@ def entry_of(record: Mapping[str, Any], rung: str) -> Mapping[str, Any]:
         return float((entry.get("worst") or {}).get("of_bound") or 0.0)
 
     return max(_entries(record, rung), key=error, default={})
+
+
+def kernels(compiled: Mapping[str, Any], stem: str) -> dict[str, Mapping[str, Any]]:
+    """What a compile says of each kernel, by its name without that of the file.
+
+    One kernel has no name but the file's: the name is empty.
+    """
+    if "kernels" not in compiled:
+        return {"": compiled}
+    entries = [str(each["entry"]) for each in compiled["kernels"]]
+    # The DSL numbers symbols by their order, which says nothing unless two are called alike.
+    names = [_NUMBER.sub("", each).removeprefix(stem).lstrip("_") for each in entries]
+    unlike = all(names) and len(set(names)) == len(names)
+    told = names if unlike else entries
+    return dict(zip(told, compiled["kernels"], strict=True))
 
 
 def gpus(record: Mapping[str, Any], rung: str) -> tuple[str, ...]:

@@ -44,7 +44,7 @@ from .coverage import rows_stored, tiles_of_tensors, walked, write_counts, writt
 from .emulator import lower, machine, ptx, timeline, walk
 from .emulator.launch import CaptureError, Launch
 from .emulator.lower import UnsupportedInstruction
-from .emulator.report import NAMELESS, Event, Names
+from .emulator.report import Event, Names
 from .emulator.scheduler import Completion, Order, Schedule
 from .emulator.writes import Writes
 from .errors import EnvironmentProblem
@@ -157,19 +157,20 @@ def plans_of(case: Case, number: int, plans: Sequence[Plan]) -> Sequence[Plan]:
 class Rehearsal:
     """A kernel that is ready to run a case.
 
-    fused: the program with each product and sum in one, as a compiler may make it; None:
-    `program`. names: for findings. expected: bool [batch, q, heads], rows of out that are stored;
-    None for all. max_steps: after which a run does not end; None: as the case's size says.
+    programs: of its kernels, by name. launches: in their order. fused: the programs with each
+    product and sum in one, as a compiler may make them; None: `programs`. names: for findings, by
+    kernel. expected: bool [batch, q, heads], rows of out that are stored; None for all. max_steps:
+    after which a run does not end; None: as the case's size says.
     """
 
     spec: Mapping[str, Any]
     tiles: Tiles
-    program: lower.Program
+    programs: Mapping[str, lower.Program]
     case: Case
     problem: Problem
-    launch: Launch
-    fused: lower.Program | None = None
-    names: Names = NAMELESS
+    launches: Sequence[Launch]
+    fused: Mapping[str, lower.Program] | None = None
+    names: Mapping[str, Names] = field(default_factory=dict)
     expected: NDArray[np.bool_] | None = None
     max_steps: int | None = None
     truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
@@ -218,8 +219,8 @@ class Rehearsal:
         self, schedule: Schedule, fused: bool, run: Run, events: list[Event] | None
     ) -> machine.RunResult:
         return run(
-            (fused and self.fused) or self.program,
-            self.launch,
+            (fused and self.fused) or self.programs,
+            self.launches,
             self.problem.memory(),
             schedule=schedule,
             clusters=self.case.clusters,
@@ -361,21 +362,26 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         else toolchain.own_compiler()
     )
     launched = (*cases, *walks, *launches_for(spec, tiles))
-    text, launches = captures.checked(
+    text, called = captures.checked(
         options.kernel,
         [arguments(spec, case) for case in launched],
         arch=spec["arch"],
         compiler=compiler,
     )
-    for case, launch in zip(launched, launches, strict=True):
+    launches = []
+    for case, (launch, *others) in zip(launched, called, strict=True):
+        if others:
+            raise CaptureError(
+                f"{case.name}: {1 + len(others)} launches, {spec['op']} is one"
+            )
         if finding := grid_finding(launch.grid, tiles, spec, case):
             raise CaptureError(f"{case.name}: {finding}")
+        launches.append(launch)
     ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
     about = {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left}
     tell("kernel", {**about, "cases": [case.name for case in (*walks, *cases)]})
-    module = ptx.parse(text)
-    program, fused = lower.lower(module), lower.lower(module, contract=True)
-    schedule = walk.prepare(module)
+    programs, fused = (lower.lower_kernels(text, contract=c) for c in (False, True))
+    schedule = walk.prepare(ptx.parse(text))
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
     told = replace(names_of(source), sources=lines)
     events: list[Event] | None = [] if options.timeline else None
@@ -392,8 +398,8 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         problem = make_problem(spec, tiles, case)
         rehearse(
             Rehearsal(
-                *(spec, tiles, program, case, problem, launch),
-                *(fused, told, expected),
+                *(spec, tiles, programs, case, problem, [launch]),
+                *(fused, dict.fromkeys(programs, told), expected),
             ),
             plans_of(case, number, plans),
             tell,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads what ptxas made of a kernel: instruction counts, loops, and wgmmas that run one by one.
 
-Input is the text of `nvdisasm --print-code` for one kernel. Loops are natural loops of the
+Input is the text of `nvdisasm --print-code`. Loops are natural loops of the
 control-flow graph, not address ranges: ptxas moves the slow path of every barrier wait to the end
 of the kernel, so almost any range that ends in a backward branch would cover half of the code.
 """
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from .arch.architecture import RoleLoop
 
+_SECTION = re.compile(r"^\s*\.section\s+\.text\.([\w$]+),", re.MULTILINE)
 _LABEL = re.compile(r"^(\.L_\w+):")
 _INSTRUCTION = re.compile(
     r"^\s*/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;"
@@ -80,6 +81,14 @@ class Kernel:
 
     blocks: tuple[Block, ...]
     instructions: tuple[Instruction, ...] = field(repr=False)
+
+
+def parse_kernels(text: str) -> dict[str, Kernel]:
+    """The control-flow graphs of a disassembly's kernels, by name."""
+    _, *pieces = _SECTION.split(text)
+    return {
+        name: parse(code) for name, code in zip(pieces[::2], pieces[1::2], strict=True)
+    }
 
 
 def parse(text: str) -> Kernel:

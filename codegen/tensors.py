@@ -97,21 +97,22 @@ class Problem:
         return (self.out,) if self.lse is None else (self.out, self.lse)
 
     def memory(self) -> GlobalMemory:
-        """All storages at their addresses; the inputs' cannot be written."""
+        """All storages at their addresses; inputs cannot be written, outputs hold nothing."""
         memory = GlobalMemory()
         added: set[str] = set()
         for tensor in (*self.inputs, *self.outputs):
-            writable = tensor in self.outputs
+            output = tensor in self.outputs
+            kind = {"writable": output, "uninitialised": output}
             placed, width = tensor.placed, tensor.view.itemsize
             if tensor.storage is None:
                 strides = tuple(stride * width for stride in placed.strides)
                 memory.add_strided(
-                    tensor.name, tensor.address, tensor.view, strides, writable=writable
+                    tensor.name, tensor.address, tensor.view, strides, **kind
                 )
             elif placed.storage not in added:
                 added.add(placed.storage)
                 first = tensor.address - placed.offset * width
-                memory.add(placed.storage, first, tensor.storage, writable=writable)
+                memory.add(placed.storage, first, tensor.storage, **kind)
         return memory
 
 

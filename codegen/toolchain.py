@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _ENTRY = re.compile(r"^\.visible \.entry (\w+)\(", re.MULTILINE)
 _SETMAXNREG = re.compile(r"\bsetmaxnreg\.\w+\.sync\.aligned\.u32\s+(\d+)")
 _WAIT = re.compile(r"\bwgmma\.wait_group\.sync\.aligned\s+(\d+)")
-_USAGE = re.compile(r"\bREG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
+_USAGE = re.compile(
+    r"\bFunction (\w+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)"
+)
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,10 @@ class WgmmaReport:
 
 
 @dataclass(frozen=True)
-class CompileReport:
-    """Resources of one compiled kernel."""
+class KernelReport:
+    """Resources of one kernel."""
 
-    arch: str
-    dsl: str
-    entry: str
+    entry: str  # its symbol
     registers: int  # per thread at launch, before setmaxnreg
     setmaxnreg: tuple[int, ...]  # sorted, without repeats
     stack_bytes: int
@@ -107,8 +107,6 @@ class CompileReport:
     instructions: Mapping[str, int]  # by class of the architecture, and `total`
     loops: tuple[LoopReport, ...]  # by role and address
     wgmma: WgmmaReport
-    ptx_sha256: str
-    launch_sha256: str = ""  # see `captures.launch_digest`; empty where it is not known
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""
@@ -118,7 +116,7 @@ class CompileReport:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> CompileReport:
+    def from_json(cls, data: Mapping[str, Any]) -> KernelReport:
         """Inverse of `to_json`; raises KeyError or TypeError when it is something else."""
         return cls(
             **{
@@ -128,6 +126,34 @@ class CompileReport:
                 "wgmma": WgmmaReport(**data["wgmma"]),
             }
         )
+
+
+@dataclass(frozen=True)
+class CompileReport:
+    """What a module compiles to. kernels: in the order of the PTX, at least one."""
+
+    arch: str
+    dsl: str
+    kernels: tuple[KernelReport, ...]
+    ptx_sha256: str
+    launch_sha256: str = ""  # see `captures.launch_digest`; empty where it is not known
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `json` takes: a list `kernels`, or the fields of the only one."""
+        data = {name: value for name, value in vars(self).items() if name != "kernels"}
+        kernels = [kernel.to_json() for kernel in self.kernels]
+        return data | ({"kernels": kernels} if len(kernels) > 1 else kernels[0])
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> CompileReport:
+        """Inverse of `to_json`; raises KeyError or TypeError when it is something else."""
+        if "kernels" not in data:
+            own = {each.name for each in fields(cls)}
+            alone = {name: value for name, value in data.items() if name not in own}
+            module = {name: value for name, value in data.items() if name in own}
+            data = {**module, "kernels": [alone]}
+        kernels = tuple(map(KernelReport.from_json, data["kernels"]))
+        return cls(**{**data, "kernels": kernels})
 
 
 @dataclass(frozen=True)
@@ -162,7 +188,7 @@ def compile_kernel(
     timeout: float = COMPILE_SECONDS,
     compiler: Compiler | None = None,
 ) -> CompileReport:
-    """Compile a generated module's text and report on its one kernel; raises as `listing` does."""
+    """Compile a generated module's text and report on its kernels; raises as `listing` does."""
     compiler = compiler or own_compiler()
     found = listing(text, stem, arch, timeout=timeout, compiler=compiler)
     return report(
@@ -184,13 +210,13 @@ def listing(
     compiler: Compiler | None = None,
     calls: Sequence[Call] = (),
 ) -> Listing:
-    """Compile a module's text and disassemble its one kernel.
+    """Compile a module's text and disassemble its kernels.
 
     compiler: whose DSL compiles, whatever its version; ours, of a supported version, when None.
     The disassemblers are ours. calls: of its `fmha`, made in the process that compiles it, with a
     stand-in for the driver. Raises EnvironmentProblem when DSL or disassemblers are missing or
     unsupported, OutOfTime when the compile takes longer than that, and CheckFailed when the module
-    does not import, does not compile or holds not exactly one kernel.
+    does not import, does not compile or compiles not exactly one host function.
     """
     compiler = compiler or own_compiler()
     tools = {name: require_tool(name) for name in TOOLS}
@@ -230,20 +256,42 @@ def compile_object(
 def report(
     ptx: str, usage: str, disassembly: str, *, stem: str, arch: str, dsl: str
 ) -> CompileReport:
-    """Build the report from the PTX and the disassemblers' output."""
-    entries = _ENTRY.findall(ptx)
-    resources = _USAGE.findall(usage)
-    if len(entries) != 1 or len(resources) != 1:
-        raise CheckFailed(f"{stem}: expected one kernel, the PTX holds {len(entries)}")
-    registers, stack, shared, local = map(int, resources[0])
-    kernel = sass.parse(disassembly)
-    architecture = compiled_as(arch)
-    classes = architecture.sass_classes
-    waits = [int(pending) for pending in _WAIT.findall(ptx)]
+    """Build the report from the PTX and the disassemblers' output.
+
+    Raises CheckFailed when these do not hold the same kernels, or none.
+    """
+    _, *pieces = _ENTRY.split(ptx)
+    sources = dict(zip(pieces[::2], pieces[1::2], strict=True))
+    resources = {name: tuple(map(int, rest)) for name, *rest in _USAGE.findall(usage)}
+    code = sass.parse_kernels(disassembly)
+    if not sources or not sources.keys() == resources.keys() == code.keys():
+        found = [len(each) for each in (sources, resources, code)]
+        raise CheckFailed(
+            f"{stem}: the PTX holds {found[0]} kernels, the cubin {found[1]}, "
+            f"its disassembly {found[2]}"
+        )
+    kernels = (
+        _kernel_report(name, source, resources[name], code[name], arch)
+        for name, source in sources.items()
+    )
     return CompileReport(
         arch=arch,
         dsl=dsl,
-        entry=entries[0],
+        kernels=tuple(kernels),
+        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
+    )
+
+
+def _kernel_report(
+    entry: str, ptx: str, resources: tuple[int, ...], kernel: sass.Kernel, arch: str
+) -> KernelReport:
+    """ptx: the kernel's part of it. resources: registers, stack, shared and local memory."""
+    registers, stack, shared, local = resources
+    architecture = compiled_as(arch)
+    classes = architecture.sass_classes
+    waits = [int(pending) for pending in _WAIT.findall(ptx)]
+    return KernelReport(
+        entry=entry,
         registers=registers,
         setmaxnreg=tuple(sorted({int(n) for n in _SETMAXNREG.findall(ptx)})),
         stack_bytes=stack,
@@ -267,12 +315,20 @@ def report(
             overlaps=sum((i.pending or 0) > 0 for i in kernel.instructions),
             serialised=sass.serialised(kernel.instructions),
         ),
-        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
     )
 
 
 def gate(report: CompileReport) -> list[str]:
-    """What makes this kernel unfit to ship; empty when it passes."""
+    """What makes these kernels unfit to ship; empty when they pass."""
+    several = len(report.kernels) > 1
+    return [
+        f"{kernel.entry}: {failure}" if several else failure
+        for kernel in report.kernels
+        for failure in _unfit(kernel)
+    ]
+
+
+def _unfit(report: KernelReport) -> list[str]:
     counts, wgmma = report.instructions, report.wgmma
     failures = []
     if report.stack_bytes or report.local_bytes:
@@ -439,7 +495,7 @@ def _only(folder: Path, suffix: str, stem: str) -> Path:
     found = sorted(folder.glob(f"*.{suffix}"))
     if len(found) != 1:
         raise CheckFailed(
-            f"{stem}: expected one kernel, compile() made {len(found)} {suffix}"
+            f"{stem}: expected one module, compile() made {len(found)} {suffix}"
         )
     return found[0]
 

@@ -13,6 +13,8 @@ from .source import Edit, edits
 
 FAILS, STACK, SERIALISED, REGISTERS, RUNG = range(5)  # severities
 
+Facts = dict[tuple[str, str, str], "Value"]
+"""By group, kernel and name."""
 Value = int | float | str | None  # None: nobody measured it, or there is no such thing
 Kind = Literal["same", "changed", "added", "removed"]
 Code = Literal["same", "comments", "code"]
@@ -49,9 +51,10 @@ LADDER: Final = tuple(records.RUNGS)
 
 @dataclass(frozen=True)
 class Row:
-    """One fact before and after. group: one of GROUPS."""
+    """One fact before and after. group: one of GROUPS. kernel: which of several it is about."""
 
     group: str
+    kernel: str
     name: str
     before: Value
     after: Value
@@ -60,6 +63,11 @@ class Row:
     def loop(self) -> str:
         """The loop that it counts instructions of; empty for any other fact."""
         return self.name.partition(": ")[0] if self.group == "loops" else ""
+
+    @property
+    def full_name(self) -> str:
+        """The name, before it the kernel's where there are several."""
+        return f"{self.kernel}: {self.name}" if self.kernel else self.name
 
     @property
     def label(self) -> str:
@@ -193,38 +201,47 @@ def _code(before: KernelState, after: KernelState) -> Code:
 
 def _rows(before: KernelState | None, after: KernelState | None) -> Iterator[Row]:
     """Every fact that either side has."""
-    sides = [_facts(state) if state is not None else {} for state in (before, after)]
-    left, right = sides
+    sides = [state for state in (before, after) if state is not None]
+    several = any(len(state.kernels) > 1 for state in sides)
+    left, right = (
+        _facts(state, several) if state is not None else {} for state in (before, after)
+    )
     for key in _in_order(left, right):
         yield Row(*key, left.get(key), right.get(key))
 
 
-def _in_order(
-    left: Mapping[tuple[str, str], Value], right: Mapping[tuple[str, str], Value]
-) -> list[tuple[str, str]]:
+def _in_order(left: Facts, right: Facts) -> list[tuple[str, str, str]]:
     """The keys of both, by group, in the order of the right side; what is gone comes last."""
     keys = dict.fromkeys((*right, *left))
     return sorted(keys, key=lambda key: GROUPS.index(key[0]))
 
 
-def _facts(state: KernelState) -> dict[tuple[str, str], Value]:
-    facts: dict[tuple[str, str], Value] = {}
+def _facts(state: KernelState, several: bool) -> Facts:
+    """several: whether kernels of the file are to be told."""
+    facts: Facts = {}
     for name, said in _flat(state.spec):
         if name != "name":
-            facts["spec", name] = said
+            facts["spec", "", name] = said
     for constant, number in state.constants.items():
-        facts["plan", constant] = number
+        facts["plan", "", constant] = number
     rings = state.barriers
     for ring, count in rings.items():
-        facts["barriers", f"mbarriers of {ring}"] = count
-    facts["resources", "shared memory [B]"] = state.shared_bytes
+        facts["barriers", "", f"mbarriers of {ring}"] = count
+    facts["resources", "", "shared memory [B]"] = state.shared_bytes
+    if several and state.kernels:
+        names = ", ".join(filter(None, state.kernels)) or "one"
+        facts["resources", "", "kernels"] = names
+    for kernel, data in state.kernels.items():
+        for name, value in _compiled(data):
+            facts["resources", kernel, name] = value
     if state.compiled is not None:
-        facts.update(_compiled(state.compiled))
-    for loop, counts in state.loops.items():
-        for name, count in by_class(counts).items():
-            facts["loops", f"{loop}: {name}"] = count
-    facts["proof", "rung"] = state.rung
-    facts["proof", "worst error over its bound"] = _error(state)
+        facts["proof", "", "CuTe DSL"] = state.compiled["dsl"]
+    for kernel, loops in state.loops.items():
+        for loop, counts in loops.items():
+            for name, count in by_class(counts).items():
+                facts["loops", kernel, f"{loop}: {name}"] = count
+    facts["proof", "", "rung"] = state.rung
+    facts["proof", "", "worst error over its bound"] = _error(state)
     return facts
 
 
@@ -236,22 +253,22 @@ def _flat(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Valu
             yield f"{prefix}{name}", value if isinstance(value, int) else str(value)
 
 
-def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str], Value]]:
+def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
+    """Of one kernel."""
     counts, wgmma = data["instructions"], data["wgmma"]
     waits = CLASSES["sync"]
-    yield ("resources", "instructions that synchronise"), sum(
+    yield "instructions that synchronise", sum(
         counts.get(opcode, 0) for opcode in waits
     )
-    yield ("resources", "registers per thread"), data["registers"]
-    yield ("resources", "registers by role"), " / ".join(map(str, data["setmaxnreg"]))
-    yield ("resources", "stack [B]"), data["stack_bytes"]
-    yield ("resources", "local memory [B]"), data["local_bytes"]
-    yield ("resources", "spills"), _spills(data)
+    yield "registers per thread", data["registers"]
+    yield "registers by role", " / ".join(map(str, data["setmaxnreg"]))
+    yield "stack [B]", data["stack_bytes"]
+    yield "local memory [B]", data["local_bytes"]
+    yield "spills", _spills(data)
     if wgmma["asked_mmas"]:
-        yield ("resources", "serialised wgmma"), wgmma["serialised"]
-        yield ("resources", "waits that overlap"), wgmma["overlaps"]
-    yield ("resources", "instructions"), counts["total"]
-    yield ("proof", "CuTe DSL"), data["dsl"]
+        yield "serialised wgmma", wgmma["serialised"]
+        yield "waits that overlap", wgmma["overlaps"]
+    yield "instructions", counts["total"]
 
 
 def _error(state: KernelState) -> float | None:
@@ -266,8 +283,11 @@ def _regressions(before: KernelState, after: KernelState) -> Iterator[Regression
     """The worst first."""
     old = set(_failures(before))
     yield from (failure for failure in _failures(after) if failure not in old)
-    if before.compiled is not None and after.compiled is not None:
-        yield from _worse_code(before.compiled, after.compiled)
+    for kernel in after.kernels:
+        if kernel in before.kernels:
+            for worse in _worse_code(before.kernels[kernel], after.kernels[kernel]):
+                text = f"{kernel}: {worse.text}" if kernel else worse.text
+                yield Regression(worse.severity, text)
     if LADDER.index(after.rung) < LADDER.index(before.rung):
         why = "" if before.body == after.body else ": the proof was of another text"
         yield Regression(RUNG, f"rung {before.rung} -> {after.rung}{why}")

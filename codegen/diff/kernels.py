@@ -49,9 +49,15 @@ class KernelState:
     built: bool = True
 
     @property
-    def loops(self) -> Loops:
-        """By the name of a loop, its instructions by opcode class and their `total`."""
-        return _named(self.compiled["loops"]) if self.compiled is not None else {}
+    def kernels(self) -> Mapping[str, Mapping[str, Any]]:
+        """What the compile says of each kernel, as `records.kernels` has it; empty without one."""
+        return records.kernels(self.compiled, self.stem) if self.compiled else {}
+
+    @property
+    def loops(self) -> Mapping[str, Loops]:
+        """By kernel and by the name of a loop, its instructions by opcode class and `total`."""
+        found = ((name, _named(each["loops"])) for name, each in self.kernels.items())
+        return {name: loops for name, loops in found if loops}
 
     @property
     def body(self) -> str:
@@ -225,7 +231,7 @@ def _compiled(evidence: records.Record) -> Mapping[str, Any] | None:
     for name in ("body_sha256", "shared_bytes", records.HOST):  # the record's own
         said.pop(name, None)
     if any("role" not in loop for loop in said.get("loops", ())):
-        said["loops"] = []  # counted in another way: not to be compared
+        said["loops"] = []  # counted in another way, of one kernel: not to be compared
     try:
         return toolchain.CompileReport.from_json(said).to_json()
     except (KeyError, TypeError):

@@ -73,6 +73,7 @@ def _kernel_json(change: KernelChange) -> dict[str, Any]:
         "facts": [
             {
                 "group": row.group,
+                "kernel": row.kernel,
                 "name": row.name,
                 "before": row.before,
                 "after": row.after,
@@ -106,14 +107,8 @@ def _one(change: KernelChange, others: int, page: Text) -> Iterator[str]:
     head = page.heading("Validation due" if due.due else "No validation due")
     asked = f"\n{page.commands(due.commands)}" if due.commands else ""
     yield f"{head}: {due.reason}.{asked}"
-    units = {**before.units, **after.units}
-    numbers = [row for row in change.changed_rows if not row.loop]
-    if numbers:
-        cells = [(_with_unit(row, units), *_cells(row)) for row in numbers]
-        yield page.table([("", "before", "after"), *cells])
-    loops = [row for row in change.rows if row.loop and not row.unknown]
-    if loops:
-        yield page.table(_loops(loops))
+    for kernel in dict.fromkeys(("", *(row.kernel for row in change.rows))):
+        yield from _numbers(change, kernel, page)
     for words, found in (
         ("Same on both sides", _unchanged(change)),
         ("Measured on one side", _one_sided(change)),
@@ -123,6 +118,28 @@ def _one(change: KernelChange, others: int, page: Text) -> Iterator[str]:
     if change.edits:
         lines = list(shown(change.edits, before.lines))
         yield page.source(_limited(lines, page.source_limit))
+
+
+def _numbers(change: KernelChange, kernel: str, page: Text) -> Iterator[str]:
+    """What changed of one kernel; of the file where its name is empty, or the only kernel's."""
+    before, after = change.before, change.after
+    assert before is not None and after is not None
+    units = {**before.units, **after.units}
+    tables: list[Sequence[tuple[str, ...]]] = []
+    numbers = [r for r in change.changed_rows if r.kernel == kernel and not r.loop]
+    if numbers:
+        cells = [(_with_unit(row, units), *_cells(row)) for row in numbers]
+        tables.append([("", "before", "after"), *cells])
+    loops = [
+        row
+        for row in change.rows
+        if row.kernel == kernel and row.loop and not row.unknown
+    ]
+    if loops:
+        tables.append(_loops(loops))
+    if tables and kernel:
+        yield page.heading(kernel)
+    yield from map(page.table, tables)
 
 
 def _sides(before: KernelState, after: KernelState, page: Text) -> str:
@@ -169,9 +186,10 @@ def _unchanged(change: KernelChange) -> Iterator[str]:
         for row in change.rows
         if row.group in _KEPT and row.after is not None and row.before == row.after
     ]
-    if said := ", ".join(f"{r.name} {_shown(r.after)}" for r in same if r.after != 0):
+    known = [f"{r.full_name} {_shown(r.after)}" for r in same if r.after != 0]
+    if said := ", ".join(known):
         yield said
-    if zero := ", ".join(row.name for row in same if row.after == 0):
+    if zero := ", ".join(row.full_name for row in same if row.after == 0):
         yield f"0: {zero}"
 
 
@@ -185,8 +203,8 @@ def _one_sided(change: KernelChange) -> Iterator[str]:
         if row.unknown and (not row.loop or row.label == TOTAL)
     ]
     for side, values in (
-        ("before", [(row.name, row.before) for row in rows]),
-        ("after", [(row.name, row.after) for row in rows]),
+        ("before", [(row.full_name, row.before) for row in rows]),
+        ("after", [(row.full_name, row.after) for row in rows]),
     ):
         known = [
             f"{name} {_shown(value)}" for name, value in values if value is not None
@@ -367,7 +385,9 @@ def _with_unit(row: Row, units: Mapping[str, str]) -> str:
 
 def _arrow(row: Row) -> str:
     before, after = _cells(row)
-    return f"{f'{row.loop} loop' if row.loop else row.name} {before} -> {after}"
+    name = f"{row.loop} loop" if row.loop else row.name
+    kernel = f"{row.kernel}: " if row.kernel else ""
+    return f"{kernel}{name} {before} -> {after}"
 
 
 def _cells(row: Row) -> tuple[str, str]:

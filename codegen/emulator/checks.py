@@ -95,7 +95,9 @@ class Components:
         """Components that read shared memory."""
         self.tensor_readers = slice(self._products, self._tensor_stores)
         """Components that read tensor memory."""
-        self.count = self._loads + LOADS * ctas
+        self.launches = self._loads + LOADS * ctas
+        """Component of the launches that griddepcontrol.wait waits for: over at epoch 1."""
+        self.count = self.launches + 1
         self._mbarriers = 0
 
     def alone(self, warp: int) -> int:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data races on global memory: who touched each byte last, and whether that happened before.
 
-Inside a cluster the clocks of `checks` say what happened before what. Clusters run in no order:
-what one of them writes no other one may touch. Buffers that cannot be written are not looked at.
+Inside a cluster the clocks of `checks` say what happened before what. Clusters of a launch run in
+no order: what one of them writes no other one may touch. Launches of one stream run one after the
+other, a programmatic one from where it waits; those of two streams run in no order. Buffers that
+cannot be written are not looked at.
 """
 
 from __future__ import annotations
@@ -30,8 +32,22 @@ class Place:
     width: int
 
 
+@dataclass
+class _Launch:
+    """A launch, by its number. over: the launches that are over when it starts; awaited: those that
+    are once it has waited, which some thread of it does or not.
+    """
+
+    number: int
+    stream: int
+    over: frozenset[int]
+    awaited: frozenset[int] = frozenset()
+    waits: bool = False
+
+
 @dataclass(frozen=True)
 class _Access:
+    launch: _Launch
     cluster: int
     component: int
     epoch: int
@@ -40,7 +56,7 @@ class _Access:
 
 
 class GlobalShadow:
-    """The last write and the last read of each byte, by all clusters of a launch.
+    """The last write and the last read of each byte, by all clusters of all launches.
 
     `report(kind, message)` is told what is wrong. Of several reads only the last one is known: a
     write that races with an earlier one may go unseen.
@@ -48,12 +64,33 @@ class GlobalShadow:
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
         self._report = report
+        self._launches: list[_Launch] = []
         self._cluster = 0
         self._components: Components | None = None
         self._accesses: list[_Access] = []
         """Number n of the arrays below is access n - 1; 0 is nobody's."""
         self._writes: dict[int, NDArray[np.int32]] = {}
         self._reads: dict[int, NDArray[np.int32]] = {}
+
+    def launch(self, stream: int, programmatic: bool) -> None:
+        """Accesses of another launch follow.
+
+        stream: a raw handle. programmatic: whether it may start before the one before it is over.
+        """
+        number = len(self._launches)
+        earlier = [each for each in self._launches if each.stream == stream]
+        launch = _Launch(number, stream, frozenset(each.number for each in earlier))
+        if programmatic and earlier:
+            last = earlier[-1]
+            launch.over = last.over
+            launch.awaited = last.over | {last.number}
+            if last.waits:  # else it may have ended before those did
+                launch.awaited |= last.awaited
+        self._launches.append(launch)
+
+    def wait(self) -> None:
+        """A thread waits for what the launch may have overtaken."""
+        self._launches[-1].waits = True
 
     def begin(self, components: Components) -> None:
         """Another cluster's accesses follow."""
@@ -72,6 +109,13 @@ class GlobalShadow:
         """Checks and notes a read."""
         if not place.buffer.writable:
             return
+        if place.buffer.uninitialised:
+            written = self._bytes(self._writes, place)[place.words] > 0
+            if not written.all():
+                self._report(
+                    Kind.READ_BEFORE_WRITE,
+                    f"{what} reads bytes of {place.buffer.name} that no launch wrote",
+                )
         self._check(self._writes, place, clock, f"{what} reads", "writes")
         self._note(self._reads, place, component, epoch, line)
 
@@ -105,15 +149,30 @@ class GlobalShadow:
             return
         for number in np.unique(numbers[numbers > 0]).tolist():
             access = self._accesses[number - 1]
-            same = access.cluster == self._cluster
-            if same and clock[HAPPENED, access.component] >= access.epoch:
+            whose = access.who
+            launch = self._launches[-1]
+            if access.launch is not launch:
+                if self._is_over(access.launch.number, clock):
+                    continue
+                same_stream = access.launch.stream == launch.stream
+                state = "that may still run" if same_stream else "on another stream"
+                whose += f" of a launch {state}"
+            elif access.cluster != self._cluster:
+                whose += " of another cluster"
+            elif clock[HAPPENED, access.component] >= access.epoch:
                 continue
-            whose = access.who if same else f"{access.who} of another cluster"
             self._report(
                 Kind.RACE,
                 f"{what} bytes of {place.buffer.name} that {whose} {did} "
                 f"(line {access.line}) in no order",
             )
+
+    def _is_over(self, number: int, clock: Clock) -> bool:
+        """Whether who knows this knows that an earlier launch is over."""
+        assert self._components is not None  # a cluster runs
+        launch = self._launches[-1]
+        waited = clock[HAPPENED, self._components.launches] > 0
+        return number in launch.over or (bool(waited) and number in launch.awaited)
 
     def _note(
         self,
@@ -125,7 +184,8 @@ class GlobalShadow:
     ) -> None:
         assert self._components is not None  # a cluster runs
         name = self._components.name(component)
-        self._accesses.append(_Access(self._cluster, component, epoch, line, name))
+        access = self._launches[-1], self._cluster, component, epoch, line, name
+        self._accesses.append(_Access(*access))
         self._bytes(arrays, place)[place.words] = len(self._accesses)
 
     def _bytes(

@@ -27,12 +27,13 @@ from typing import Any, TextIO
 
 from . import dlpack, elf
 from .launch import LIBRARIES, RUNTIME_FUNCTIONS, Argument, Called, Launch
-from .ptx import Module, parse
+from .ptx import Module, parse_kernels
 
 SUCCESS = 0  # cudaSuccess
 INVALID_VALUE = 1  # cudaErrorInvalidValue
 HANDLE = 0x1000  # of the one library; any value but null
 CLUSTER_DIMENSION = 4  # cudaLaunchAttributeClusterDimension
+PROGRAMMATIC = 6  # cudaLaunchAttributeProgrammaticStreamSerialization
 
 # cudaDeviceAttr -> value on a GPU of each major compute capability; host code asks for few
 MULTIPROCESSORS, MAJOR, MINOR, SHARED_PER_BLOCK_OPTIN = 16, 75, 76, 97
@@ -86,7 +87,7 @@ class Runtime:
         """Fill in the library; major: of the compute capability it claims."""
         self.launches: list[Launch] = []
         self.problems: list[str] = []
-        self.module: Module | None = None  # once it is compiled
+        self.kernels: Mapping[str, Module] = {}  # once they are compiled
         self._names: list[ctypes.Array[ctypes.c_char]] = []
         self.device = 0  # the current one
         self._loaded: list[Any] = []
@@ -224,26 +225,30 @@ class Runtime:
 
     def _launch(self, pointer: Any, kernel: int, parameters: Any) -> int:
         config = pointer[0]
-        cluster = (1, 1, 1)
+        cluster, programmatic = (1, 1, 1), False
         for attribute in config.attributes[: config.attribute_count]:
             if attribute.id == CLUSTER_DIMENSION:
                 cluster = tuple(attribute.value[:3])
+            elif attribute.id == PROGRAMMATIC:
+                programmatic = bool(attribute.value[0])
             elif any(attribute.value[:1]):  # the DSL passes others that are off
                 raise ValueError(f"the host set launch attribute {attribute.id}")
-        assert self.module is not None  # nothing is launched before it is compiled
-        params = bytearray(self.module.param_bytes)
-        for index, param in enumerate(self.module.params):
+        name = ctypes.string_at(kernel).decode()
+        module = self.kernels[name]
+        params = bytearray(module.param_bytes)
+        for index, param in enumerate(module.params):
             held = ctypes.string_at(parameters[index], param.size)
             params[param.offset : param.offset + param.size] = held
         self.launches.append(
             Launch(
-                kernel=ctypes.string_at(kernel).decode(),
+                kernel=name,
                 grid=tuple(config.grid),
                 block=tuple(config.block),
                 cluster=cluster,
                 smem_bytes=config.smem_bytes,
                 params=bytes(params),
                 stream=config.stream or 0,
+                programmatic=programmatic,
             )
         )
         return SUCCESS
@@ -294,7 +299,7 @@ def to_dsl(argument: Argument, expected: Any) -> Any:
         return cutlass.Float32(value)
     if kind == "stream":
         driver: Any = importlib.import_module("cuda.bindings.driver")
-        return driver.CUstream(0)
+        return driver.CUstream(value)
     raise ValueError(f"no such kind of argument: {kind}")
 
 
@@ -395,14 +400,13 @@ class Caller:
                 result = self._module.fmha(*inputs, **options)
             except ValueError as error:
                 refusal = str(error)
-        launches = self._runtime.launches
-        expected = 0 if refusal else 1
-        if len(launches) != expected:
+        launches = tuple(self._runtime.launches)
+        if bool(launches) == bool(refusal):
             raise RuntimeError(
-                f"expected {expected} launches, there were {len(launches)}"
+                "fmha launched and refused" if refusal else "fmha launched nothing"
             )
         return Called(
-            launch=launches[0] if launches else None,
+            launches=launches,
             refusal=refusal,
             returned=_addresses(result),
             allocated=allocated,
@@ -437,7 +441,7 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
     program = compiled.last
     program.num_devices = 1  # it would ask the driver
     ptx = program.artifacts.PTX
-    runtime.module = parse(ptx)
+    runtime.kernels = parse_kernels(ptx)
     names = list(program.execution_args.signature.parameters)
     tensors = module.arguments() if hasattr(module, "arguments") else {}
     expected = [tensors.get(name) for name in names]

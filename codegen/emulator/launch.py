@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Captures the launch of a CuTe DSL kernel: its PTX, grid and parameters, with no driver or GPU.
+"""Captures the launches of CuTe DSL kernels: PTX, grids and parameters, with no driver or GPU.
 
 The host function that the DSL compiles to machine code computes the grid and the TMA descriptors
 and calls the CUDA runtime through a library that `CUTE_DSL_LIBS` names. A process of our own
@@ -69,6 +69,7 @@ class Launch:
     """One kernel launch.
 
     params: the parameters one after another, each aligned as PTX says. stream: a raw handle.
+    programmatic: it may start before the launch before it is over (PDL).
     """
 
     kernel: str
@@ -78,6 +79,7 @@ class Launch:
     smem_bytes: int  # dynamic shared memory of a CTA
     params: bytes
     stream: int = 0
+    programmatic: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""
@@ -94,34 +96,34 @@ class Launch:
 class Called:
     """What one call of `fmha` did.
 
-    launch: None where it refused. refusal: what its ValueError says, else empty. returned:
-    addresses of the first elements of the tensors it returned, in order. allocated: what it had
-    PyTorch make, by name, as `tensor_at` describes it.
+    launches: in their order; none where it refused. refusal: what its ValueError says, else empty.
+    returned: addresses of the first elements of the tensors it returned, in order. allocated: what
+    it had PyTorch make, by name, as `tensor_at` describes it.
     """
 
-    launch: Launch | None
+    launches: tuple[Launch, ...]
     refusal: str
     returned: tuple[int, ...]
     allocated: Mapping[str, TensorAt]
 
     @property
-    def launched(self) -> Launch:
-        """The launch; CaptureError where it refused."""
-        if self.launch is None:
+    def launched(self) -> tuple[Launch, ...]:
+        """The launches; CaptureError where it refused."""
+        if not self.launches:
             raise CaptureError(f"fmha refused: {self.refusal}")
-        return self.launch
+        return self.launches
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes."""
-        launch = self.launch and self.launch.to_json()
-        return {**asdict(self), "launch": launch}
+        launches = [launch.to_json() for launch in self.launches]
+        return {**asdict(self), "launches": launches}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Called:
         """Inverse of `to_json`; raises KeyError, TypeError or ValueError for anything else."""
-        launch = data["launch"] and Launch.from_json(data["launch"])
+        launches = tuple(map(Launch.from_json, data["launches"]))
         returned = tuple(data["returned"])
-        return cls(**{**data, "launch": launch, "returned": returned})
+        return cls(**{**data, "launches": launches, "returned": returned})
 
 
 def tensor_at(
@@ -209,15 +211,15 @@ def float32(value: float) -> Argument:
     return "float32", value
 
 
-def stream() -> Argument:
-    """The default ``CUstream``."""
-    return "stream", None
+def stream(handle: int = 0) -> Argument:
+    """A ``CUstream`` by its raw handle; the default one is 0."""
+    return "stream", handle
 
 
 class HostProgram:
     """A compiled kernel module, ready to be launched any number of times with other arguments.
 
-    ptx: of its one kernel. parameters: what its host function takes, by name and in order.
+    ptx: of its kernels. parameters: what its host function takes, by name and in order.
     """
 
     def __init__(self, process: _Process) -> None:
@@ -228,15 +230,15 @@ class HostProgram:
         self.parameters: tuple[str, ...] = tuple(compiled["parameters"])
 
     def call(self, made: Call) -> Called:
-        """Call `fmha`, which must launch once, or raise ValueError and launch nothing.
+        """Call `fmha`, which must launch, or raise ValueError and launch nothing.
 
         Raises CaptureError for anything else.
         """
         self._process.send(made)
         return Called.from_json(self._process.answer())
 
-    def launch(self, arguments: Mapping[str, Argument]) -> Launch:
-        """Run the host function and return its one launch; arguments it does not take are left out.
+    def launch(self, arguments: Mapping[str, Argument]) -> tuple[Launch, ...]:
+        """Run the host function and return its launches; arguments it does not take are left out.
 
         Raises CaptureError when an argument is missing or when the host program fails.
         """
@@ -245,9 +247,9 @@ class HostProgram:
             raise CaptureError(f"no value for {', '.join(missing)}")
         self._process.send([arguments[name] for name in self.parameters])
         launches = self._process.answer()["launches"]
-        if len(launches) != 1:
-            raise CaptureError(f"expected one launch, there were {len(launches)}")
-        return Launch.from_json(launches[0])
+        if not launches:
+            raise CaptureError("the host function launched nothing")
+        return tuple(map(Launch.from_json, launches))
 
 
 @contextlib.contextmanager
@@ -262,7 +264,7 @@ def open_host_program(
     """Compile a module in a process of its own, which ends with this context.
 
     module: a Python file whose ``compile()`` has ``cute.compile`` make something of a host function
-    that launches one kernel. timeout: seconds for the compile, and then for each launch. python:
+    that launches kernels. timeout: seconds for the compile, and then for each launch. python:
     the interpreter whose DSL compiles; of this package it needs nothing installed. line_info:
     whether the PTX says from which line of the module each instruction comes.
     """

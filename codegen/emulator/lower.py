@@ -39,10 +39,11 @@ from .ptx import (
     SharedVariable,
     Symbol,
     Vector,
+    parse_kernels,
 )
 from .wgmma import Mma
 
-__all__ = ["Block", "Program", "UnsupportedInstruction", "lower"]
+__all__ = ["Block", "Program", "UnsupportedInstruction", "lower", "lower_kernels"]
 
 BlockFunction = Callable[[Any, list[Any], Any], Any]
 """`(warpgroup, registers, mask)`; a gate returns the lanes that may pass."""
@@ -342,3 +343,9 @@ def lower(module: Module, *, turns: bool = True, contract: bool = False) -> Prog
     PTX leaves that to the compiler, or nowhere.
     """
     return Program(module, turns=turns, contract=contract)
+
+
+def lower_kernels(text: str, *, contract: bool = False) -> dict[str, Program]:
+    """The programs of a PTX text by the names of its kernels; raises PtxError, or as `lower`."""
+    kernels = parse_kernels(text).items()
+    return {name: lower(module, contract=contract) for name, module in kernels}

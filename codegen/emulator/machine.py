@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a launch: clusters one after another, the CTAs of a cluster together."""
+"""Runs launches in their order: clusters one after another, the CTAs of a cluster together."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .lanes import (
     WARPS,
     warps_of,
 )
-from .lower import Block, Program, lower
+from .lower import Block, Program
 from .memory import (
     PARAM_WINDOW,
     RESERVED,
@@ -38,7 +38,7 @@ from .memory import (
     MemoryFault,
     SharedMemory,
 )
-from .ptx import Instruction, Module
+from .ptx import Instruction
 from .report import NAMELESS, Event, Fault, Finding, Kind, Names, Report
 from .scheduler import Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
@@ -77,8 +77,8 @@ class RunResult:
 
 
 def run(
-    module: Module | Program,
-    launch: Launch,
+    programs: Mapping[str, Program],
+    launches: Sequence[Launch],
     memory: GlobalMemory,
     *,
     schedule: Schedule | None = None,
@@ -87,48 +87,52 @@ def run(
     max_steps: int = MAX_STEPS,
     clusters: Collection[int] | None = None,
     tiles: Mapping[int, Sequence[int]] | None = None,
-    names: Names = NAMELESS,
+    names: Mapping[str, Names] | None = None,
 ) -> RunResult:
-    """Executes a launch; its results are in `memory` afterwards.
+    """Executes launches in their order; their results are in `memory` afterwards.
 
-    A Program (see `lower.lower`) may be run many times; from a Module one is made. Stops at the
-    first finding after which there is nothing sensible to execute. `timeline` receives what the
-    warps of the first cluster's first CTA did. `clusters`: only these run, numbered with x
-    fastest, though the kernel sees the whole grid. `tiles`: for tensors of tensor maps, by address,
-    the elements of a tile along each dimension, the contiguous one first. TMA fills with zeros in
-    silence; a box that is wholly outside its tensor is only right in the ragged last tile of a
-    dimension, and is a finding in dimensions without tiles. `names`: what findings call barriers,
-    tiles and warps. Raises UnsupportedInstruction.
+    `programs`: by the name of the kernel; each may be run many times. Stops at the first finding
+    after which there is nothing sensible to execute. `timeline` receives what the warps of the
+    first cluster's first CTA did in each launch. `max_steps`: of all launches together. `clusters`:
+    of each launch only these run, numbered with x fastest, though the kernel sees the whole grid.
+    `tiles`: for tensors of tensor maps, by address, the elements of a tile along each dimension,
+    the contiguous one first. TMA fills with zeros in silence; a box that is wholly outside its
+    tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
+    without tiles. `names`: by kernel, what findings call barriers, tiles and warps. Raises KeyError
+    for a launch of a kernel that is not among the programs.
     """
-    program = module if isinstance(module, Program) else lower(module)
     machine = Machine(
-        *(program, launch, memory, schedule or Schedule()),
-        *(checks, timeline, max_steps, tiles or {}),
-        names,
+        *(programs, memory, schedule or Schedule(), checks),
+        *(timeline, max_steps, tiles or {}, names or {}),
     )
-    machine.run(clusters)
+    for launch in launches:
+        if not machine.run(launch, clusters):
+            break
     statistics = dict(machine.statistics)
     return RunResult(tuple(machine.findings), machine.steps, statistics, machine.writes)
 
 
 class Machine:
-    """One run's state beyond its clusters."""
+    """One run's state beyond its clusters. program, launch, names: those of the present launch."""
+
+    program: Program
+    launch: Launch
+    names: Names
+    initial_registers: int
 
     def __init__(
         self,
-        program: Program,
-        launch: Launch,
+        programs: Mapping[str, Program],
         memory: GlobalMemory,
         schedule: Schedule,
         checks: bool,
         timeline: list[Event] | None,
         max_steps: int,
         tiles: Mapping[int, Sequence[int]],
-        names: Names,
+        names: Mapping[str, Names],
     ) -> None:
-        self.names = names
-        self.program = program
-        self.launch = launch
+        self._programs = programs
+        self._names = names
         self.memory = memory
         self.schedule = schedule
         self.checks = checks
@@ -150,23 +154,36 @@ class Machine:
         """The instruction that runs, for findings."""
         self.actor = (0, 0)
         """(cta, warp) that runs it."""
-        threads = int(np.prod(launch.block))
-        allocation = REGISTER_FILE // threads // 8 * 8 if threads else 0
-        self.initial_registers = min(LARGEST_ALLOCATION, allocation)
         self._params: dict[tuple[int, str], NDArray[Any]] = {}
         self._maps: dict[int, TensorMap] = {}
 
-    def run(self, clusters: Collection[int] | None = None) -> None:
-        """Runs these clusters, or every one, until a finding stops it."""
+    def run(self, launch: Launch, clusters: Collection[int] | None = None) -> bool:
+        """Runs these clusters of a launch, or every one; False when a finding stopped it."""
+        self._begin(launch)
         problem = self._refusal()
         if problem:
             self.findings.add(Kind.UNSUPPORTED, problem)
-            return
+            return False
         with np.errstate(all="ignore"):
             for number, first in enumerate(self._first_ctas()):
                 chosen = clusters is None or number in clusters
                 if chosen and not self._run_cluster(first):
-                    return
+                    return False
+        return True
+
+    def _begin(self, launch: Launch) -> None:
+        self.launch = launch
+        self.program = self._programs[launch.kernel]
+        self.names = self._names.get(launch.kernel, NAMELESS)
+        if len(self._programs) > 1:
+            self.findings.kernel = launch.kernel
+        if self.global_shadow is not None:
+            self.global_shadow.launch(launch.stream, launch.programmatic)
+        threads = int(np.prod(launch.block))
+        allocation = REGISTER_FILE // threads // 8 * 8 if threads else 0
+        self.initial_registers = min(LARGEST_ALLOCATION, allocation)
+        self._params.clear()
+        self._maps.clear()
 
     def _first_ctas(self) -> Iterator[tuple[int, int, int]]:
         """The first CTA of each cluster."""
@@ -513,7 +530,10 @@ class Cluster:
         for warp in warps:
             number = group.warps[warp].number
             timeline.append(
-                Event(group.cta.rank, number, chosen.name, chosen.line, begin, end)
+                Event(
+                    *(group.cta.rank, number, chosen.name, chosen.line, begin, end),
+                    self.machine.launch.kernel,
+                )
             )
 
     def locate(self, address: int) -> tuple[Cta, int]:

@@ -160,12 +160,16 @@ def store_matrices(
 
 @dataclass(frozen=True)
 class Buffer:
-    """A named piece of global memory; `bytes` is a view of the array that was given."""
+    """A named piece of global memory; `bytes` is a view of the array that was given.
+
+    uninitialised: what a kernel reads of it, a kernel must have written before.
+    """
 
     name: str
     address: int
     bytes: NDArray[np.uint8]
     writable: bool = True
+    uninitialised: bool = False
     words: dict[int, Values] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -230,6 +234,7 @@ def _strided(
     array: NDArray[Any],
     address_strides: Sequence[int],
     writable: bool,
+    uninitialised: bool,
 ) -> StridedBuffer:
     axes = sorted(
         (stride, size, step)
@@ -251,7 +256,8 @@ def _strided(
             outer.append((stride, size, step))
         span = stride * (size - 1) + span
     flat = array.reshape(-1).view(np.uint8)
-    return StridedBuffer(name, address, flat, writable, tuple(reversed(outer)), run)
+    kind = writable, uninitialised
+    return StridedBuffer(name, address, flat, *kind, tuple(reversed(outer)), run)
 
 
 class GlobalMemory:
@@ -262,15 +268,24 @@ class GlobalMemory:
         self._starts: list[int] = []
 
     def add(
-        self, name: str, address: int, array: NDArray[Any], *, writable: bool = True
+        self,
+        name: str,
+        address: int,
+        array: NDArray[Any],
+        *,
+        writable: bool = True,
+        uninitialised: bool = False,
     ) -> Buffer:
-        """Put a contiguous array at an address that is a multiple of 16; stores write into it."""
+        """Put a contiguous array at an address that is a multiple of 16; stores write into it.
+
+        uninitialised: a workspace or an output, of which a kernel reads only what one has written.
+        """
         if not array.flags.c_contiguous:
             raise ValueError(f"buffer {name} is not contiguous")
         if address % 16:
             raise ValueError(f"buffer {name} is not aligned to 16 bytes: {address:#x}")
         flat = array.reshape(-1).view(np.uint8)
-        return self._insert(Buffer(name, address, flat, writable))
+        return self._insert(Buffer(name, address, flat, writable, uninitialised))
 
     def add_strided(
         self,
@@ -280,17 +295,20 @@ class GlobalMemory:
         address_strides: Sequence[int],
         *,
         writable: bool = True,
+        uninitialised: bool = False,
     ) -> Buffer:
         """Put element (i, j, ...) of a contiguous array at address + i address_strides[0] + ...
 
         The strides, in bytes, may be as large as one likes: nothing is between the elements, and
         who touches it gets a MemoryFault. Each must be at least what the smaller ones span.
+        writable, uninitialised: as for `add`.
         """
         if not array.flags.c_contiguous:
             raise ValueError(f"buffer {name} is not contiguous")
         if address % array.itemsize:
             raise ValueError(f"buffer {name} is not aligned: {address:#x}")
-        return self._insert(_strided(name, address, array, address_strides, writable))
+        strides, kind = address_strides, (writable, uninitialised)
+        return self._insert(_strided(name, address, array, strides, *kind))
 
     def _insert(self, buffer: Buffer) -> Buffer:
         place = bisect.bisect(self._starts, buffer.address)

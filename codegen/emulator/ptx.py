@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PTX text to instructions: scopes, labels, registers, operands, guards and source lines.
 
-Only what compilers emit for one kernel is read: one `.entry` per module and no `.func`.
+Only what compilers emit for kernels is read: a module has `.entry` and no `.func`.
 Names declared inside braces (inline assembly) are renamed apart from those of other scopes:
 `P1` of the third scope becomes `P1@3`.
 """
@@ -137,7 +137,7 @@ class SharedVariable:
 
 @dataclass(frozen=True)
 class Module:
-    """One kernel."""
+    """One kernel of a PTX module. Its instructions keep the lines that they have there."""
 
     name: str
     target: str
@@ -184,14 +184,26 @@ _REQUIRED_THREADS = re.compile(r"\.reqntid\s+(\d+)(?:\s*,\s*(\d+))?(?:\s*,\s*(\d
 
 
 def parse(text: str) -> Module:
-    """Reads a module with exactly one kernel; raises PtxError."""
+    """The kernel of a module that has exactly one; raises PtxError."""
+    first, *others = parse_kernels(text).values()
+    if others:
+        line = others[0].instructions[0].line
+        raise PtxError(line, f"{1 + len(others)} kernels in the module, not one")
+    return first
+
+
+def parse_kernels(text: str) -> dict[str, Module]:
+    """The kernels of a module by name, in its order; raises PtxError where there is none."""
     # Comments go, line breaks stay: every offset keeps its line.
     text = _COMMENT.sub(lambda match: "\n" * match.group().count("\n"), text)
     entries = list(_ENTRY.finditer(text))
-    if len(entries) != 1:
-        line = text.count("\n", 0, entries[1].start()) + 1 if entries else 1
-        raise PtxError(line, f"{len(entries)} kernels in the module, not one")
-    (entry,) = entries
+    if not entries:
+        raise PtxError(1, "no kernel in the module")
+    kernels = [_kernel(text, entry) for entry in entries]
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def _kernel(text: str, entry: re.Match[str]) -> Module:
     begin = text.index("{", entry.end())
     body = _Body(text, begin + 1)
     body.read()
@@ -203,7 +215,7 @@ def parse(text: str) -> Module:
         name=entry.group(1),
         target=target.group(1) if target else "",
         params=params,
-        shared=tuple(_shared_variables(text)),
+        shared=tuple(_shared_variables(text, text[begin : body.position])),
         instructions=tuple(body.instructions),
         labels=labels,
         registers=body.registers,
@@ -217,7 +229,7 @@ def parse(text: str) -> Module:
 
 
 def sources(plain: Module, located: Module) -> dict[int, str]:
-    """PTX line of a module to `file:line` of its source, by the same kernel's with `.loc`.
+    """PTX line of a kernel to `file:line` of its source, by the same kernel's with `.loc`.
 
     Empty unless both are the same instructions.
     """
@@ -246,9 +258,12 @@ def _params(text: str, entry: re.Match[str]) -> tuple[tuple[Param, ...], int]:
     return tuple(params), end
 
 
-def _shared_variables(text: str) -> list[SharedVariable]:
+def _shared_variables(text: str, body: str) -> list[SharedVariable]:
+    """The module's that a kernel names: each kernel has shared memory of its own."""
     found = []
     for match in _SHARED.finditer(text):
+        if not re.search(rf"(?<![\w$]){re.escape(match[4])}(?![\w$])", body):
+            continue
         width = int(match[3]) // 8
         count = 1 if match[5] is None else int(match[5] or 0)
         found.append(SharedVariable(match[4], width * count, int(match[1] or width)))

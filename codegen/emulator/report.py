@@ -37,7 +37,7 @@ class Finding:
     kind: Kind
     message: str
     where: str = ""
-    """Who: `cta 0 warp 5`, and the source line when the PTX has `.loc`."""
+    """Who: `cta 0 warp 5`; before it the kernel, of several; after it the source line, if known."""
 
     def __str__(self) -> str:
         place = f"PTX line {self.line}: " if self.line else ""
@@ -56,14 +56,19 @@ class Fault(Exception):
 
 @dataclass
 class Report:
-    """Collects findings. The same kind at the same line is one finding: the first seen."""
+    """Collects findings. The same kind at the same line is one finding: the first seen.
 
+    kernel: the one that runs, where there are several to name it among.
+    """
+
+    kernel: str = ""
     _findings: dict[tuple[Kind, int, str], Finding] = field(default_factory=dict)
 
     def add(self, kind: Kind, message: str, *, line: int = 0, where: str = "") -> None:
         """Adds a finding unless its kind was already seen at that line."""
-        # Without a line the message tells two findings apart.
-        key = (kind, line, "" if line else message)
+        where = ", ".join(filter(None, (self.kernel, where)))
+        # Without a line the message tells two findings apart, and the kernel that they are about.
+        key = (kind, line, "" if line else self.kernel + message)
         self._findings.setdefault(key, Finding(line, kind, message, where))
 
     def __iter__(self) -> Iterator[Finding]:
@@ -121,3 +126,4 @@ class Event:
     begin: int
     """[steps of the scheduler; not time]"""
     end: int
+    kernel: str = ""

@@ -45,17 +45,26 @@ def most_telling(instructions: Sequence[Instruction]) -> Instruction:
 def chrome_trace(
     events: Iterable[Event], *, title: str, cta: int = 0
 ) -> dict[str, Any]:
-    """The trace of one CTA as plain data for `json`: a row per warp, a bar per stretch."""
+    """The trace of one CTA as plain data for `json`: a row per warp, a bar per stretch.
+
+    Of several kernels each is a process of its own.
+    """
     mine = [event for event in events if event.cta == cta]
-    trace: list[dict[str, Any]] = [_name("process_name", cta, 0, f"{title}, CTA {cta}")]
-    for warp in sorted({event.warp for event in mine}):
-        role = _role({event.name for event in mine if event.warp == warp})
-        trace.append(_name("thread_name", cta, warp, f"warp {warp:02}{role}"))
+    kernels = list(dict.fromkeys(event.kernel for event in mine)) or [""]
+    number_of = {kernel: cta + number for number, kernel in enumerate(kernels)}
+    trace: list[dict[str, Any]] = []
+    for kernel, number in number_of.items():
+        which = f"{title}, {kernel}" if len(kernels) > 1 else title
+        trace.append(_name("process_name", number, 0, f"{which}, CTA {cta}"))
+        ours = [event for event in mine if event.kernel == kernel]
+        for warp in sorted({event.warp for event in ours}):
+            role = _role({event.name for event in ours if event.warp == warp})
+            trace.append(_name("thread_name", number, warp, f"warp {warp:02}{role}"))
     trace += [
         {
             "ph": "X",
             "name": event.name,
-            "pid": cta,
+            "pid": number_of[event.kernel],
             "tid": event.warp,
             "ts": event.begin,
             "dur": event.end - event.begin,
@@ -66,8 +75,8 @@ def chrome_trace(
     return {"traceEvents": trace, "otherData": {"unit": "steps", "note": NOTE}}
 
 
-def _name(kind: str, cta: int, warp: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": kind, "pid": cta, "tid": warp, "args": {"name": name}}
+def _name(kind: str, number: int, warp: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": number, "tid": warp, "args": {"name": name}}
 
 
 def _role(names: set[str]) -> str:

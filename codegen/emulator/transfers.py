@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .agents import Agent
-from .checks import EVERY, GRANULE, MIXED, granules_of
+from .checks import EVERY, GRANULE, HAPPENED, MIXED, granules_of
 from .global_shadow import Place
 from .lanes import (
     LANES,
@@ -224,6 +224,18 @@ class Transfers:
         agent = self._group.warps[warp].agent
         assert agent is not None  # there is a shadow, so there are agents
         return agent
+
+    def wait_for_launches(self, index: int, mask: Mask) -> None:
+        """griddepcontrol.wait: the launches before are over, and all that they wrote is visible."""
+        shadow = self._group.machine.global_shadow
+        if shadow is None:
+            return
+        shadow.wait()
+        for number in warps_of(mask):
+            agent = self._agent(index, number)
+            over = np.zeros_like(agent.clock)
+            over[HAPPENED, self._group.cluster.components.launches] = 1
+            agent.acquire(over, self._group.lanes(number, mask))
 
     def fence_async(self, index: int, mask: Mask) -> None:
         """fence.proxy.async: generic writes up to here become visible to copies and products."""

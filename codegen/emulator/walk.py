@@ -141,7 +141,7 @@ def walk(
     are those that need no data: deadlocks, misused barriers, boxes and stores that are outside.
     """
     walker = Walker(program, launch, tensors, tiles or {}, max_steps, names)
-    walker.run(clusters)
+    walker.run(launch, clusters)
     return walker.result(clusters)
 
 
@@ -188,9 +188,8 @@ class Walker(Machine):
         names: Names,
     ) -> None:
         super().__init__(
-            *(program, launch, GlobalMemory(), Schedule()),
-            *(False, None, max_steps, tiles),
-            names,
+            *({launch.kernel: program}, GlobalMemory(), Schedule(), False),
+            *(None, max_steps, tiles, {launch.kernel: names}),
         )
         self._tensors = tuple(tensors)
         self._mapped: dict[int, _Mapped] = {}

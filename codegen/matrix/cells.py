@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .. import toolchain
+from .. import records, toolchain
 from ..errors import CheckFailed, OutOfTime
 from ..toolchain import CompileReport
 
@@ -20,6 +20,9 @@ ARITHMETIC = frozenset(
 # Of all instructions: what is not in a loop that the report counts may grow by this much.
 MOST_GROWTH = 0.02
 MOST_SHOWN = 4  # loops of a role, one by one
+
+Kernels = Mapping[str, Mapping[str, Any]]
+"""What a compile says of each kernel, as `records.kernels` has it."""
 
 _FAILURE = re.compile(r"[\w.]*(Error|Exception|Warning)\b")
 
@@ -98,9 +101,12 @@ def judge(
         return Cell(kernel, dsl, Kind.SPILLS, (spill,), found)
     if failures := toolchain.gate(found):
         return Cell(kernel, dsl, Kind.UNFIT, tuple(failures), found)
-    if changes := tuple(differences(recorded, found.to_json())):
+    before, after = (
+        records.kernels(each, kernel) for each in (recorded, found.to_json())
+    )
+    if changes := tuple(differences(before, after)):
         return Cell(kernel, dsl, Kind.CHANGED, changes, found)
-    more = found.instructions["total"] - recorded["instructions"]["total"]
+    more = sum(map(_total, after.values())) - sum(map(_total, before.values()))
     details = (f"{more:+} instructions",) if more else ()
     return Cell(kernel, dsl, Kind.SAME, details, found)
 
@@ -113,23 +119,45 @@ def reason(text: str) -> str:
 
 
 def spilled(found: CompileReport) -> str:
-    """What a kernel keeps in local memory, empty when nothing."""
-    size = max(found.stack_bytes, found.local_bytes)
-    loads, stores = found.instructions["LDL"], found.instructions["STL"]
+    """What kernels keep in local memory, empty when nothing."""
+    size = max(max(kernel.stack_bytes, kernel.local_bytes) for kernel in found.kernels)
+    loads, stores = (
+        sum(kernel.instructions[opcode] for kernel in found.kernels)
+        for opcode in ("LDL", "STL")
+    )
     if not (size or loads or stores):
         return ""
     return f"{size} bytes ({loads} loads, {stores} stores)"
 
 
-def differences(recorded: Mapping[str, Any], found: Mapping[str, Any]) -> Iterator[str]:
+def differences(recorded: Kernels, found: Kernels) -> Iterator[str]:
     """What is not as recorded among what a change of speed shows in."""
+    if recorded.keys() != found.keys():
+        old, new = (
+            ", ".join(filter(None, each)) or "one" for each in (recorded, found)
+        )
+        yield f"kernels {old} -> {new}"
+        return
+    for kernel, now in found.items():
+        for text in _differences(recorded[kernel], now):
+            yield f"{kernel}: {text}" if kernel else text
+
+
+def _differences(
+    recorded: Mapping[str, Any], found: Mapping[str, Any]
+) -> Iterator[str]:
+    """Of one kernel."""
     old, new = _resources(recorded), _resources(found)
     for name in dict.fromkeys([*new, *old]):
         if old.get(name) != new.get(name):
             yield f"{name} {_shown(old.get(name))} -> {_shown(new.get(name))}"
-    before, after = (each["instructions"]["total"] for each in (recorded, found))
+    before, after = _total(recorded), _total(found)
     if after > (1 + MOST_GROWTH) * before:
         yield f"instructions {before} -> {after}"
+
+
+def _total(compiled: Mapping[str, Any]) -> int:
+    return int(compiled["instructions"]["total"])
 
 
 def _resources(compiled: Mapping[str, Any]) -> dict[str, Any]:

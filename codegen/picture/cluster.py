@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from ..planning.kernel_plan import KernelPlan
+from ..planning.kernel_plan import DevicePlan
 from ..planning.protocol import Load
 from .svg import Panel, arrow, rect, text
 
@@ -19,11 +19,15 @@ _STAGE: Final = 46.0  # the height of a stage in shared memory
 _KINDS: Final = {"Q": "q", "K": "k", "V": "v"}
 
 
-def cluster(plan: KernelPlan) -> Panel:
-    """A band for each tensor: above, what each CTA loads; below, what its stage gets."""
-    ctas = plan.context["cluster_size"]
+def cluster(kernel: DevicePlan, *, pair: bool) -> Panel | None:
+    """A band for each tensor: above, what each CTA loads; below, what its stage gets.
+
+    pair: whether two CTAs share an MMA. None where nothing is loaded.
+    """
+    if not kernel.loads:
+        return None
+    ctas = len({load.cta for load in kernel.loads})
     title = "What a CTA loads" if ctas == 1 else "Who loads what, and for whom"
-    pair = plan.spec_file.spec.cta_group > 1
     body = [text(0, 16, title, "head")]
     column = (WIDTH - 2 - 12 * (ctas - 1)) / ctas
     for cta in range(ctas):
@@ -31,14 +35,15 @@ def cluster(plan: KernelPlan) -> Panel:
         name += " (leader)" if pair and cta == 0 else ""
         middle = cta * (column + 12) + column / 2
         body.append(text(middle, _TOP - 18, name, "strong", "middle"))
-    for band, tensor in enumerate("QKV"):
-        loads = [load for load in plan.loads if load.tensor == tensor]
+    tensors = dict.fromkeys(load.tensor for load in kernel.loads)
+    for band, tensor in enumerate(tensors):
+        loads = [load for load in kernel.loads if load.tensor == tensor]
         body += _band(loads, _TOP + band * _BAND, column)
-    bottom = _TOP + 3 * _BAND
+    bottom = _TOP + len(tensors) * _BAND
     if pair:
         note = "An MMA of the pair reads K and V of both CTAs."
         body.append(text(0, bottom - 2, note, "muted"))
-    words = "; ".join(load.words for load in plan.loads)
+    words = "; ".join(load.words for load in kernel.loads)
     return Panel(title, f"{words}.", WIDTH, bottom + 8, tuple(body))
 
 

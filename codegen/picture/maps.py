@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ..planning.kernel_plan import KernelPlan, Region
+from ..planning.kernel_plan import DevicePlan, Region
 from .svg import Panel, line, rect, text
 
 WIDTH: Final = 372.0
@@ -45,22 +45,28 @@ class _Part:
         return self.start + self.size
 
 
-def shared_memory(plan: KernelPlan) -> Panel:
-    """The regions of a CTA's shared memory, a line for each stage."""
-    limit = plan.architecture.smem_bytes
-    parts = list(_stages(plan.smem))
-    if plan.smem_bytes < limit:
-        parts.append(_Part(plan.smem_bytes, limit - plan.smem_bytes, "free", "free"))
-    title = f"Shared memory: {plan.smem_bytes} of {limit} B"
+def shared_memory(kernel: DevicePlan, limit: int) -> Panel | None:
+    """The regions of a CTA's shared memory, a line for each stage; None where there are none.
+
+    limit: [bytes]
+    """
+    if not kernel.smem:
+        return None
+    parts, used = list(_stages(kernel.smem)), kernel.smem_bytes
+    if used < limit:
+        parts.append(_Part(used, limit - used, "free", "free"))
+    title = f"Shared memory: {used} of {limit} B"
     return _map(title, ("offset", "bytes"), parts, limit)
 
 
-def tensor_memory(plan: KernelPlan) -> Panel | None:
-    """S, P and O in tensor memory, from column 0 on; None where there is none."""
-    if not plan.tmem:
+def tensor_memory(kernel: DevicePlan, limit: int) -> Panel | None:
+    """S, P and O in tensor memory, from column 0 on; None where there is none.
+
+    limit: [columns]
+    """
+    if not kernel.tmem:
         return None
-    limit = plan.architecture.tmem_columns
-    parts = [_Part(p.first, p.count, p.name, _kind(p.name)) for p in plan.tmem]
+    parts = [_Part(p.first, p.count, p.name, _kind(p.name)) for p in kernel.tmem]
     end = max(part.end for part in parts)
     if end < limit:
         parts.append(_Part(end, limit - end, "free", "free"))

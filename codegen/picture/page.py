@@ -11,7 +11,7 @@ from typing import Final
 from ..errors import UsageProblem
 from ..files import replace, writing
 from ..plan import resolve
-from ..planning.kernel_plan import KernelPlan
+from ..planning.kernel_plan import DevicePlan, KernelPlan
 from ..spec import SpecFile
 from .cluster import cluster
 from .lanes import lanes
@@ -29,7 +29,7 @@ def render(plan: KernelPlan) -> str:
 
 
 def write(spec_files: Sequence[SpecFile], file: Path) -> None:
-    """Write a picture of one kernel; UsageProblem for several, EnvironmentProblem for no place."""
+    """Write a picture of one file; UsageProblem for several, EnvironmentProblem for no place."""
     if len(spec_files) != 1:
         raise UsageProblem(
             f"{file}: a picture is of one kernel, but there are {len(spec_files)} specs"
@@ -40,22 +40,28 @@ def write(spec_files: Sequence[SpecFile], file: Path) -> None:
 
 
 def page(plan: KernelPlan) -> Panel:
-    """All panels, as many side by side as a page is wide."""
-    panels = [*memory(plan), *phases(plan), barriers(plan)]
+    """All panels, as many side by side as a page is wide; of several kernels below one another."""
     lines = textwrap.wrap(plan.context["title"], int(_WIDTH / width_of("x", "text")))
     body = [text(_MARGIN, 40, plan.stem, "title")]
     for index, words in enumerate(lines):
         body.append(text(_MARGIN, 62 + 16 * index, words, "muted"))
     y, width = 70.0 + 16 * len(lines), 0.0
-    for row in _flow(panels):
-        x = _MARGIN
-        for panel in row:
-            body += moved(x, y, panel.body)
-            x += panel.width + _GAP
-        width = max(width, x - _GAP + _MARGIN)
-        y += max(panel.height for panel in row) + _GAP
-    words = " ".join(panel.description for panel in panels)
-    return Panel(plan.stem, words, width, y, tuple(body))
+    described: list[str] = []
+    for kernel in plan.kernels:
+        panels = [*memory(plan, kernel), *phases(kernel), *barriers(kernel)]
+        if kernel.name:
+            body.append(text(_MARGIN, y + 18, kernel.name, "title"))
+            y += _GAP
+            described.append(f"{kernel.name}:")
+        for row in _flow(panels):
+            x = _MARGIN
+            for panel in row:
+                body += moved(x, y, panel.body)
+                x += panel.width + _GAP
+            width = max(width, x - _GAP + _MARGIN)
+            y += max(panel.height for panel in row) + _GAP
+        described += [panel.description for panel in panels]
+    return Panel(plan.stem, " ".join(described), width, y, tuple(body))
 
 
 def _flow(panels: Sequence[Panel]) -> list[list[Panel]]:
@@ -71,26 +77,33 @@ def _flow(panels: Sequence[Panel]) -> list[list[Panel]]:
     return found
 
 
-def memory(plan: KernelPlan) -> list[Panel]:
-    """Shared memory, tensor memory where there is one, and who loads what."""
-    found = (shared_memory(plan), tensor_memory(plan), cluster(plan))
+def memory(plan: KernelPlan, kernel: DevicePlan) -> list[Panel]:
+    """Of one of the plan's kernels: shared memory, tensor memory, and who loads what."""
+    architecture = plan.architecture
+    found = (
+        shared_memory(kernel, architecture.smem_bytes),
+        tensor_memory(kernel, architecture.tmem_columns),
+        cluster(kernel, pair=plan.spec_file.spec.cta_group > 1),
+    )
     return [panel for panel in found if panel is not None]
 
 
-def phases(plan: KernelPlan) -> list[Panel]:
+def phases(kernel: DevicePlan) -> list[Panel]:
     """A panel for each phase."""
-    return [lanes(phase) for phase in plan.phases]
+    return [lanes(phase) for phase in kernel.phases]
 
 
-def barriers(plan: KernelPlan) -> Panel:
-    """The table of barriers."""
+def barriers(kernel: DevicePlan) -> list[Panel]:
+    """The table of barriers, if there are any."""
+    if not kernel.barriers:
+        return []
     rows = [("barrier", "stages", "arrivals", "who waits")]
-    rows += [(b.name, str(b.stages), b.arrivals, b.waiter) for b in plan.barriers]
+    rows += [(b.name, str(b.stages), b.arrivals, b.waiter) for b in kernel.barriers]
     title = "Barriers"
     body = [text(0, 16, title, "head"), *_table(rows, 42)]
     width = sum(_widths(rows))
     words = "; ".join(", ".join(row) for row in rows[1:])
-    return Panel(title, f"{words}.", width, 44.0 + 18 * len(rows), tuple(body))
+    return [Panel(title, f"{words}.", width, 44.0 + 18 * len(rows), tuple(body))]
 
 
 def _widths(rows: Sequence[tuple[str, ...]]) -> list[float]:

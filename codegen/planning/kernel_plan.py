@@ -84,13 +84,9 @@ class Registers:
 
 
 @dataclass(frozen=True)
-class KernelPlan:
-    """Everything that the templates and `explain` need to know about one kernel."""
+class DevicePlan:
+    """What a CTA of one `cute.kernel` has and does. name: empty where it is the file's only one."""
 
-    spec_file: SpecFile
-    architecture: Architecture
-    chosen: tuple[Number, ...]
-    derived: tuple[Number, ...]
     smem: tuple[Region, ...]
     tmem: tuple[Columns, ...]  # parts may overlap; none before sm100
     barriers: tuple[Barrier, ...]
@@ -98,7 +94,37 @@ class KernelPlan:
     loads: tuple[Load, ...]  # of a tile of Q, K and V, by each CTA of a cluster
     registers: tuple[Registers, ...]  # of all warpgroups
     register_parts: Mapping[str, int]  # of a thread of the hungriest role, an estimate
-    statements: tuple[str, ...]  # what the kernel does for its shapes
+    name: str = ""
+
+    @property
+    def smem_bytes(self) -> int:
+        """Dynamic shared memory of one CTA."""
+        return total(self.smem)
+
+    @property
+    def registers_needed(self) -> int:
+        """What a thread of the hungriest role needs, by estimate."""
+        return sum(self.register_parts.values())
+
+    @property
+    def hungriest(self) -> Registers:
+        """The role whose threads have most registers."""
+        return max(self.registers, key=lambda role: role.per_thread)
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Everything that the templates and `explain` need to know about one file.
+
+    kernels: those that `launch` launches, in its order.
+    """
+
+    spec_file: SpecFile
+    architecture: Architecture
+    chosen: tuple[Number, ...]
+    derived: tuple[Number, ...]
+    kernels: tuple[DevicePlan, ...]
+    statements: tuple[str, ...]  # what the file does for its shapes
     context: Mapping[str, Any]
 
     @property
@@ -118,18 +144,8 @@ class KernelPlan:
 
     @property
     def smem_bytes(self) -> int:
-        """Dynamic shared memory of one CTA."""
-        return total(self.smem)
-
-    @property
-    def registers_needed(self) -> int:
-        """What a thread of the hungriest role needs, by estimate."""
-        return sum(self.register_parts.values())
-
-    @property
-    def hungriest(self) -> Registers:
-        """The role whose threads have most registers."""
-        return max(self.registers, key=lambda role: role.per_thread)
+        """Dynamic shared memory of one CTA, of the kernel that has most."""
+        return max(kernel.smem_bytes for kernel in self.kernels)
 
 
 def total(regions: tuple[Region, ...]) -> int:

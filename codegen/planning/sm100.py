@@ -14,6 +14,7 @@ from .kernel_plan import (
     ELEMENT_BYTES,
     Barrier,
     Columns,
+    DevicePlan,
     KernelPlan,
     Number,
     Region,
@@ -59,11 +60,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     derived = tuple(_derived(traits))
     smem = _smem(spec, sizes)
     context = template_context(spec_file, sizes, chosen, derived, total(smem))
-    return KernelPlan(
-        spec_file=spec_file,
-        architecture=sm100.ARCHITECTURE,
-        chosen=chosen,
-        derived=derived,
+    kernel = DevicePlan(
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
         barriers=tuple(_barriers(traits)),
@@ -71,6 +68,13 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         loads=tuple(loads(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(sizes.tile_kv),
+    )
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=sm100.ARCHITECTURE,
+        chosen=chosen,
+        derived=derived,
+        kernels=(kernel,),
         statements=tuple(statements(context)),
         context=context,
     )

@@ -13,6 +13,7 @@ from ..spec import Spec, SpecFile
 from .kernel_plan import (
     ELEMENT_BYTES,
     Barrier,
+    DevicePlan,
     KernelPlan,
     Number,
     Region,
@@ -53,11 +54,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     smem = _smem(spec, sizes)
     barriers = tuple(_barriers(traits))
     context = template_context(spec_file, sizes, chosen, derived, barriers, total(smem))
-    return KernelPlan(
-        spec_file=spec_file,
-        architecture=sm90.ARCHITECTURE,
-        chosen=chosen,
-        derived=derived,
+    kernel = DevicePlan(
         smem=smem,
         tmem=(),
         barriers=barriers,
@@ -65,6 +62,13 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         loads=tuple(loads(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(spec, sizes.tile_kv),
+    )
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=sm90.ARCHITECTURE,
+        chosen=chosen,
+        derived=derived,
+        kernels=(kernel,),
         statements=tuple(statements(context)),
         context=context,
     )

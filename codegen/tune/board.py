@@ -14,7 +14,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from .. import evaluation
+from .. import evaluation, evidence
 from ..bench.problems import Problem
 from ..errors import shown
 from ..spec import SpecFile
@@ -178,7 +178,7 @@ def _registers(candidate: Candidate) -> str:
     report = candidate.kernel.report if candidate.kernel else None
     if report is None:
         return "-"
-    return " / ".join(map(str, report.setmaxnreg or [report.registers]))
+    return evidence.registers(report.to_json())
 
 
 def _verdict(tuning: Tuning, candidate: Candidate) -> str:
@@ -314,7 +314,8 @@ def _candidate_json(tuning: Tuning, candidate: Candidate) -> dict[str, Any]:
         "values": dict(candidate.point),
         "body_sha256": candidate.body or None,
         "shared_bytes": candidate.plan.smem_bytes if candidate.plan else None,
-        "setmaxnreg": list(report.setmaxnreg) if report else None,
+        "setmaxnreg": report
+        and sorted({n for kernel in report.kernels for n in kernel.setmaxnreg}),
         "rejected": rejected,
         "score": asdict(standing.score) if standing.score else None,
         "rounds": standing.rounds,

@@ -13,7 +13,7 @@ from .. import evidence, explain, plan, records, render, tree
 from ..arch import ARCHITECTURES
 from ..errors import CheckFailed
 from ..picture import bench, page
-from ..planning.kernel_plan import KernelPlan
+from ..planning.kernel_plan import DevicePlan, KernelPlan
 from ..spec import SpecFile
 from ..verify import SPEC_DIGITS
 from . import decisions
@@ -112,7 +112,6 @@ def context(kernel: Kernel) -> dict[str, Any]:
     """What the template of a kernel's page reads."""
     found = kernel.plan
     body = render.body_digest(kernel.text)
-    heads, *barriers = explain.barrier_rows(found)
     return {
         "stem": kernel.stem,
         "decision": functools.partial(decisions.link, root=_ROOT),
@@ -120,15 +119,9 @@ def context(kernel: Kernel) -> dict[str, Any]:
         "title": found.context["title"],
         "rung": kernel.record["rung"],
         "ran": "validated" in kernel.record,
-        "memory": [figure(panel) for panel in page.memory(found)],
-        "phases": [figure(panel) for panel in page.phases(found)],
-        "steps": [(each.title, list(explain.step_rows(each))) for each in found.phases],
-        "barrier_heads": heads,
-        "barriers": barriers,
-        "loads": list(explain.load_rows(found)),
+        "kernels": [_device(found, each) for each in found.kernels],
         "numbers": list(explain.number_rows(found)),
         "fields": list(explain.spec_rows(found)),
-        "registers": explain.register_lines(found),
         "statements": found.statements,
         "spec": found.spec_file.text,
         "evidence": [
@@ -142,6 +135,21 @@ def context(kernel: Kernel) -> dict[str, Any]:
     }
 
 
+def _device(found: KernelPlan, kernel: DevicePlan) -> dict[str, Any]:
+    """What the template reads of one of a plan's kernels."""
+    return {
+        "name": kernel.name,
+        "memory": [figure(panel) for panel in page.memory(found, kernel)],
+        "phases": [figure(panel) for panel in page.phases(kernel)],
+        "steps": [
+            (each.title, list(explain.step_rows(each))) for each in kernel.phases
+        ],
+        "barriers": list(explain.barrier_rows(kernel)),
+        "loads": list(explain.load_rows(kernel)),
+        "registers": explain.register_lines(kernel),
+    }
+
+
 def _reasons(found: KernelPlan) -> tuple[str, ...]:
     """The decisions that such kernels are as they are by."""
     arch, spec = ARCHITECTURES[found.arch], found.spec_file.spec
@@ -149,8 +157,13 @@ def _reasons(found: KernelPlan) -> tuple[str, ...]:
 
 
 def _instructions(record: records.Record) -> list[Row]:
-    counts = record.get("compiled", {}).get("instructions", {})
-    return [(name, str(count)) for name, count in sorted(counts.items()) if count]
+    kernels = records.kernels(record.get("compiled", {}), record["kernel"])
+    return [
+        (f"{kernel}: {name}" if kernel else name, str(count))
+        for kernel, compiled in kernels.items()
+        for name, count in sorted(compiled.get("instructions", {}).items())
+        if count
+    ]
 
 
 def _emulated(record: records.Record) -> list[Row]:

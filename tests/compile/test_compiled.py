@@ -36,17 +36,18 @@ def test_compiled_as_planned(stem: str, tmp_path: Path) -> None:
     report = kernel.report
     assert report is not None
     assert toolchain.gate(report) == []
-    assert (report.stack_bytes, report.local_bytes) == (0, 0)
-    assert (report.instructions["LDL"], report.instructions["STL"]) == (0, 0)
-    assert report.instructions[plan.architecture.mma_class] > 0
+    (made,) = report.kernels
+    assert (made.stack_bytes, made.local_bytes) == (0, 0)
+    assert (made.instructions["LDL"], made.instructions["STL"]) == (0, 0)
+    assert made.instructions[plan.architecture.mma_class] > 0
     assert report.arch == plan.compile_arch
-    assert report.entry.startswith(stem)
-    roles = plan.registers
-    assert report.setmaxnreg == tuple(sorted(role.per_thread for role in roles))
+    assert made.entry.startswith(stem)
+    roles = plan.kernels[0].registers
+    assert made.setmaxnreg == tuple(sorted(role.per_thread for role in roles))
     # What the CTA has at its start is all that setmaxnreg can share out.
     numbers = {number.name: number.value for number in plan.derived}
     asked = 128 * sum(role.warpgroups * role.per_thread for role in roles)
-    assert asked <= report.registers * numbers["THREADS"] <= 65536
+    assert asked <= made.registers * numbers["THREADS"] <= 65536
 
     record = json.loads((GENERATED / "records" / f"{stem}.json").read_text("utf-8"))
     known = record["compiled"]

@@ -22,7 +22,7 @@ def test_a_compile_counts_the_loops_of_roles() -> None:
     assert state.compiled is None and state.loops == {}
     (measured,) = measure([state], build.default_engine(), executor=Local(1))
     assert measured.compiled is not None
-    loops = {name: by_class(counts) for name, counts in measured.loops.items()}
+    loops = {name: by_class(counts) for name, counts in measured.loops[""].items()}
     roles = {"softmax", "masked softmax", "correction", "mma", "load"}
     assert loops.keys() == roles
     for name, (kind, count) in ONLY_THERE.items():

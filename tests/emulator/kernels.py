@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import numpy as np
-from fmha_gen.emulator import machine, ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.launch import Launch
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Schedule
 
@@ -90,7 +90,7 @@ def execute(
         declarations.append(MAP)
     body = " ".join(loads) + "\n" + body.strip("\n")
     source = text(body, declarations, width, target)
-    launch = SimpleNamespace(
+    launch = Launch(
         kernel="k",
         grid=(grid, 1, 1),
         block=(threads, 1, 1),
@@ -98,8 +98,8 @@ def execute(
         smem_bytes=smem_bytes,
         params=params,
     )
-    program = lower(ptx.parse(source), contract=contract)
-    result = machine.run(program, launch, memory, schedule=schedule, **options)
+    programs = lower_kernels(source, contract=contract)
+    result = machine.run(programs, [launch], memory, schedule=schedule, **options)
     return out, result
 
 

@@ -39,20 +39,20 @@ def rehearsals(
     cases = emulated_cases(path) if cases is None else cases
     calls = [arguments(spec, case) for case in cases]
     text, called = captures.capture(path, calls, arch=spec["arch"])
-    module = ptx.parse(text)
-    program, schedule = lower.lower(module), walk.prepare(module)
+    programs, schedule = lower.lower_kernels(text), walk.prepare(ptx.parse(text))
     ready = []
     for case, each in zip(cases, called, strict=True):
         if tags is not None and case.name.rpartition("_b")[0] not in tags:
             continue
         stored = None
         if case.clusters is not None:
-            seen = walked(constants, case, each.launched, schedule)
+            (launch,) = each.launched
+            seen = walked(constants, case, launch, schedule)
             stored = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
         problem = make_problem(spec, tiles, case)
         ready.append(
             Rehearsal(
-                *(spec, tiles, program, case, problem, each.launched), expected=stored
+                *(spec, tiles, programs, case, problem, each.launched), expected=stored
             )
         )
     return text, ready
@@ -71,5 +71,5 @@ def check_launches(stem: str, ready: Iterable[Rehearsal]) -> None:
     cluster = (*kernel.spec_file.spec.cluster, 1)
     expected = (threads, 1, 1), (math.prod(cluster), 1, 1), kernel.smem_bytes
     for rehearsal in ready:
-        launch = rehearsal.launch
+        (launch,) = rehearsal.launches
         assert (launch.block, launch.cluster, launch.smem_bytes) == expected

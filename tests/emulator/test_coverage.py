@@ -59,7 +59,8 @@ def test_a_scheduler_that_does_not_end_is_found_in_seconds(tmp_path):
         if case.name.startswith("many_tiles")
     )
     code, (called,) = captures.capture(path, [arguments(spec, case)], arch="sm90")
-    seen = walked(constants, case, called.launched, walk.prepare(ptx.parse(code)))
+    (launch,) = called.launched
+    seen = walked(constants, case, launch, walk.prepare(ptx.parse(code)))
     (finding,) = seen.findings
     assert "still running after" in str(finding)
     assert seen.steps < 10_000_000

@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fmha_gen import captures
-from fmha_gen.emulator import machine, ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory, MemoryFault
 from fmha_gen.tensors import FIRST_ADDRESS, arguments
 
@@ -118,10 +118,11 @@ def test_a_kernel_computes_the_same_far_apart():
     )
     for name in ("out", "lse"):
         bits[name].fill(0)
-    ran = machine.run(lower(ptx.parse(text)), called.launched, memory, tiles=tiles)
+    ran = machine.run(lower_kernels(text), called.launched, memory, tiles=tiles)
     assert ran.findings == ()
     near = machine.run(
-        ready.program, ready.launch, problem.memory(), tiles=ready._tiles_of_tensors()
+        *(ready.programs, ready.launches, problem.memory()),
+        tiles=ready._tiles_of_tensors(),
     )
     assert near.findings == ()
     for output in problem.outputs:

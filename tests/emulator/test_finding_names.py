@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import support
 from fmha_gen import captures, kernel_text, rehearsal
-from fmha_gen.emulator import machine, ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.report import Names
 from fmha_gen.finding_names import names_of
 
@@ -53,8 +53,9 @@ def test_a_finding_names_them():
         names_of(SMALL.read_text(encoding="utf-8")),
         sources=captures.sources(SMALL, text, arch="sm90"),
     )
-    program = lower(ptx.parse("\n".join(lines)))
-    damaged = replace(ready[0], program=program, names=names)
+    programs = lower_kernels("\n".join(lines))
+    told = dict.fromkeys(programs, names)
+    damaged = replace(ready[0], programs=programs, names=told)
     result = damaged.run(rehearsal.schedules(0)[0])
     finding = next(text for text in result.findings if text.startswith("proxy-fence"))
     assert "shared memory (sQ)" in finding
@@ -67,9 +68,9 @@ def test_a_named_barrier_that_never_opens_is_named():
     text, ready = rehearsals(SMALL)
     waits, count = re.subn(r"(bar(?:rier)?\.sync.*), 128;", r"\1, 160;", text)
     assert count
-    damaged = lower(ptx.parse(waits))
-    names = names_of(SMALL.read_text(encoding="utf-8"))
-    result = replace(ready[0], program=damaged, names=names).run(
+    damaged = lower_kernels(waits)
+    names = dict.fromkeys(damaged, names_of(SMALL.read_text(encoding="utf-8")))
+    result = replace(ready[0], programs=damaged, names=names).run(
         rehearsal.schedules(0)[0]
     )
     assert any("(STORE_BARRIER" in text for text in result.findings), result.findings

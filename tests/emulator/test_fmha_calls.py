@@ -79,12 +79,13 @@ class Program:
     def launch(self, made):
         """What the call did, and what of its launch is not as the call says, by name."""
         called = self.program.call(made)
-        wrong = set() if called.launch is None else self.wrong(made, called)
+        wrong = self.wrong(made, called) if called.launches else set()
         return called, wrong
 
     def wrong(self, made, called):
         """Names of tensors and arguments that a launch has otherwise."""
-        launched, given = called.launched, called.allocated | made["tensors"]
+        (launched,) = called.launched
+        given = called.allocated | made["tensors"]
         maps = [
             TensorMap.decode(launched.params[param.offset : param.offset + param.size])
             for param in self.module.params
@@ -142,7 +143,7 @@ def test_what_is_told_is_launched(program):
     made = call()
     called, wrong = program.launch(made)
     assert wrong == set()
-    assert called.launched.grid == (5, 1, 1)
+    assert called.launched[0].grid == (5, 1, 1)
     assert called.returned == (ADDRESSES["out"], ADDRESSES["lse"])
 
 
@@ -154,7 +155,7 @@ def test_scale_stream_and_ways_to_pass_them(program):
         ({"stream": (1 << 47) + 8}, (1 << 47) + 8),
     ):
         called, wrong = program.launch(call(**options))
-        assert (wrong, called.launched.stream) == (set(), stream)
+        assert (wrong, called.launched[0].stream) == (set(), stream)
 
 
 OFFSETS = {name: {"byte_offset": offset} for name, offset in BYTE_OFFSETS.items()}
@@ -168,7 +169,7 @@ def test_a_tensor_begins_at_its_byte_offset(program):
 @pytest.mark.parametrize("count", [1, 7, 114, 132, 148])
 def test_the_gpu_has_as_many_multiprocessors_as_the_call_says(program, count):
     called = program.program.call(call(sm_count=count))
-    assert called.launched.grid == (min(count, 2 * 12), 1, 1)
+    assert called.launched[0].grid == (min(count, 2 * 12), 1, 1)
 
 
 TORCH = {"stream": 0x70, "out": OUT, "lse": LSE_OUT}
@@ -181,11 +182,11 @@ def test_torch_s_tensors_are_allocated_and_its_stream_is_the_current_one(program
         "out": launch.tensor_at("fp16", OUT, (2, 40, 12, 128), contiguous),
         "lse": launch.tensor_at("fp32", LSE_OUT, (2, 12, 40), (12 * 40, 40, 1)),
     }
-    assert (wrong, called.launched.stream) == (set(), 0x70)
+    assert (wrong, called.launched[0].stream) == (set(), 0x70)
     assert called.returned == (OUT, LSE_OUT)
     given, wrong = program.launch(call(torch=TORCH))
     assert (wrong, given.allocated) == (set(), {})
-    assert given.launched.stream == STREAM
+    assert given.launched[0].stream == STREAM
 
 
 def test_what_fmha_refuses_comes_back_and_launches_nothing(program):
@@ -199,7 +200,7 @@ def test_what_fmha_refuses_comes_back_and_launches_nothing(program):
     ):
         called = program.program.call(call(made))
         assert re.search(message, called.refusal), called.refusal
-        assert (called.launch, called.returned) == (None, ())
+        assert (called.launches, called.returned) == ((), ())
         with pytest.raises(CaptureError, match=re.escape(called.refusal)):
             _ = called.launched
     called = program.program.call(call(softmax_scale=math.inf))
@@ -290,7 +291,7 @@ def test_multiprocessors_miscounted(tmp_path):
     path = tmp_path / f"{LSE}.py"
     path.write_text(text.replace(COUNT, f"{COUNT} // 2"), encoding="utf-8")
     with opened(LSE, path) as program:
-        assert program.call(call(sm_count=14)).launched.grid == (7, 1, 1)
+        assert program.call(call(sm_count=14)).launched[0].grid == (7, 1, 1)
 
 
 def test_checked_calls_are_right(tmp_path):
@@ -301,8 +302,8 @@ def test_checked_calls_are_right(tmp_path):
         call(softmax_scale=-1.0),
     ]
     text, launches = captures.checked(path, calls[:2], arch="sm90")
-    assert [each.stream for each in launches] == [STREAM, TORCH["stream"]]
-    assert ptx.parse(text).name == launches[0].kernel
+    assert [each.stream for (each,) in launches] == [STREAM, TORCH["stream"]]
+    assert ptx.parse(text).name == launches[0][0].kernel
     with pytest.raises(CaptureError, match=r"call 0: fmha refused .* softmax_scale: "):
         captures.checked(path, calls[2:], arch="sm90")
 
@@ -418,7 +419,7 @@ def made_with(changed, torch):
 def test_a_bad_tensor_is_refused_by_its_name(program, changed, blamed, torch):
     called = program.program.call(made_with(changed, torch))
     assert called.refusal.startswith(f"{blamed}: "), called.refusal
-    assert called.launch is None
+    assert called.launches == ()
 
 
 @pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])

@@ -8,8 +8,7 @@ import pytest
 import support
 from fmha_gen import captures, kernel_text, rehearsal, tensors
 from fmha_gen.cases import Case
-from fmha_gen.emulator import ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator.lower import lower_kernels
 
 # Without a mask, with a tail of K and without; causal, whose masks are -inf too. O from registers
 # and by TMA; LSE or none; halves and blocks of a tile.
@@ -64,9 +63,8 @@ def make(stem: str) -> rehearsal.Rehearsal:
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](values)
     call = tensors.arguments(spec, case)
     text, (called,) = captures.capture(path, [call], arch=spec["arch"])
-    launch = called.launched
-    program = lower(ptx.parse(text))
-    return rehearsal.Rehearsal(spec, tiles, program, case, problem, launch)
+    programs = lower_kernels(text)
+    return rehearsal.Rehearsal(spec, tiles, programs, case, problem, called.launched)
 
 
 @pytest.mark.parametrize("stem", KERNELS)

@@ -45,7 +45,7 @@ def value(module, captured, name, kind):
 
 
 def test_a_launch_is_what_the_host_function_asks_for(program):
-    captured = program.launch(arguments())
+    (captured,) = program.launch(arguments())
     assert program.parameters == tuple(arguments())
     assert (captured.grid, captured.block) == ((2, 1, 1), (64, 1, 1))
     assert captured.cluster == (1, 1, 1)
@@ -62,12 +62,13 @@ def test_a_launch_is_what_the_host_function_asks_for(program):
 def test_one_compile_serves_many_launches(program):
     grids = []
     for blocks in (1, 5, 2):
-        grids.append(program.launch(arguments(blocks=launch.int32(blocks))).grid[0])
+        (one,) = program.launch(arguments(blocks=launch.int32(blocks)))
+        grids.append(one.grid[0])
     assert grids == [1, 5, 2]
 
 
 def test_what_it_does_not_take_is_left_out_and_what_it_lacks_is_named(program):
-    assert program.launch(arguments(more=launch.int32(1))).grid == (2, 1, 1)
+    assert program.launch(arguments(more=launch.int32(1)))[0].grid == (2, 1, 1)
     lacking = arguments()
     del lacking["scale"]
     with pytest.raises(CaptureError, match="no value for scale"):
@@ -77,11 +78,11 @@ def test_what_it_does_not_take_is_left_out_and_what_it_lacks_is_named(program):
 def test_a_bad_argument_is_told_and_the_program_goes_on(program):
     with pytest.raises(CaptureError, match="no such kind of argument: int8"):
         program.launch(arguments(blocks=("int8", 1)))
-    assert program.launch(arguments()).grid == (2, 1, 1)
+    assert program.launch(arguments())[0].grid == (2, 1, 1)
 
 
 def test_a_launch_survives_json(program):
-    captured = program.launch(arguments())
+    (captured,) = program.launch(arguments())
     assert Launch.from_json(captured.to_json()) == captured
 
 
@@ -111,7 +112,7 @@ def test_a_module_that_hangs_costs_its_time_limit(tmp_path):
 def test_what_a_module_prints_does_not_disturb_the_answers(tmp_path):
     path = broken(tmp_path, "print('hello'); import os; os.write(1, b'there')")
     with open_host_program(path) as opened:
-        assert opened.launch(arguments()).grid == (2, 1, 1)
+        assert opened.launch(arguments())[0].grid == (2, 1, 1)
 
 
 # --- a shipped kernel -----------------------------------------------------------------
@@ -132,7 +133,7 @@ def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
     spec = constants["SPEC"]
     case = Case("x", batch=3, kv_heads=2, q=300, kv=301, sm_count=5, layout=layout)
     problem = tensors.make_problem(spec, tiles_of(constants), case)
-    captured = pair.call(tensors.arguments(spec, case)).launched
+    (captured,) = pair.call(tensors.arguments(spec, case)).launched
     assert captured.stream == tensors.STREAM
 
     (spec_file,) = load_specs([ROOT / "specs" / f"{PAIR.stem}.yaml"])
@@ -173,7 +174,7 @@ def test_a_capture_is_remembered(tmp_path, monkeypatch):
     calls = [arguments(), arguments(blocks=launch.int32(3))]
     capture = captures.capture_launches
     ptx_text, launches = capture(kernel, calls, arch="sm90")
-    assert [found.grid[0] for found in launches] == [2, 3]
+    assert [found.grid[0] for (found,) in launches] == [2, 3]
 
     def refuse(*_arguments, **_options):
         raise AssertionError("compiled again")

@@ -6,11 +6,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from fmha_gen.emulator import machine, ptx
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.launch import Launch
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
@@ -41,8 +41,10 @@ def emulate(
         memory.add("tensor", predict.TENSOR_ADDRESS, results["tensor"])
         raw_map = predict.encode(micro.tensor, predict.TENSOR_ADDRESS)
     pointers = np.array([INPUT, OUTPUT], np.uint64).tobytes()
-    launch = SimpleNamespace(
-        kernel="micro",
+    programs = lower_kernels(micro.ptx)
+    (name,) = programs
+    launch = Launch(
+        kernel=name,
         grid=(micro.grid, 1, 1),
         block=(kernels.THREADS, 1, 1),
         cluster=(micro.cluster, 1, 1),
@@ -52,9 +54,7 @@ def emulate(
     beyond = {
         predict.TENSOR_ADDRESS: (256,) * 5
     }  # where some of the boxes are meant to lie
-    run = machine.run(
-        ptx.parse(micro.ptx), launch, memory, schedule=schedule, tiles=beyond
-    )
+    run = machine.run(programs, [launch], memory, schedule=schedule, tiles=beyond)
     return results, run.findings
 
 

@@ -60,11 +60,13 @@ class Recorder:
 
     def add(self, rank, receivers):
         tensor, (columns, rows, *_), (first_column, first_row, *_) = self._now
-        tile, *_ = (load.tile for load in self.plan.loads if load.tensor == tensor)
+        tile, *_ = (
+            load.tile for load in self.plan.kernels[0].loads if load.tensor == tensor
+        )
         key = (tensor, rank)
         self.boxes[key].add((first_row % tile[0], rows, first_column, columns))
         self.receivers[key].add(tuple(receivers))
-        if all(self.loaded(load) >= load.nbytes for load in self.plan.loads):
+        if all(self.loaded(load) >= load.nbytes for load in self.plan.kernels[0].loads):
             raise Enough
 
     def loaded(self, load):
@@ -81,7 +83,7 @@ def test_loads(monkeypatch, tmp_path, stem):
     options = ["--case", case.name, "--schedules", "0", "--completion", "eager"]
     with pytest.raises(Enough):
         rehearsal.main([str(kernel), str(tmp_path / "events"), *options])
-    for load in recorder.plan.loads:
+    for load in recorder.plan.kernels[0].loads:
         boxes = recorder.boxes[load.tensor, load.cta]
         assert recorder.receivers[load.tensor, load.cta] == {load.receivers}
         assert span((row, rows) for row, rows, _, _ in boxes) == load.rows

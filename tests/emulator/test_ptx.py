@@ -18,6 +18,7 @@ from fmha_gen.emulator.ptx import (
     Symbol,
     Vector,
     parse,
+    parse_kernels,
 )
 
 HEAD = ".version 8.8\n.target sm_90a\n.visible .entry k(\n"
@@ -148,7 +149,8 @@ def test_module_properties():
         ".extern .shared .align 1024 .b8 dynamic[];\n.shared .align 8 .b8 fixed[24];\n"
     )
     module = parse(
-        f"{text}{HEAD})\n.reqntid 384, 1, 1\n.minnctapersm 1\n{{\nret;\n}}\n"
+        f"{text}{HEAD})\n.reqntid 384, 1, 1\n.minnctapersm 1\n"
+        "{\nmov.u32 %r1, dynamic;\nmov.u32 %r2, fixed;\nret;\n}\n"
     )
     assert module.name == "k"
     assert module.target == "sm_90a"
@@ -190,7 +192,35 @@ def test_refused(text, message):
     assert str(caught.value) == message
 
 
+TWO = f""".shared .align 4 .b8 mine[16];
+.shared .align 4 .b8 minefield[32];
+{HEAD})
+.reqntid 128, 1, 1
+{{ .reg .b32 %r<2>; mov.u32 %r1, mine;
+L: bra L; }}
+.visible .entry other(.param .u64 other_0)
+{{ .reg .b64 %r<2>; mov.u32 %r1, minefield;
+L: bra L; }}
+"""
+
+
+def test_kernels_of_a_module_are_apart():
+    first, other = parse_kernels(TWO).values()
+    assert (first.name, other.name) == ("k", "other")
+    assert (first.required_threads, other.required_threads) == ((128, 1, 1), None)
+    assert (first.param_bytes, other.param_bytes) == (0, 8)
+    assert first.shared == (SharedVariable("mine", 16, 4),)
+    assert other.shared == (SharedVariable("minefield", 32, 4),)
+    assert (first.register_type("%r1"), other.register_type("%r1")) == ("b32", "b64")
+    assert [[i.line for i in each.instructions] for each in (first, other)] == [
+        [8, 9],
+        [11, 12],
+    ]
+    assert dict(first.labels) == dict(other.labels) == {"L": 1}
+
+
 def test_one_kernel_only():
-    two = f"{HEAD})\n{{\nret;\n}}\n.visible .entry other()\n{{\nret;\n}}\n"
-    with pytest.raises(PtxError, match="2 kernels in the module, not one"):
-        parse(two)
+    with pytest.raises(PtxError, match="line 11: 2 kernels in the module, not one"):
+        parse(TWO)
+    with pytest.raises(PtxError, match="no kernel in the module"):
+        parse_kernels(".version 8.8\n")

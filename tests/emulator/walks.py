@@ -95,7 +95,7 @@ def walks(
     program = prepare(ptx.parse(text))
     found = []
     for size, each in zip(sizes, called, strict=True):
-        tensors = extents(spec, size)
+        (launch,), tensors = each.launched, extents(spec, size)
         packed = (1,) if tiles.packed > 1 else ()
         cut = {
             tensor.address: (
@@ -105,6 +105,6 @@ def walks(
             )
             for tensor in tensors
         }
-        seen = walk(program, each.launched, tensors, clusters=clusters, tiles=cut)
+        seen = walk(program, launch, tensors, clusters=clusters, tiles=cut)
         found.append((seen, schedule_findings(seen, tiles, spec, size)))
     return found

@@ -4,7 +4,7 @@
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from fmha_gen import build, render, toolchain
@@ -90,8 +90,24 @@ def report(**changes) -> toolchain.CompileReport:
         "loops": (toolchain.LoopReport("consumer", COUNTS, 0),),
         "wgmma": toolchain.WgmmaReport(8, 2, 1, 8, 2, 1, 0),
         "ptx_sha256": "d" * 64,
+        **changes,
     }
-    return toolchain.CompileReport(**{**known, **changes})
+    own = {each.name for each in fields(toolchain.CompileReport)}
+    module = {name: known.pop(name) for name in own & known.keys()}
+    return toolchain.CompileReport(
+        **{"kernels": (toolchain.KernelReport(**known),), **module}
+    )
+
+
+def of_two(first: toolchain.CompileReport, second: toolchain.CompileReport):
+    """A compile of two kernels, each that of a report of one; all else is the first one's."""
+    kernels = tuple(
+        replace(kernel, entry=f"k_{name}_{number}")
+        for number, (name, kernel) in enumerate(
+            zip(("sums", "main"), (*first.kernels, *second.kernels), strict=True)
+        )
+    )
+    return replace(first, kernels=kernels)
 
 
 @dataclass

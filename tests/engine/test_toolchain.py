@@ -29,12 +29,13 @@ def changed(old: str, new: str) -> toolchain.CompileReport:
 
 
 def test_a_small_kernel_is_counted_and_passes(vector_add):
-    assert vector_add.entry == "vector_add_0"
+    (kernel,) = vector_add.kernels
+    assert kernel.entry == "vector_add_0"
     assert vector_add.arch == "sm_90a"
-    assert 0 < vector_add.registers < 64
-    assert vector_add.instructions["FADD"] == 1
-    assert vector_add.instructions["total"] > 10
-    assert vector_add.loops == ()
+    assert 0 < kernel.registers < 64
+    assert kernel.instructions["FADD"] == 1
+    assert kernel.instructions["total"] > 10
+    assert kernel.loops == ()
     assert toolchain.gate(vector_add) == []
 
 
@@ -60,7 +61,8 @@ def test_the_callers_dsl_settings_change_nothing(vector_add, monkeypatch, tmp_pa
 
 
 def test_overlapping_wgmmas_pass(chain):
-    w = chain.wgmma
+    (kernel,) = chain.kernels
+    w = kernel.wgmma
     assert (w.mmas, w.groups, w.overlaps) == (
         w.asked_mmas,
         w.asked_groups,
@@ -68,7 +70,7 @@ def test_overlapping_wgmmas_pass(chain):
     )
     assert w.overlaps == 1
     assert w.serialised == 0
-    (loop,) = chain.loops
+    (loop,) = kernel.loops
     assert loop.instructions["HGMMA"] == 8
     assert loop.instructions["MUFU.EX2"] == 32
     assert toolchain.gate(chain) == []
@@ -76,21 +78,22 @@ def test_overlapping_wgmmas_pass(chain):
 
 def test_p_overwritten_while_in_flight_is_serialised():
     report = changed("DRAIN_BEFORE_P = True", "DRAIN_BEFORE_P = False")
-    assert report.instructions["LDL"] == report.stack_bytes == 0
-    assert report.wgmma.serialised > 0
+    (kernel,) = report.kernels
+    assert kernel.instructions["LDL"] == kernel.stack_bytes == 0
+    assert kernel.wgmma.serialised > 0
     assert [f.split(":")[0] for f in toolchain.gate(report)] == ["serialised wgmma"]
 
 
 def test_a_branch_while_in_flight_is_serialised():
     report = changed("BRANCH_IN_FLIGHT = False", "BRANCH_IN_FLIGHT = True")
-    assert report.loops[0].serialised > 0
+    assert report.kernels[0].loops[0].serialised > 0
     assert [f.split(":")[0] for f in toolchain.gate(report)] == ["serialised wgmma"]
 
 
 def test_a_tile_that_does_not_fit_spills_and_is_serialised():
     report = changed("TILE_KV = 64\nWARPGROUPS = 1", "TILE_KV = 160\nWARPGROUPS = 4")
     failures = "\n".join(toolchain.gate(report))
-    assert report.stack_bytes > 0
+    assert report.kernels[0].stack_bytes > 0
     assert "of stack" in failures
     assert "spills:" in failures
     assert "serialised wgmma" in failures

@@ -14,13 +14,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from fmha_gen import captures, kernel_text, rehearsal
 from fmha_gen.cases import Case, cases_for
-from fmha_gen.emulator import lower, ptx
+from fmha_gen.emulator import lower
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
@@ -68,6 +68,8 @@ SCHEDULES = (
 LONGEST = 4  # times the steps of the kernel as it is, then it does not end
 
 
+Launches = tuple[Launch, ...]  # of a call
+
 NOT_A_KERNEL = "does not compile"
 SAME = "the same PTX"
 
@@ -100,8 +102,8 @@ class Subject:
             make_problem(self.spec, self.tiles, case) for case in self.cases
         ]
         self.text, self.launches = self._capture(self.path)
-        self.program = lower.lower(ptx.parse(self.text))
-        self._grids = [launch.grid for launch in self.launches]
+        self.programs = lower.lower_kernels(self.text)
+        self._grids = _grids(self.launches)
         self._whole: dict[int, tuple[dict[bytes, Truth], int]] = {}
 
     def whole(self, number: int) -> tuple[dict[bytes, Truth], int]:
@@ -111,7 +113,7 @@ class Subject:
         subject = rehearsal.Rehearsal(
             self.spec,
             self.tiles,
-            self.program,
+            self.programs,
             self.cases[number],
             self.problems[number],
             self.launches[number],
@@ -122,7 +124,7 @@ class Subject:
         self._whole[number] = subject.truths, ran.steps
         return self._whole[number]
 
-    def _capture(self, path: Path) -> tuple[str, list[Launch]]:
+    def _capture(self, path: Path) -> tuple[str, list[Launches]]:
         calls = [arguments(self.spec, case) for case in self.cases]
         text, called = captures.capture(path, calls, arch=self.spec["arch"])
         return text, [each.launched for each in called]
@@ -142,18 +144,19 @@ class Subject:
                 path.write_text(mutant.text, encoding="utf-8")
                 text, launches = self._capture(path)
         # Not the parameters: what descriptors hold beside their fields differs between captures.
-        grids = [launch.grid for launch in launches]
-        if kind == "source" and text == self.text and grids == self._grids:
+        same_grids = _grids(launches) == self._grids
+        if kind == "source" and text == self.text and same_grids:
             return SAME
         try:
-            program = lower.lower(ptx.parse(text))
-            self._run(program, launches)
+            self._run(lower.lower_kernels(text), launches)
         except Noticed as noticed:
             return str(noticed)
         return None
 
-    def _run(self, program: lower.Program, launches: Sequence[Launch]) -> None:
-        for number, (case, problem, launch) in enumerate(
+    def _run(
+        self, programs: Mapping[str, lower.Program], launches: Sequence[Launches]
+    ) -> None:
+        for number, (case, problem, launched) in enumerate(
             zip(self.cases, self.problems, launches, strict=True)
         ):
             truths, steps = self.whole(number)
@@ -164,12 +167,16 @@ class Subject:
                     raise Noticed(f"{case.name} {data['schedule']}: {first}")
 
             known = rehearsal.Rehearsal(
-                *(self.spec, self.tiles, program, case, problem, launch),
+                *(self.spec, self.tiles, programs, case, problem, launched),
                 max_steps=LONGEST * steps,
                 truths=truths,
             )
             plans = [(schedule, False) for schedule in SCHEDULES]
             rehearsal.rehearse(known, plans, tell)
+
+
+def _grids(launches: Iterable[Launches]) -> list[list[tuple[int, ...]]]:
+    return [[launch.grid for launch in each] for each in launches]
 
 
 class Judged(Protocol):

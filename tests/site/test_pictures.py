@@ -120,7 +120,7 @@ def test_text_in_a_box_is_all_inside_it(stem: str) -> None:
 
 @each_shipped
 def test_no_arrow_runs_through_a_step_or_over_text(stem: str) -> None:
-    for panel in page.phases(support.shipped_plan(stem)):
+    for panel in page.phases(support.shipped_plan(stem).kernels[0]):
         root = parse(document(panel, style=False))
         # What runs beside a step is a narrow bar, which an arrow may cross.
         steps = [
@@ -152,7 +152,7 @@ def segments(root: ElementTree.Element) -> Iterator[Box]:
 def test_every_step_and_barrier_is_drawn(stem: str) -> None:
     plan = support.shipped_plan(stem)
     words = " ".join(each.what for each in texts(drawn(stem)))
-    for phase in plan.phases:
+    for phase in plan.kernels[0].phases:
         for lane in phase.lanes:
             assert f"{lane.registers} registers" in words
             for step in lane.steps:
@@ -166,15 +166,16 @@ def test_every_step_and_barrier_is_drawn(stem: str) -> None:
 @each_shipped
 def test_shared_memory_is_to_scale(stem: str) -> None:
     plan = support.shipped_plan(stem)
-    panel = maps.shared_memory(plan)
+    (kernel,), limit = plan.kernels, plan.architecture.smem_bytes
+    panel = maps.shared_memory(kernel, limit)
     found = list(rects(parse(document(panel, style=False))))
     sizes = [
         region.nbytes // region.stages
-        for region in plan.smem
+        for region in kernel.smem
         if region.nbytes
         for _ in range(region.stages)
     ]
-    sizes.append(plan.architecture.smem_bytes - plan.smem_bytes)
+    sizes.append(limit - plan.smem_bytes)
     scale = sum(box.bottom - box.top for box in found) / sum(sizes)
     for box, size in zip(found, filter(None, sizes), strict=True):
         assert box.bottom - box.top == pytest.approx(size * scale, abs=0.11)
@@ -182,7 +183,7 @@ def test_shared_memory_is_to_scale(stem: str) -> None:
 
 @each_shipped
 def test_an_arrow_goes_down_to_another_row(stem: str) -> None:
-    for phase in support.shipped_plan(stem).phases:
+    for phase in support.shipped_plan(stem).kernels[0].phases:
         row = lanes.rows(phase)
         for each in lanes.arrows(phase):
             assert row[each.source] < row[each.target]

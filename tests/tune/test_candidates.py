@@ -36,7 +36,7 @@ def test_the_plan_prunes_by_its_formulas(stem: str) -> None:
         assert space.chosen(one.plan) == one.point
         assert one.plan.smem_bytes <= sm90.SMEM_BYTES
         split = sm90.REGISTERS[one.point["tile.q"] // sm90.WARPGROUP_ROWS]
-        assert one.plan.registers_needed <= split.consumer
+        assert one.plan.kernels[0].registers_needed <= split.consumer
     refused = [one.rejection for one in found if one.plan is None]
     assert {one.code for one in refused if one} == {"FG401", "FG402"}
     for why in refused:

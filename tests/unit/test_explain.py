@@ -111,7 +111,8 @@ def test_every_number_with_its_origin(plan: KernelPlan) -> None:
 def test_shared_memory_adds_up(plan: KernelPlan) -> None:
     shown = section(explain.render(plan, None), "Shared memory of a CTA")
     rows = re.findall(r"^ +(\d+) +(\d+)  (\w+) +\|([#.]+)\|", shown, re.MULTILINE)
-    assert [name for *_, name, _ in rows] == [region.name for region in plan.smem]
+    (kernel,) = plan.kernels
+    assert [name for *_, name, _ in rows] == [region.name for region in kernel.smem]
     end = 0
     for offset, nbytes, _, bar in rows:
         assert int(offset) == end
@@ -146,17 +147,18 @@ def test_tensor_memory_is_drawn(tmp_path: Path) -> None:
 
 
 def test_registers_add_up(plan: KernelPlan) -> None:
-    assert sum(plan.register_parts.values()) == plan.registers_needed
+    (kernel,) = plan.kernels
+    assert sum(kernel.register_parts.values()) == kernel.registers_needed
     shown = section(explain.render(plan, None), "Registers")
-    assert f"= {plan.registers_needed} of {plan.hungriest.per_thread}, " in shown
+    assert f"= {kernel.registers_needed} of {kernel.hungriest.per_thread}, " in shown
     product, total = re.search(r"CTA: (.*) = (\d+) of 65536$", shown).groups()
     assert eval(product) == int(total) <= explain.SM_REGISTERS
-    assert all(str(role.per_thread) in product for role in plan.registers)
+    assert all(str(role.per_thread) in product for role in kernel.registers)
 
 
 def test_every_barrier(plan: KernelPlan) -> None:
     shown = one_line(section(explain.render(plan, None), "Pipelines and barriers"))
-    for barrier in plan.barriers:
+    for barrier in plan.kernels[0].barriers:
         row = f"{barrier.name} {barrier.stages} {barrier.arrivals} {barrier.waiter}"
         assert row in shown
 

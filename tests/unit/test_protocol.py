@@ -55,7 +55,7 @@ each_structure = pytest.mark.parametrize("stem", STEMS)
 
 @each_structure
 def test_the_steps_of_a_block_are_the_loop_of_the_kernel(stem: str) -> None:
-    block, _ = support.shipped_plan(stem).phases
+    block, _ = support.shipped_plan(stem).kernels[0].phases
     module = ast.parse(kernel(stem))
     functions = {
         node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
@@ -69,7 +69,7 @@ def test_the_steps_of_a_block_are_the_loop_of_the_kernel(stem: str) -> None:
 @each_structure
 def test_the_steps_between_tiles_are_what_is_around_the_loops(stem: str) -> None:
     plan = support.shipped_plan(stem)
-    _, tile = plan.phases
+    _, tile = plan.kernels[0].phases
     module = ast.parse(kernel(stem))
     functions = {
         node.name: node for node in module.body if isinstance(node, ast.FunctionDef)
@@ -186,8 +186,8 @@ class Code:
 @each_shipped
 def test_arrivals_add_up_to_what_a_barrier_counts(stem: str) -> None:
     plan = support.shipped_plan(stem)
-    counts = {barrier.name: barrier.count for barrier in plan.barriers}
-    for phase in plan.phases:
+    counts = {barrier.name: barrier.count for barrier in plan.kernels[0].barriers}
+    for phase in plan.kernels[0].phases:
         for (place, _), arrivals in arrived(phase).items():
             name = place.partition("[")[0]
             assert arrivals == counts[name], place
@@ -215,7 +215,7 @@ def test_counts_are_those_of_the_constants_and_of_the_words(stem: str) -> None:
     plan = support.shipped_plan(stem)
     numbers = {each.name: each.value for each in (*plan.chosen, *plan.derived)}
     checked = 0
-    for barrier in plan.barriers:
+    for barrier in plan.kernels[0].barriers:
         words = re.match(r"(\d+) \* (\d+)|\d+", barrier.arrivals)
         assert words
         assert barrier.count == eval(words.group())  # digits and a star
@@ -229,18 +229,23 @@ def test_counts_are_those_of_the_constants_and_of_the_words(stem: str) -> None:
 @each_shipped
 def test_every_barrier_is_waited_for_and_signalled(stem: str) -> None:
     plan = support.shipped_plan(stem)
-    steps = [s for phase in plan.phases for lane in phase.lanes for s in lane.steps]
+    steps = [
+        s
+        for phase in plan.kernels[0].phases
+        for lane in phase.lanes
+        for s in lane.steps
+    ]
     waited = {wait.barrier for step in steps for wait in step.waits}
     signalled = {signal.barrier for step in steps for signal in step.signals}
     alone = {wait.barrier for step in steps for wait in step.waits if wait.arrivals}
-    names = {barrier.name for barrier in plan.barriers} - ONCE
+    names = {barrier.name for barrier in plan.kernels[0].barriers} - ONCE
     assert waited == names
     assert signalled | alone == names
 
 
 @each_shipped
 def test_no_step_waits_for_itself_and_none_for_nothing(stem: str) -> None:
-    for phase in support.shipped_plan(stem).phases:
+    for phase in support.shipped_plan(stem).kernels[0].phases:
         found = arrows(phase)
         targets = {(arrow.target, arrow.wait.place) for arrow in found}
         graph = graphlib.TopologicalSorter[tuple[int, int]]()
@@ -260,7 +265,7 @@ def test_no_step_waits_for_itself_and_none_for_nothing(stem: str) -> None:
 def test_transaction_bytes_are_the_constants_and_the_loads(stem: str) -> None:
     plan = support.shipped_plan(stem)
     numbers = {each.name: each.value for each in (*plan.chosen, *plan.derived)}
-    block, tile = plan.phases
+    block, tile = plan.kernels[0].phases
     for phase in (block, tile):
         for lane in phase.lanes:
             for step in lane.steps:
@@ -275,7 +280,7 @@ def test_transaction_bytes_are_the_constants_and_the_loads(stem: str) -> None:
 def tx_bytes_of(plan: KernelPlan, tensor: str) -> int:
     """What a barrier waits for: all slices that CTA 0 receives, or in a pair those of both."""
     pair = plan.spec_file.spec.cta_group > 1
-    loads = [load for load in plan.loads if load.tensor == tensor]
+    loads = [load for load in plan.kernels[0].loads if load.tensor == tensor]
     nbytes = sum(load.nbytes for load in loads if pair or 0 in load.receivers)
     halves = _halves(plan.stem)
     return nbytes // halves if tensor == "Q" else nbytes
@@ -286,9 +291,9 @@ def test_the_slices_of_a_cluster_make_whole_tiles(stem: str) -> None:
     plan = support.shipped_plan(stem)
     pair = plan.spec_file.spec.cta_group > 1
     ctas = range(plan.context["cluster_size"])
-    assert {load.cta for load in plan.loads} == set(ctas)
+    assert {load.cta for load in plan.kernels[0].loads} == set(ctas)
     for tensor in "QKV":
-        loads = [load for load in plan.loads if load.tensor == tensor]
+        loads = [load for load in plan.kernels[0].loads if load.tensor == tensor]
         for cta in ctas:
             together = pair and tensor != "Q"
             received = [each for each in loads if together or cta in each.receivers]
@@ -306,9 +311,9 @@ def test_the_slices_of_a_cluster_make_whole_tiles(stem: str) -> None:
 @each_shipped
 def test_stages_of_shared_memory_are_those_of_the_barriers(stem: str) -> None:
     plan = support.shipped_plan(stem)
-    stages = {barrier.name: barrier.stages for barrier in plan.barriers}
+    stages = {barrier.name: barrier.stages for barrier in plan.kernels[0].barriers}
     rings = {"sQ": "q", "sK": "k", "sV": "v", "sKV": "kv", "sO": "out"}
-    regions = [region for region in plan.smem if region.name in rings]
+    regions = [region for region in plan.kernels[0].smem if region.name in rings]
     assert len(regions) == 3
     for region in regions:
         assert region.stages == stages[f"{rings[region.name]}_full"]

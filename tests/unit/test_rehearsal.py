@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fmha_gen import tensors
+from fmha_gen import captures, tensors
 from fmha_gen.cases import Case, Tiles
 from fmha_gen.emulate import Choice
+from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import UnsupportedInstruction
 from fmha_gen.emulator.machine import RunResult
 from fmha_gen.emulator.ptx import Instruction
@@ -49,7 +50,7 @@ OTHER = Writer(cta=3, warp=5, line=200)
 
 def rehearsal(case=CASE, expected=None):
     problem = tensors.make_problem(SPEC, TILES, case)
-    return Rehearsal(SPEC, TILES, None, case, problem, None, expected=expected)
+    return Rehearsal(SPEC, TILES, {}, case, problem, [], expected=expected)
 
 
 class Machine:
@@ -353,6 +354,21 @@ def test_every_shipped_kernel_says_how_it_cuts_a_problem():
 
 
 # --- what is too large ----------------------------------------------------------------------
+
+
+def test_a_forward_call_is_one_launch(tmp_path, monkeypatch):
+    small = Path(__file__).resolve().parents[2] / "generated" / "sm90_d64_bf16_full.py"
+    one = Launch("k", (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, b"")
+
+    def checked(_kernel, calls, **_options):
+        return "", [(one, one) for _ in calls]
+
+    monkeypatch.setattr(captures, "checked", checked)
+    events = tmp_path / "events.jsonl"
+    main([str(small), str(events)])
+    (event,) = [json.loads(line) for line in events.read_text().splitlines()]
+    assert event["event"] == "refused"
+    assert event["message"].endswith(": 2 launches, fmha_fwd is one")
 
 
 def test_a_spec_of_2_24_rows_is_refused_with_a_word(tmp_path):

@@ -92,4 +92,6 @@ def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
 
 @emits("griddepcontrol", modifiers="wait launch_dependents")
 def _grid_dependency(emitter: Emitter, instruction: Instruction) -> None:
-    """No effect on one launch: no grid before it is still running, none after it waits."""
+    """When the next launch starts is not modelled: `launch_dependents` has no effect."""
+    if instruction.has("wait"):
+        emitter.lines.append(emitter.call("transfers.wait_for_launches"))

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 from fmha_gen import captures
-from fmha_gen.emulator import launch, machine, numerics, ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator import launch, machine, numerics
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
@@ -74,8 +74,8 @@ class Kernel:
             for name, dtype in dtypes.items()
         }
         call |= {**scalars, "stream": launch.stream()}
-        text, (self.launch,) = captures.capture_launches(path, [call], arch="sm100")
-        self.program = lower(ptx.parse(text))
+        text, (self.launches,) = captures.capture_launches(path, [call], arch="sm100")
+        self.programs = lower_kernels(text)
 
     def run(self, schedule: Schedule) -> tuple[np.ndarray, tuple]:
         """The output, in float64, and the findings."""
@@ -84,6 +84,6 @@ class Kernel:
             memory.add(name, self.addresses[name], content, writable=False)
         bits = np.full(self.output_shape, -1, np.int16).view(BITS[self.output_type])
         memory.add(self.output_name, self.addresses[self.output_name], bits)
-        result = machine.run(self.program, self.launch, memory, schedule=schedule)
+        result = machine.run(self.programs, self.launches, memory, schedule=schedule)
         values = numerics.TO_F32[self.output_type](bits)
         return values.astype(np.float64), result.findings

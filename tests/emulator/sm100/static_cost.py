@@ -110,13 +110,13 @@ def shared_bytes(path: Path, spec: Mapping[str, Any]) -> int:
         }
         call = launch.call(tensors, sm_count=148)
         _, (called,) = captures.capture(path, [call], arch="sm100")
-        return called.launched.smem_bytes
+        return called.launched[0].smem_bytes
     arguments = {
         name: launch.tensor(1 << 40, shape[:3], steps[name][:3])
         for name, shape in shapes.items()
     }
     arguments |= {"softmax_scale": launch.float32(1.0), "stream": launch.stream()}
-    _, (found,) = captures.capture_launches(path, [arguments], arch="sm100")
+    _, ((found,),) = captures.capture_launches(path, [arguments], arch="sm100")
     return found.smem_bytes
 
 

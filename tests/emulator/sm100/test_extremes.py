@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import support
 from fmha_gen import captures, cases, kernel_text, rehearsal, tensors
-from fmha_gen.emulator import ptx
-from fmha_gen.emulator.lower import lower
+from fmha_gen.emulator.lower import lower_kernels
 
 # Causal rows of bf16, full ones of fp16; both write LSE.
 KERNELS = ("sm100_d128_bf16_causal_gqa4_lse", "sm100_d128_fp16_full_lse")
@@ -36,8 +35,8 @@ def make(stem, fill):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](changed)
     call = tensors.arguments(spec, case)
     text, (called,) = captures.capture(path, [call], arch="sm100")
-    program = lower(ptx.parse(text))
-    return rehearsal.Rehearsal(spec, tiles, program, case, problem, called.launched)
+    programs = lower_kernels(text)
+    return rehearsal.Rehearsal(spec, tiles, programs, case, problem, called.launched)
 
 
 def outputs(kernel):

@@ -16,4 +16,5 @@ def test_it_passes_the_gate(stem):
     text = (harness.HERE / f"{stem}.py").read_text(encoding="utf-8")
     report = toolchain.compile_kernel(text, stem, "sm_100a")
     assert toolchain.gate(report) == []
-    assert report.entry.startswith(stem)
+    (kernel,) = report.kernels
+    assert kernel.entry.startswith(stem)
