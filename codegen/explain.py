@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from . import records
 from .arch import compiled_as
+from .features.feature import in_yaml
 from .planning.kernel_plan import WARPGROUP_THREADS, KernelPlan, Number
 from .planning.protocol import Phase
 from .render import body_digest, render_kernel
@@ -81,7 +82,7 @@ def spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         if value is None:
             yield name, "-", "default: planned, see the numbers"
         else:
-            yield name, _plain(value), "given" if given else "default"
+            yield name, in_yaml(value), "given" if given else "default"
 
 
 def number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
@@ -267,15 +268,6 @@ def _validated(evidence: Mapping[str, Any]) -> str:
         else "misuses not run since the host section changed"
     )
     return "; ".join(parts)
-
-
-def _plain(value: object) -> str:
-    """A value of a spec, as its file would have it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value)
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

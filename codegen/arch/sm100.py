@@ -46,25 +46,6 @@ ARCHITECTURE: Final = Architecture(
         RoleLoop("mma", "UTCHMMA"),
         RoleLoop("load", "UTMALDG"),
     ),
-    takes={
-        "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
-        "pack_gqa": (False,),
-        "cluster": ((1, 1), (2, 1)),
-        "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
-        "cta_group": (1, 2),
-        "tile.q": (None, 256),  # two halves of MMA_ROWS
-        "stages.q": (None, 2),  # a half of the query tile each
-        "stages.v": (None,),  # K and V share the stages of one ring
-    },
-    takes_of_pairs={
-        # Half of V is a swizzled row at least.
-        "head_dim": ((128, 128), (192, 128), (256, 256)),
-        "cluster": ((2, 1),),
-        # Either has half of K and V, which an MMA reads in both.
-        "multicast": ("none",),
-        # ptxas spills in the correction of a single tile.
-        "schedule": ("persistent",),
-    },
     decisions=("0011", "0016", "0019"),
     decisions_of_pairs=("0017", "0011", "0016", "0019"),
 )

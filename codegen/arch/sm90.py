@@ -35,12 +35,6 @@ ARCHITECTURE: Final = Architecture(
         **SASS_CLASSES,
     },
     role_loops=(RoleLoop("consumer", "HGMMA"),),
-    takes={
-        "tile.q": (None, 64, 128, 192),  # a warpgroup's 64 rows, at most three times
-        "schedule": ("persistent",),
-        "cta_group": (1,),
-    },
-    takes_of_pairs={},
     decisions=("0007", "0012", "0004"),
     decisions_of_pairs=(),
 )

@@ -9,6 +9,7 @@ from typing import Final
 
 from ..arch import sm90
 from ..errors import Diagnostic, SpecError
+from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..spec import Spec, SpecFile
 from .kernel_plan import (
     ELEMENT_BYTES,
@@ -65,7 +66,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         loads=tuple(loads(traits)),
         registers=_registers(sizes),
         register_parts=_register_parts(spec, sizes.tile_kv),
-        statements=tuple(statements(context)),
+        statements=tuple(statements(traits, context)),
         context=context,
     )
 
@@ -78,8 +79,9 @@ def _choose(spec_file: SpecFile) -> Sizes:
     spec = spec_file.spec
     tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
     kv_tiles = _kv_tiles(spec_file)
-    if spec.pack_gqa and tile_q % spec.heads.q_per_kv:
-        raise _groups_in_pieces(spec_file, tile_q, kv_tiles[-1])
+    if cut_group(spec, tile_q):
+        others = _query_tiles(spec, kv_tiles[-1])
+        raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
@@ -154,7 +156,7 @@ def _ways_out(spec_file: SpecFile) -> list[int]:
 
 def _against(spec: Spec, q_stages: int) -> str:
     """Why O cannot leave: by TMA from a stage of Q if there are two, else from registers."""
-    qk, v, heads = spec.head_dim.qk, spec.head_dim.v, spec.heads.q_per_kv
+    qk, v = spec.head_dim.qk, spec.head_dim.v
     rows = sm90.WARPGROUP_ROWS
     if q_stages == 1 and v % STORE_COLUMNS:
         return (
@@ -165,11 +167,8 @@ def _against(spec: Spec, q_stages: int) -> str:
         return (
             f"stores O from the stage of its Q, but head_dim.v {v} > head_dim.qk {qk}"
         )
-    if q_stages == 2 and spec.pack_gqa and rows % heads:
-        return (
-            f"stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true needs"
-            f" whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} = {rows % heads}"
-        )
+    if q_stages == 2 and (why := cut_group(spec, rows)):
+        return f"stores O by TMA, {rows} rows of a warpgroup at a time, but {why}"
     return ""
 
 
@@ -254,25 +253,14 @@ def _largest_given(spec: Spec) -> tuple[str, ...]:
     return ("head_dim",)
 
 
-def _groups_in_pieces(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
-    spec = spec_file.spec
-    heads = spec.heads.q_per_kv
-    message = (
-        f"pack_gqa: true fills a query tile with whole groups of {heads} heads"
-        f" (heads.q_per_kv), but its rows (tile.q) are {tile_q}: {tile_q} % {heads} ="
-        f" {tile_q % heads}"
-    )
+def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
+    """Rows of the query tiles whose threads have registers for a KV tile."""
     needed = sum(_register_parts(spec, tile_kv).values())
-    tiles = [
+    return [
         warpgroups * sm90.WARPGROUP_ROWS
         for warpgroups, split in sm90.REGISTERS.items()
         if needed <= split.consumer
     ]
-    holding = [f"tile: {{q: {n}}}" for n in tiles if n % heads == 0]
-    hint = " or ".join([*holding, "pack_gqa: false"])
-    field = ("tile", "q") if spec.tile.q else ("pack_gqa",)
-    place = spec_file.locate(*field)
-    return SpecError([Diagnostic(place, "FG403", message, f"set {hint}")])
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:
@@ -280,7 +268,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
     yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
     yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
     if traits.seqlen_q is not None:
-        unit = "positions" if traits.pack_gqa else "rows"
+        unit = "positions" if traits.packed else "rows"
         yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
@@ -295,7 +283,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
             what = f"query tiles of one {traits.tiled_head}"
         yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
     per_cta = "rows per CTA"
-    if traits.pack_gqa:
+    if traits.packed:
         per_cta += ": positions x heads"
     for name, value, unit, given in (
         ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
@@ -353,10 +341,10 @@ def _derived(traits: Traits) -> Iterator[Number]:
     along_q = spec.cluster[0] > 1
     tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
     positions = traits.tile_positions * spec.cluster[0]
-    if traits.pack_gqa:
+    if traits.packed:
         tile, unit = "TILE_POSITIONS", "query positions per CTA"
         rows.append((tile, traits.tile_positions, unit, "TILE_Q // Q_PER_KV"))
-    if traits.pack_gqa and along_q:
+    if traits.packed and along_q:
         tile, unit = "CLUSTER_POSITIONS", "query positions per cluster"
         rows.append((tile, positions, unit, "TILE_POSITIONS * CLUSTER_SIZE"))
     if traits.seqlen_q is not None:

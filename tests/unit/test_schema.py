@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 import yaml
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.spec import Spec, schema
+from fmha_gen.features import FEATURES
+from fmha_gen.features.feature import said
+from fmha_gen.schema import schema
+from fmha_gen.spec import Spec
 from pydantic import ValidationError
 from support import SPECS
 
@@ -25,6 +29,10 @@ AXES: dict[str, tuple[Any, ...]] = {
     "tile": (None, {"q": 128}, {"q": 256}),
     "stages": (None, {"q": 1, "v": 2}),
 }
+
+
+# As `pack_gqa: true`, or `cluster is [1, 1]`.
+FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S")
 
 
 def holds(rule: Any, data: Any) -> bool:
@@ -50,12 +58,14 @@ def holds(rule: Any, data: Any) -> bool:
     )
 
 
-def accepted(data: dict[str, Any]) -> bool:
+def refusals(data: dict[str, Any]) -> list[str]:
+    """What the tool says of the fields together; nothing when it takes them."""
     try:
         Spec.model_validate(data)
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        (only,) = error.errors()
+        return [violation.message for violation in only["ctx"]["violations"]]
+    return []
 
 
 def test_rules_across_fields_are_the_tools() -> None:
@@ -65,9 +75,11 @@ def test_rules_across_fields_are_the_tools() -> None:
         given = dict(zip(AXES, values, strict=True))
         data = {key: value for key, value in given.items() if value is not None}
         data |= {"op": "fmha_fwd", "dtype": "bf16"}
-        verdict = accepted(data)
-        assert holds(rules, data) == verdict, data
-        seen[verdict] += 1
+        said = refusals(data)
+        assert holds(rules, data) == (not said), data
+        seen[not said] += 1
+        for message in said:
+            assert len(FIELD.findall(message)) >= 2, message
     assert min(seen.values()) > 100, seen
 
 
@@ -81,3 +93,38 @@ def test_shipped_specs_hold(arch: str) -> None:
 
 def test_has_a_name() -> None:
     assert schema()["$id"] == "urn:fmha-gen:spec"
+
+
+def test_every_field_is_a_feature() -> None:
+    """What is a field of the model and no feature has no words, no flag and no relation."""
+    features = {feature.path.partition(".")[0] for feature in FEATURES}
+    assert features == set(Spec.model_fields)
+
+
+def test_every_relation_is_about_fields_and_values_that_there_are() -> None:
+    """A relation that names another never holds, and refuses nothing."""
+    relations = [(one.path, each) for one in FEATURES for each in one.relations]
+    assert relations
+    for path, relation in relations:
+        for name, values in {path: relation.takes, **relation.beside}.items():
+            model, _, inner = name.partition(".")
+            for value in values:
+                fields = (
+                    {} if value is None else {model: {inner: value} if inner else value}
+                )
+                base = {
+                    "arch": "sm90",
+                    "op": "fmha_fwd",
+                    "dtype": "bf16",
+                    "head_dim": 64,
+                }
+                try:
+                    spec = Spec.model_validate(base | fields)
+                except ValidationError as error:
+                    (only,) = error.errors()
+                    assert only["type"] == "rules", (
+                        name,
+                        value,
+                    )  # of the fields together
+                else:
+                    assert said(spec, name) == value
