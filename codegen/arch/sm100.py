@@ -16,7 +16,6 @@ SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
 MBARRIER_BYTES: Final = 8
 MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor memory
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
-TMEM_LEAST: Final = 32  # columns: what is allocated is this times a power of two
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
 REGISTERS: Final = 65536  # of an SM
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,6 +12,7 @@ from ..arch.architecture import Architecture
 from ..errors import Diagnostic, SpecError
 from ..spec import SpecFile
 from .protocol import Load, Phase
+from .traits import Traits
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16
 WARPGROUP_THREADS: Final = 128
@@ -21,7 +23,7 @@ class Number:
     """One constant of the generated file.
 
     `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
-    which rule) or "derived" (`formula`, Python over the constants above it).
+    which rule) or "derived" (`formula`, Python over the constants above it, was evaluated).
     """
 
     name: str
@@ -37,6 +39,35 @@ class Number:
         unit = f" [{self.unit}]" if self.unit else ""
         formula = f" = {self.formula}" if self.formula else ""
         return f"{self.name} = {self.value}  #{unit}{formula}"
+
+
+def given(traits: Traits) -> Iterator[Number]:
+    """Yield the constants that a spec alone decides, on any architecture."""
+    spec = traits.spec
+    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
+    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
+    if traits.seqlen_q is not None:
+        unit = "positions" if traits.packed else "rows"
+        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
+    if traits.seqlen_kv is not None:
+        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
+    if (group := spec.heads.q_per_kv) > 1:
+        yield Number("Q_PER_KV", group, "query heads per KV head", "given")
+    if traits.cluster_size > 1:
+        what = f"query tiles of one {traits.tiled_head}"
+        if spec.cluster[1] > 1:
+            what = "query heads of one KV head"
+        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
+
+
+def derived(
+    rows: Iterable[tuple[str, str, str]], chosen: Iterable[Number]
+) -> Iterator[Number]:
+    """Yield a constant for each (name, unit, formula), evaluated over those before it."""
+    values = {number.name: number.value for number in chosen}
+    for name, unit, formula in rows:
+        values[name] = eval(formula, {"math": math}, values)
+        yield Number(name, values[name], unit, "derived", formula)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from .kernel_plan import (
     Number,
     Region,
     Registers,
+    derived,
+    given,
     too_much_smem,
     total,
 )
@@ -56,14 +58,14 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    derived = tuple(_derived(traits))
+    numbers = tuple(derived(_derived(traits), chosen))
     smem = _smem(spec, sizes)
-    context = template_context(spec_file, sizes, chosen, derived, total(smem))
+    context = template_context(spec_file, sizes, chosen, numbers, total(smem))
     return KernelPlan(
         spec_file=spec_file,
         architecture=sm100.ARCHITECTURE,
         chosen=chosen,
-        derived=derived,
+        derived=numbers,
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
         barriers=tuple(_barriers(traits)),
@@ -225,27 +227,15 @@ def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
 
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if spec.heads.q_per_kv > 1:
-        yield Number(
-            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
-        )
-    if traits.cluster_size > 1:
-        what = "CTAs: query tiles of one head"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, what, "given")
-    for name, value, unit, given in (
+    yield from given(traits)
+    for name, value, unit, said in (
         ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
         ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", None),
     ):
-        origin = "given" if given else "planned"
-        yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+        origin = "given" if said else "planned"
+        yield Number(name, value, unit, origin, reason="" if said else REASONS[name])
     softmax, correction, _ = _registers(sizes)
     planned = [
         ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
@@ -259,98 +249,59 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number(name, value, unit, "planned", reason=REASONS[name])
 
 
-def _derived(traits: Traits) -> Iterator[Number]:
-    spec, sizes = traits.spec, traits.sizes
-    qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
-    *_, others = _registers(sizes)
-    first = 4 * halves
-    ctas = spec.cta_group
+def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula)."""
+    sizes, by_block = traits.sizes, traits.by_block
+    clusters = traits.cluster_size > 1
     whose = " of both CTAs" if traits.pair else ""
     mma_rows = "MMA_ROWS" if traits.pair else "128"
-    parts = "tiles" if traits.by_block else "halves"
-    s_stages = "S_STAGES" if traits.by_block else "HALVES"
-    per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
-    columns = "columns of tensor memory"
-    rows = [
-        ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
-        (
-            "OTHER_REGS",
-            others.per_thread,
-            "per thread",
-            f"{_registers_at_launch(sizes)} - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
-        ),
-        ("CORRECTION_WARP", first, "the first of four", "4 * HALVES"),
-        ("LOAD_WARP", first + 4, "warp", "CORRECTION_WARP + 4"),
-        ("MMA_WARP", first + 5, "warp", "CORRECTION_WARP + 5"),
-        ("STORE_WARP", first + 6, "warp", "CORRECTION_WARP + 6"),
-        (
-            "THREADS",
-            128 * (halves + _WARPGROUPS_BESIDE_SOFTMAX),
-            "per CTA",
-            "128 * (HALVES + 2)",
-        ),
-        ("Q_STAGES", halves, parts, "HALVES"),
-        ("S_STAGES", sizes.s_stages, "blocks", "2"),
-        ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
-        ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
-        ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
-        ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
-        ("KV_RELEASES", traits.cluster_size, commits, "CLUSTER_SIZE"),
-        (
-            "S_RELEASES",
-            (128 if traits.by_block else 256) * ctas,
-            f"threads{whose}: softmax{'' if traits.by_block else ' and correction'}",
-            mma_rows if traits.by_block else f"2 * {mma_rows}",
-        ),
-        ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
-        (
-            "TAIL_COLUMNS",
-            max(kv // 4, sm100.LOAD_COLUMNS),
-            "of P, the last: PV begins without them",
-            "max(TILE_KV // 4, 32)",
-        ),
-        ("S_COLUMNS", kv, columns, "TILE_KV"),
-        ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
-        ("O_FIRST", sizes.s_stages * kv, columns, f"{s_stages} * S_COLUMNS"),
-        (
-            "TMEM_COLUMNS",
-            _power_of_two(sizes.s_stages * kv + halves * v),
-            "",  # or its line would be too long
-            "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
-        ),
-    ]
-    absent = set() if traits.uneven else {"V_TX_BYTES"}
-    absent |= set() if traits.multicast_k else {"KV_RELEASES"}
-    absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
-    absent |= set() if traits.by_block else {"S_STAGES"}
-    rows = [row for row in rows if row[0] not in absent]
-    cluster_rows = sizes.tile_q * traits.cluster_size
-    if traits.cluster_size > 1:
-        unit = "rows per cluster"
-        rows.append(("CLUSTER_ROWS", cluster_rows, unit, "TILE_Q * CLUSTER_SIZE"))
+    s_stages = "S_STAGES" if by_block else "HALVES"
+    per_stage, columns = f"bytes per stage{whose}", "columns of tensor memory"
+    yield "HALVES", "of a query tile", "TILE_Q // 128"
+    registers = _registers_at_launch(sizes)
+    formula = f"{registers} - HALVES * SOFTMAX_REGS - CORRECTION_REGS"
+    yield "OTHER_REGS", "per thread", formula
+    yield "CORRECTION_WARP", "the first of four", "4 * HALVES"
+    yield "LOAD_WARP", "warp", "CORRECTION_WARP + 4"
+    yield "MMA_WARP", "warp", "CORRECTION_WARP + 5"
+    yield "STORE_WARP", "warp", "CORRECTION_WARP + 6"
+    yield "THREADS", "per CTA", "128 * (HALVES + 2)"
+    yield "Q_STAGES", "tiles" if by_block else "halves", "HALVES"
+    if by_block:
+        yield "S_STAGES", "blocks", f"{sizes.s_stages}"
+    if traits.pair:
+        yield "MMA_ROWS", "of both CTAs", "128 * CLUSTER_SIZE"
+    yield "Q_TX_BYTES", per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
+    if traits.uneven:
+        yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
+    if traits.multicast_k:
+        yield "KV_RELEASES", "commits that free a stage", "CLUSTER_SIZE"
+    threads = f"threads{whose}: "
+    if by_block:
+        yield "S_RELEASES", f"{threads}softmax", mma_rows
+    else:
+        yield "S_RELEASES", f"{threads}softmax and correction", f"2 * {mma_rows}"
+    if traits.pair:
+        yield "O_RELEASES", f"{threads}correction", mma_rows
+    tail = "of P, the last: PV begins without them"
+    yield "TAIL_COLUMNS", tail, f"max(TILE_KV // 4, {sm100.LOAD_COLUMNS})"
+    yield "S_COLUMNS", columns, "TILE_KV"
+    yield "O_COLUMNS", columns, "HEAD_DIM_V"
+    yield "O_FIRST", columns, f"{s_stages} * S_COLUMNS"
+    # With a unit its line would be too long.
+    yield "TMEM_COLUMNS", "", "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))"
+    if clusters:
+        yield "CLUSTER_ROWS", "rows per cluster", "TILE_Q * CLUSTER_SIZE"
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // cluster_rows)
-        unit = "clusters along a head" if traits.cluster_size > 1 else "per head"
-        of_cluster = "CLUSTER_ROWS" if traits.cluster_size > 1 else "TILE_Q"
-        formula = f"-(-SEQLEN_Q // {of_cluster})"
-        rows.append(("Q_TILES", tiles, unit, formula))
+        unit = "clusters along a head" if clusters else "per head"
+        tile = "CLUSTER_ROWS" if clusters else "TILE_Q"
+        yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
     if traits.seqlen_kv is not None and not traits.causal:
-        blocks = -(-traits.seqlen_kv // kv)
-        rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
+        yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
         if traits.masks:
-            masked, formula = blocks - traits.seqlen_kv // kv, "SEQLEN_KV // TILE_KV"
             unit = "that the end of K crosses"
-            rows.append(("MASKED_BLOCKS", masked, unit, f"KV_BLOCKS - {formula}"))
-    for name, value, unit, formula in rows:
-        yield Number(name, value, unit, "derived", formula)
-
-
-def _power_of_two(columns: int) -> int:
-    """The least that can be allocated and has so many columns."""
-    size = sm100.TMEM_LEAST
-    while size < columns:
-        size *= 2
-    return size
+            yield "MASKED_BLOCKS", unit, "KV_BLOCKS - SEQLEN_KV // TILE_KV"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:

@@ -18,6 +18,8 @@ from .kernel_plan import (
     Number,
     Region,
     Registers,
+    derived,
+    given,
     too_much_smem,
     total,
 )
@@ -50,15 +52,15 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    derived = tuple(_derived(traits))
+    numbers = tuple(derived(_derived(traits), chosen))
     smem = _smem(spec, sizes)
     barriers = tuple(_barriers(traits))
-    context = template_context(spec_file, sizes, chosen, derived, barriers, total(smem))
+    context = template_context(spec_file, sizes, chosen, numbers, barriers, total(smem))
     return KernelPlan(
         spec_file=spec_file,
         architecture=sm90.ARCHITECTURE,
         chosen=chosen,
-        derived=derived,
+        derived=numbers,
         smem=smem,
         tmem=(),
         barriers=barriers,
@@ -265,35 +267,19 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
 
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        unit = "positions" if traits.packed else "rows"
-        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if spec.heads.q_per_kv > 1:
-        yield Number(
-            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
-        )
-    if traits.cluster_size > 1:
-        along_q = spec.cluster[0] > 1
-        what = "query heads of one KV head"
-        if along_q:
-            what = f"query tiles of one {traits.tiled_head}"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
+    yield from given(traits)
     per_cta = "rows per CTA"
     if traits.packed:
         per_cta += ": positions x heads"
-    for name, value, unit, given in (
+    for name, value, unit, said in (
         ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
         ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
         ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
         ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
         ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
     ):
-        origin = "given" if given else "planned"
-        reason = "" if given else _reason(spec, name)
+        origin = "given" if said else "planned"
+        reason = "" if said else _reason(spec, name)
         yield Number(name, value, unit, origin, reason=reason)
     if traits.causal:
         name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
@@ -309,55 +295,35 @@ def _reason(spec: Spec, name: str) -> str:
     return REASONS[name]
 
 
-def _derived(traits: Traits) -> Iterator[Number]:
-    spec, sizes = traits.spec, traits.sizes
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = sm90.REGISTERS[warpgroups]
-    k_bytes = sizes.tile_kv * qk * ELEMENT_BYTES
-    v_bytes = sizes.tile_kv * v * ELEMENT_BYTES
+def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula)."""
     per_thread, per_stage = "per thread", "bytes per stage"
-    rows = [
-        ("WARPGROUPS", warpgroups, "that compute", "TILE_Q // 64"),
-        ("THREADS", 128 * (warpgroups + 1), "per CTA", "128 * (WARPGROUPS + 1)"),
-        ("CONSUMER_REGS", split.consumer, per_thread, _by_warpgroups("consumer")),
-        ("PRODUCER_REGS", split.producer, per_thread, _by_warpgroups("producer")),
-        ("Q_TX_BYTES", sizes.tile_q * qk * 2, per_stage, "TILE_Q * HEAD_DIM_QK * 2"),
-        ("K_TX_BYTES", k_bytes, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
-        ("V_TX_BYTES", v_bytes, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
-    ]
-    if traits.cross_tile:
-        rows.append(("Q_RELEASES", warpgroups, "warps that free a stage", "WARPGROUPS"))
-    else:
-        q_releases, formula = 4 * warpgroups, "4 * WARPGROUPS"
-        rows.append(("Q_RELEASES", q_releases, "warps that free a stage", formula))
-    for name, shared in (
-        ("K_RELEASES", traits.multicast_k),
-        ("V_RELEASES", traits.multicast_v),
-    ):
-        ctas = traits.cluster_size if shared else 1
-        formula = "4 * WARPGROUPS * CLUSTER_SIZE" if shared else "4 * WARPGROUPS"
-        rows.append((name, 4 * warpgroups * ctas, "warps that free a stage", formula))
-    along_q = spec.cluster[0] > 1
+    frees = "warps that free a stage"
+    yield "WARPGROUPS", "that compute", "TILE_Q // 64"
+    yield "THREADS", "per CTA", "128 * (WARPGROUPS + 1)"
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
+    yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * 2"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
+    yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
+    yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else "4 * WARPGROUPS"
+    for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
+        ctas = " * CLUSTER_SIZE" if shared else ""
+        yield f"{name}_RELEASES", frees, f"4 * WARPGROUPS{ctas}"
+    along_q = traits.spec.cluster[0] > 1
     tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
-    positions = traits.tile_positions * spec.cluster[0]
     if traits.packed:
-        tile, unit = "TILE_POSITIONS", "query positions per CTA"
-        rows.append((tile, traits.tile_positions, unit, "TILE_Q // Q_PER_KV"))
+        tile = "TILE_POSITIONS"
+        yield tile, "query positions per CTA", "TILE_Q // Q_PER_KV"
     if traits.packed and along_q:
-        tile, unit = "CLUSTER_POSITIONS", "query positions per cluster"
-        rows.append((tile, positions, unit, "TILE_POSITIONS * CLUSTER_SIZE"))
+        tile = "CLUSTER_POSITIONS"
+        yield tile, "query positions per cluster", "TILE_POSITIONS * CLUSTER_SIZE"
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // positions)
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"
-        rows.append(("Q_TILES", tiles, unit, f"-(-SEQLEN_Q // {tile})"))
+        yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
     if traits.seqlen_kv is not None and not traits.causal:
-        blocks = -(-traits.seqlen_kv // sizes.tile_kv)
-        unit = "per query tile"
-        rows.append(("KV_BLOCKS", blocks, unit, "-(-SEQLEN_KV // TILE_KV)"))
-    for name, value, unit, formula in rows:
-        yield Number(name, value, unit, "derived", formula)
+        yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
 
 
 def _by_warpgroups(role: str) -> str:
