@@ -33,13 +33,6 @@ class Number:
     formula: str = ""
     reason: str = ""
 
-    @property
-    def line(self) -> str:
-        """The constant as the file's constants block has it."""
-        unit = f" [{self.unit}]" if self.unit else ""
-        formula = f" = {self.formula}" if self.formula else ""
-        return f"{self.name} = {self.value}  #{unit}{formula}"
-
 
 def given(traits: Traits) -> Iterator[Number]:
     """Yield the constants that a spec alone decides, on any architecture."""
