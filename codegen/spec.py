@@ -116,6 +116,12 @@ class SpecFile:
         """Return the place of a value, as `locate("tile", "kv")`, else of what would hold it."""
         return _nearest(self.locations, field)
 
+    def refusal(
+        self, code: str, field: FieldPath, message: str, hint: str
+    ) -> SpecError:
+        """Return the error at a field that the plan cannot make fit."""
+        return SpecError([Diagnostic(self.locate(*field), code, message, hint)])
+
 
 def load_specs(paths: Sequence[str | Path]) -> list[SpecFile]:
     """Return the specs in `paths` (files, or folders of them), sorted by stem.

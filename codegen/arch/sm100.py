@@ -13,7 +13,6 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
-MBARRIER_BYTES: Final = 8
 MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor memory
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours

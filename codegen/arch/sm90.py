@@ -14,7 +14,6 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
-MBARRIER_BYTES: Final = 8
 WARPGROUP_ROWS: Final = 64  # M of a wgmma
 
 ARCHITECTURE: Final = Architecture(

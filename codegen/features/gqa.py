@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -116,4 +116,4 @@ def tile_that_cuts_groups(
     holding = [f"tile: {{q: {n}}}" for n in others if n % heads == 0]
     hint = f"set {' or '.join([*holding, 'pack_gqa: false'])}"
     field = ("tile", "q") if spec_file.spec.tile.q else ("pack_gqa",)
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG403", message, hint)])
+    return spec_file.refusal("FG403", field, message, hint)

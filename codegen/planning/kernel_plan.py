@@ -3,16 +3,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.architecture import Architecture
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from ..spec import SpecFile
 from .protocol import Load, Phase
-from .traits import Traits
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16
 WARPGROUP_THREADS: Final = 128
@@ -32,35 +30,6 @@ class Number:
     origin: str
     formula: str = ""
     reason: str = ""
-
-
-def given(traits: Traits) -> Iterator[Number]:
-    """Yield the constants that a spec alone decides, on any architecture."""
-    spec = traits.spec
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        unit = "positions" if traits.packed else "rows"
-        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if (group := spec.heads.q_per_kv) > 1:
-        yield Number("Q_PER_KV", group, "query heads per KV head", "given")
-    if traits.cluster_size > 1:
-        what = f"query tiles of one {traits.tiled_head}"
-        if spec.cluster[1] > 1:
-            what = "query heads of one KV head"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
-
-
-def derived(
-    rows: Iterable[tuple[str, str, str]], chosen: Iterable[Number]
-) -> Iterator[Number]:
-    """Yield a constant for each (name, unit, formula), evaluated over those before it."""
-    values = {number.name: number.value for number in chosen}
-    for name, unit, formula in rows:
-        values[name] = eval(formula, {"math": math}, values)
-        yield Number(name, values[name], unit, "derived", formula)
 
 
 @dataclass(frozen=True)
@@ -174,4 +143,4 @@ def too_much_smem(
         f" {architecture.smem_bytes}: {parts}"
     )
     hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
+    return spec_file.refusal("FG401", field, message, hint)

@@ -8,21 +8,19 @@ from dataclasses import replace
 from typing import Final
 
 from ..arch import sm100
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from ..spec import Spec, SpecFile
 from .kernel_plan import (
-    ELEMENT_BYTES,
     Barrier,
     Columns,
     KernelPlan,
     Number,
     Region,
     Registers,
-    derived,
-    given,
     too_much_smem,
     total,
 )
+from .numbers import derived, given, regions
 from .sm100_context import Sizes, Traits, template_context
 from .sm100_protocol import loads, phases
 from .sm100_words import statements
@@ -59,7 +57,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
     numbers = tuple(derived(_derived(traits), chosen))
-    smem = _smem(spec, sizes)
+    smem = _smem(traits)
     context = template_context(spec_file, sizes, chosen, numbers, total(smem))
     return KernelPlan(
         spec_file=spec_file,
@@ -93,10 +91,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
         if o <= sizes.halves
     ]
     for choice in choices:
-        if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
+        if total(_smem(Traits(spec, choice))) <= sm100.SMEM_BYTES:
             return choice
-    regions = _smem(spec, choices[-1])
-    raise too_much_smem(spec_file, sm100.ARCHITECTURE, regions, ("stages", "kv"))
+    smem = _smem(Traits(spec, choices[-1]))
+    raise too_much_smem(spec_file, sm100.ARCHITECTURE, smem, ("stages", "kv"))
 
 
 def _planned_tile_q(spec: Spec) -> int:
@@ -115,8 +113,7 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
             f" at a time: {kv} % {step} = {kv % step}"
         )
         hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
-        place = spec_file.locate("tile", "kv")
-        raise SpecError([Diagnostic(place, "FG406", message, hint)])
+        raise spec_file.refusal("FG406", ("tile", "kv"), message, hint)
     needed = sizes.s_stages * kv + sizes.halves * v
     if needed > sm100.TMEM_COLUMNS:
         message = (
@@ -127,8 +124,7 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
         field, hint = (
             ("kv", "a smaller tile.kv") if some_kv_fits else ("q", "leave tile.q out")
         )
-        place = spec_file.locate("tile", field)
-        raise SpecError([Diagnostic(place, "FG405", message, hint)])
+        raise spec_file.refusal("FG405", ("tile", field), message, hint)
 
 
 def _register_parts(tile_kv: int) -> dict[str, int]:
@@ -154,48 +150,22 @@ def _registers_at_launch(sizes: Sizes) -> int:
     return per_thread // 8 * 8 * warpgroups
 
 
-def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
-    qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    stages = 2 * halves + 3 * sizes.s_stages + sizes.kv_stages + sizes.o_stages
-    barriers = 2 * sm100.MBARRIER_BYTES * stages
-    address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
-    shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
-    s_stages = "HALVES" if halves > 1 else "S_STAGES"
-    return (
-        Region(
-            "barriers",
-            barriers,
-            f"2 * 8 * (2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES)",
-        ),
-        Region("address", address, "4"),
-        Region("stats", stats, f"4 * 128 * {s_stages}"),
-        Region(
-            "padding",
-            -(barriers + address + stats) % sm100.SMEM_ALIGN,
-            "to a multiple of SMEM_ALIGN",
-        ),
-        Region(
-            "sQ",
-            sizes.tile_q * qk * ELEMENT_BYTES,
-            f"Q_TX_BYTES{shared} * Q_STAGES",
-            halves,
-            "Q",
-        ),
-        Region(
-            "sKV",
-            sizes.tile_kv * qk * ELEMENT_BYTES // spec.cta_group * sizes.kv_stages,
-            f"K_TX_BYTES{shared} * KV_STAGES",
-            sizes.kv_stages,
-            "K or V",
-        ),
-        Region(
-            "sO",
-            sm100.MMA_ROWS * v * ELEMENT_BYTES * sizes.o_stages,
-            "2 * 128 * HEAD_DIM_V * O_STAGES",
-            sizes.o_stages,
-            "O",
-        ),
-    )
+def _smem(traits: Traits) -> tuple[Region, ...]:
+    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    shared = " // CLUSTER_SIZE" if traits.pair else ""
+    s_stages = "S_STAGES" if traits.by_block else "HALVES"
+    stages = f"2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES"
+    kv, o = sizes.kv_stages, sizes.o_stages
+    rows = [
+        ("barriers", f"2 * 8 * ({stages})", 1, ""),
+        ("address", "4", 1, ""),
+        ("stats", f"4 * 128 * {s_stages}", 1, ""),
+        ("sQ", f"Q_TX_BYTES{shared} * Q_STAGES", sizes.halves, "Q"),
+        ("sKV", f"K_TX_BYTES{shared} * KV_STAGES", kv, "K or V"),
+        ("sO", "2 * 128 * HEAD_DIM_V * O_STAGES", o, "O"),
+    ]
+    numbers = (*chosen, *derived(_derived(traits), chosen))
+    return regions(rows, numbers, sm100.SMEM_ALIGN)
 
 
 def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
@@ -221,8 +191,7 @@ def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
         f"a softmax thread needs about {sum(parts.values())} registers, sm100 leaves"
         f" {SOFTMAX_REGS[sizes.halves]}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
     )
-    place = spec_file.locate("tile", "kv")
-    return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
+    return spec_file.refusal("FG402", ("tile", "kv"), message, "a smaller tile.kv")
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from typing import Final
 
 from ..arch import sm90
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..spec import Spec, SpecFile
+from ..specfile import FieldPath
 from .kernel_plan import (
     ELEMENT_BYTES,
     Barrier,
@@ -18,11 +19,10 @@ from .kernel_plan import (
     Number,
     Region,
     Registers,
-    derived,
-    given,
     too_much_smem,
     total,
 )
+from .numbers import derived, given, regions
 from .sm90_context import Sizes, Traits, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
@@ -53,7 +53,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
     numbers = tuple(derived(_derived(traits), chosen))
-    smem = _smem(spec, sizes)
+    smem = _smem(traits)
     barriers = tuple(_barriers(traits))
     context = template_context(spec_file, sizes, chosen, numbers, barriers, total(smem))
     return KernelPlan(
@@ -91,7 +91,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
 
     def fits(sizes: Sizes) -> bool:
-        return total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
+        return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
 
     choices = [
         Sizes(tile_q, tile_kv, q_stages, *KV_STAGES[-1])
@@ -104,8 +104,8 @@ def _choose(spec_file: SpecFile) -> Sizes:
     depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
     sizes = next(filter(fits, depths_of), depths_of[-1])
     if not fits(sizes):
-        regions, field = _smem(spec, sizes), _largest_given(spec)
-        raise too_much_smem(spec_file, sm90.ARCHITECTURE, regions, field)
+        smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
+        raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field)
     return sizes
 
 
@@ -136,8 +136,7 @@ def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
         f" {', '.join(stages)}"
     )
     hint = "set tile.kv to a multiple of 32, or leave it out"
-    place = spec_file.locate("tile", "kv")
-    return SpecError([Diagnostic(place, "FG407", message, hint)])
+    return spec_file.refusal("FG407", ("tile", "kv"), message, hint)
 
 
 def _ways_out(spec_file: SpecFile) -> list[int]:
@@ -149,11 +148,12 @@ def _ways_out(spec_file: SpecFile) -> list[int]:
     if ways:
         return ways
     message = "; ".join(f"stages.q: {n} {why}" for n, why in against.items())
-    place, hint = spec_file.locate("head_dim"), "set head_dim.v to a multiple of 32"
+    field: FieldPath = ("head_dim",)
+    hint = "set head_dim.v to a multiple of 32"
     if spec.stages.q and not _against(spec, 3 - spec.stages.q):
-        place = spec_file.locate("stages", "q")
+        field = ("stages", "q")
         hint = f"set stages: {{q: {3 - spec.stages.q}}}, or leave it out"
-    raise SpecError([Diagnostic(place, "FG404", message, hint)])
+    raise spec_file.refusal("FG404", field, message, hint)
 
 
 def _against(spec: Spec, q_stages: int) -> str:
@@ -193,41 +193,21 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     }
 
 
-def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    barriers = (
-        2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
-    )
-    padding = -barriers % sm90.SMEM_ALIGN
-    return (
-        Region(
-            "barriers",
-            barriers,
-            "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)",
-        ),
-        Region("padding", padding, "to a multiple of SMEM_ALIGN"),
-        Region(
+def _smem(traits: Traits) -> tuple[Region, ...]:
+    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    rows = [
+        ("barriers", "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)", 1, ""),
+        (
             "sQ",
-            sizes.tile_q * qk * ELEMENT_BYTES * sizes.q_stages,
             "Q_TX_BYTES * Q_STAGES",
             sizes.q_stages,
-            "Q, then O" if sizes.q_stages == 2 else "Q",
+            "Q, then O" if traits.cross_tile else "Q",
         ),
-        Region(
-            "sK",
-            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.k_stages,
-            "K_TX_BYTES * K_STAGES",
-            sizes.k_stages,
-            "K",
-        ),
-        Region(
-            "sV",
-            sizes.tile_kv * v * ELEMENT_BYTES * sizes.v_stages,
-            "V_TX_BYTES * V_STAGES",
-            sizes.v_stages,
-            "V",
-        ),
-    )
+        ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
+        ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
+    ]
+    numbers = (*chosen, *derived(_derived(traits), chosen))
+    return regions(rows, numbers, sm90.SMEM_ALIGN)
 
 
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
@@ -242,7 +222,7 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecE
     ways = ["a smaller tile.kv"] if spec.tile.kv else []
     ways += ["tile.q 128"] if tile_q > 128 else []
     hint = " or ".join(ways)
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
+    return spec_file.refusal("FG402", field, message, hint)
 
 
 def _largest_given(spec: Spec) -> tuple[str, ...]:
