@@ -109,7 +109,7 @@ def fields_table(shown: Iterable[Spec]) -> str:
             accepts_of(field).text or _code(map(in_yaml, choices_of(field.annotation))),
             _default_of(field),
             _code(dict.fromkeys(by_length[:1] + by_length[-1:])),
-            str(field.description),
+            accepts_of(field).meaning,
         )
         for path, field in _fields(Spec)
         for by_length in [sorted(words[path], key=lambda word: (len(word), word))]

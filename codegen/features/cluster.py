@@ -26,11 +26,12 @@ Cluster = Annotated[
     tuple[int, int],
     AfterValidator(_known),
     BeforeValidator(_from_list),
-    Accepts(either(map(in_yaml, _CLUSTERS)), (list, tuple)),
-    Field(
-        description="CTAs along [query tiles of a head, query heads of a KV head]",
-        json_schema_extra={"enum": [*_CLUSTERS]},
+    Accepts(
+        "CTAs along [query tiles of a head, query heads of a KV head]",
+        either(map(in_yaml, _CLUSTERS)),
+        (list, tuple),
     ),
+    Field(json_schema_extra={"enum": [*_CLUSTERS]}),
 ]
 
 
@@ -74,8 +75,7 @@ CLUSTER: Final = Feature(
 
 Multicast = Annotated[
     Literal["none", "k", "v", "kv"],
-    Accepts(),
-    Field(description="which TMA loads the cluster shares"),
+    Accepts("which TMA loads the cluster shares"),
 ]
 
 
@@ -110,9 +110,7 @@ MULTICAST: Final = Feature(
     ),
 )
 
-CtaGroup = Annotated[
-    Literal[1, 2], Accepts(), Field(description="CTAs that share one MMA")
-]
+CtaGroup = Annotated[Literal[1, 2], Accepts("CTAs that share one MMA")]
 CTA_GROUP: Final = Feature(
     "cta_group",
     tokens={r"cta\d": lambda spec: [f"cta{spec.cta_group}"]},

@@ -8,8 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, cast, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from .. import vocabulary
@@ -36,11 +43,12 @@ class Model(BaseModel):
 class Accepts:
     """Annotation: all that the annotated type refuses is one diagnostic that says what is accepted.
 
-    `text` says it in words and `types` are the exact types a value can have; for a `Literal` both
-    follow from it. The types are compared here because Pydantic takes `True` for `Literal[1]`.
-    `words` are answers to values that other tools take.
+    `meaning` is that of the field. `text` says what is accepted and `types` are the exact types a
+    value can have; for a `Literal` both follow from it. The types are compared here because
+    Pydantic takes `True` for `Literal[1]`. `words` are answers to values that other tools take.
     """
 
+    meaning: str
     text: str = ""
     types: tuple[type, ...] = ()
     words: Words = field(default_factory=dict)
@@ -67,6 +75,11 @@ class Accepts:
                 raise _refusal("FG104", text, value, hint) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        return {**handler(schema), "description": self.meaning}
 
     def in_words(self, source: Any) -> str:
         """Return what a field of type `source` accepts, for a message."""

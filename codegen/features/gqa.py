@@ -24,18 +24,22 @@ class Group(Model):
     q_per_kv: Annotated[
         int,
         Field(ge=1, le=_MAX_Q_PER_KV),
-        Accepts(f"a whole number from 1 to {_MAX_Q_PER_KV}", (int,)),
-    ] = Field(default=1, description="query heads per KV head: 1 is MHA, more is GQA")
+        Accepts(
+            "query heads per KV head: 1 is MHA, more is GQA",
+            f"a whole number from 1 to {_MAX_Q_PER_KV}",
+            (int,),
+        ),
+    ] = 1
 
 
 Heads = Annotated[
     Group,
     Block(
+        "how query heads share KV heads",
         "a mapping with q_per_kv",
         hint=f"{_WRITE}, the query heads per KV head; how many heads there are is known at"
         " run time",
     ),
-    Field(description="how query heads share KV heads"),
 ]
 
 
@@ -62,9 +66,7 @@ HEADS: Final = Feature(
 )
 
 PackGqa = Annotated[
-    bool,
-    Accepts(),
-    Field(description="a tile has the rows of all query heads of a KV head"),
+    bool, Accepts("a tile has the rows of all query heads of a KV head")
 ]
 PACK_GQA: Final = Feature(
     "pack_gqa",

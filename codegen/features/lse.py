@@ -5,15 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from pydantic import Field
-
 from .feature import Accepts, Feature
 
-Lse = Annotated[
-    bool,
-    Accepts(),
-    Field(description="also write log-sum-exp: fp32, natural logarithm"),
-]
+Lse = Annotated[bool, Accepts("also write log-sum-exp: fp32, natural logarithm")]
 LSE: Final = Feature(
     "lse",
     tokens={r"lse|nolse": lambda spec: ["lse" if spec.lse else "nolse"]},

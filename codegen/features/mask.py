@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
-
 from ..vocabulary import NOT_YET
 from .feature import Accepts, Feature
 
 Mask = Annotated[
     Literal["none", "causal"],
     Accepts(
+        "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q",
         words={
             r".*(window|swa|local|band).*": f"a sliding window is {NOT_YET}",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
@@ -26,9 +25,8 @@ Mask = Annotated[
             r"(causal_)?(top_?left|upper_?left)": (
                 "causal is aligned at the bottom right, and no mask at the top left"
             ),
-        }
+        },
     ),
-    Field(description="causal: query i sees key j when j <= i + seqlen_kv - seqlen_q"),
 ]
 MASK: Final = Feature(
     "mask",

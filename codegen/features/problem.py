@@ -23,6 +23,7 @@ _MAX_SEQLEN: Final = 2**24  # [rows]
 Arch = Annotated[
     Literal["sm90", "sm100"],
     Accepts(
+        "GPU architecture",
         words={
             r"sm_?90a?|hopper|h100|h200|gh200": "write sm90",
             r"sm_?100a?|blackwell|g?b200": "write sm100",
@@ -30,9 +31,8 @@ Arch = Annotated[
             r"sm_?\d+[af]?|ampere|ada|turing|volta|a100|l40s?|rtx.*|mi\d+.*|gfx.*": (
                 "kernels are for Hopper (sm90) and Blackwell (sm100) only"
             ),
-        }
+        },
     ),
-    Field(description="GPU architecture"),
 ]
 ARCH: Final = Feature(
     "arch",
@@ -43,6 +43,7 @@ ARCH: Final = Feature(
 Op = Annotated[
     Literal["fmha_fwd"],
     Accepts(
+        "what is computed",
         words={
             r".*(bwd|backward|grad).*": _FORWARD_ONLY,
             r".*(decode|decoding|paged|splitkv|split_kv).*": f"a kernel for decoding is {NOT_YET}",
@@ -50,22 +51,20 @@ Op = Annotated[
             r"fwd|forward|attention|attn|sdpa|mha|fmha|flash_?(attn|attention)(_fwd)?": (
                 "write fmha_fwd"
             ),
-        }
+        },
     ),
-    Field(description="what is computed"),
 ]
 OP: Final = Feature("op", keys={r"backward|bwd|grad": _FORWARD_ONLY})
 
 # A step of an MMA along the head is 16 elements.
 _Elements = Annotated[int, Field(ge=32, le=256, multiple_of=16)]
-_HeadDimOf = Annotated[_Elements, Accepts(_HEAD_DIM_WORDS, (int,))]
 
 
 class HeadDims(Model):
     """Elements of one head: `qk` of a row of Q and of K, `v` of a row of V and of O."""
 
-    qk: _HeadDimOf = Field(description="of Q and K")
-    v: _HeadDimOf = Field(description="of V and O")
+    qk: Annotated[_Elements, Accepts("of Q and K", _HEAD_DIM_WORDS, (int,))]
+    v: Annotated[_Elements, Accepts("of V and O", _HEAD_DIM_WORDS, (int,))]
 
     def said(self) -> Any:
         """Return one number where both are the same."""
@@ -75,12 +74,12 @@ class HeadDims(Model):
 HeadDim = Annotated[
     HeadDims,
     Block(
+        "elements of a head; a number is that of Q, K, V and O",
         f"{_HEAD_DIM_WORDS}, or a mapping with qk and v",
         (int,),
         expand=lambda n: {"qk": n, "v": n},
         short=_Elements,
     ),
-    Field(description="elements of a head; a number is that of Q, K, V and O"),
 ]
 
 
@@ -116,6 +115,7 @@ HEAD_DIM: Final = Feature(
 Dtype = Annotated[
     Literal["bf16", "fp16"],
     Accepts(
+        "of Q, K, V and O; softmax and sums are fp32",
         words={
             r"(torch\.)?(float16|half)|f16": "write fp16",
             r"(torch\.)?bfloat16|bfloat": "write bf16",
@@ -124,9 +124,8 @@ Dtype = Annotated[
             r"(torch\.)?(fp32|float32|float|tf32|fp64|float64|double)|f32": (
                 "Q, K, V and O have 16 bits; softmax and sums are fp32 in any case"
             ),
-        }
+        },
     ),
-    Field(description="of Q, K, V and O; softmax and sums are fp32"),
 ]
 DTYPE: Final = Feature(
     "dtype",
@@ -137,28 +136,25 @@ DTYPE: Final = Feature(
 )
 
 _Rows = Annotated[int, Field(ge=1, le=_MAX_SEQLEN)] | Literal["dynamic"]
-Length = Annotated[
-    _Rows, Accepts(f"a whole number from 1 to {_MAX_SEQLEN}, or dynamic", (int, str))
-]
-"""Rows of a sequence: fixed when the kernel is generated, or any number at run time."""
+_LENGTH: Final = f"a whole number from 1 to {_MAX_SEQLEN}, or dynamic"
 
 
 class Lengths(Model):
-    """Rows of Q and of K and V."""
+    """Rows of a sequence: fixed when the kernel is generated, or any number at run time."""
 
-    q: Length = Field(default="dynamic", description="rows of Q")
-    kv: Length = Field(default="dynamic", description="rows of K and V")
+    q: Annotated[_Rows, Accepts("rows of Q", _LENGTH, (int, str))] = "dynamic"
+    kv: Annotated[_Rows, Accepts("rows of K and V", _LENGTH, (int, str))] = "dynamic"
 
 
 Seqlen = Annotated[
     Lengths,
     Block(
+        "fixed when generated, or any length at run time",
         "a whole number, dynamic, or a mapping with q and kv",
         (int, str),
         expand=lambda n: {"q": n, "kv": n},
         short=_Rows,
     ),
-    Field(description="fixed when generated, or any length at run time"),
 ]
 
 

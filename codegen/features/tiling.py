@@ -16,21 +16,19 @@ class TileRows(Model):
 
     q: Annotated[
         Literal[64, 128, 192, 256] | None,
-        Accepts("64, 128, 192 or 256", (int, NoneType)),
-    ] = Field(default=None, description="query rows per CTA")
+        Accepts("query rows per CTA", "64, 128, 192 or 256", (int, NoneType)),
+    ] = None
     kv: Annotated[
         Annotated[int, Field(ge=16, le=256, multiple_of=16)] | None,
-        Accepts("a multiple of 16 from 16 to 256", (int, NoneType)),
-    ] = Field(default=None, description="KV rows per pipeline stage")
+        Accepts(
+            "KV rows per pipeline stage",
+            "a multiple of 16 from 16 to 256",
+            (int, NoneType),
+        ),
+    ] = None
 
 
-Tile = Annotated[
-    TileRows,
-    Block("a mapping with q and kv"),
-    Field(description="rows of one work tile"),
-]
-
-
+Tile = Annotated[TileRows, Block("rows of one work tile", "a mapping with q and kv")]
 TILE: Final = Feature(
     "tile",
     tokens={
@@ -51,30 +49,23 @@ TILE_Q: Final = Feature(
     ],
 )
 
-_Depth = Annotated[
-    Annotated[int, Field(ge=2, le=8)] | None,
-    Accepts("a whole number from 2 to 8", (int, NoneType)),
-]
+_Depth = Annotated[int, Field(ge=2, le=8)] | None
+_DEPTH: Final = "a whole number from 2 to 8"
+_SHARED: Final = "K tiles, and as many V tiles, in flight; sm100: tiles of K or V"
+_OF_V: Final = "V tiles in flight, where not as many as K's"
 
 
 class Depths(Model):
     """Depth of the pipelines through shared memory; the plan chooses what is left out."""
 
-    q: Annotated[Literal[1, 2] | None, Accepts("1 or 2", (int, NoneType))] = Field(
-        default=None, description="Q tiles in flight"
-    )
-    kv: _Depth = Field(
-        default=None,
-        description="K tiles, and as many V tiles, in flight; sm100: tiles of K or V",
-    )
-    v: _Depth = Field(
-        default=None, description="V tiles in flight, where not as many as K's"
-    )
+    q: Annotated[
+        Literal[1, 2] | None, Accepts("Q tiles in flight", "1 or 2", (int, NoneType))
+    ] = None
+    kv: Annotated[_Depth, Accepts(_SHARED, _DEPTH, (int, NoneType))] = None
+    v: Annotated[_Depth, Accepts(_OF_V, _DEPTH, (int, NoneType))] = None
 
 
-Stages = Annotated[
-    Depths, Block("a mapping with q and kv"), Field(description="pipeline depths")
-]
+Stages = Annotated[Depths, Block("pipeline depths", "a mapping with q and kv")]
 STAGES: Final = Feature(
     "stages",
     keys={
@@ -91,14 +82,14 @@ STAGES_V: Final = Feature("stages.v", relations=[Relation([None], {"arch": ["sm1
 Schedule = Annotated[
     Literal["persistent", "single"],
     Accepts(
+        "a CTA takes one work tile after the other, or a single one",
         words={
             r"dynamic|clc|stream_?k|split_?k": (
                 "CTAs take tiles in a fixed order: persistent or single"
             ),
             r"static|non_?persistent": "write single, a tile per CTA, or persistent",
-        }
+        },
     ),
-    Field(description="a CTA takes one work tile after the other, or a single one"),
 ]
 SCHEDULE: Final = Feature(
     "schedule",
