@@ -20,8 +20,9 @@ WARPGROUP_THREADS: Final = 128
 class Number:
     """One constant of the generated file.
 
-    `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
-    which rule) or "derived" (`formula`, Python over the constants above it, was evaluated).
+    `origin` is "given" (by `field` of the spec), "default" (of that field), "planned" (chosen here;
+    `reason` says by which rule) or "derived" (`formula`, Python over the constants above it, was
+    evaluated).
     """
 
     name: str
@@ -30,6 +31,7 @@ class Number:
     origin: str
     formula: str = ""
     reason: str = ""
+    field: str = ""
 
 
 @dataclass(frozen=True)

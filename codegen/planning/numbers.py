@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
+from ..features.feature import said
+from ..spec import Spec
 from .kernel_plan import Number, Region
 from .traits import Traits
 
@@ -13,20 +15,34 @@ from .traits import Traits
 def given(traits: Traits) -> Iterator[Number]:
     """Yield the constants that a spec alone decides, on any architecture."""
     spec = traits.spec
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        unit = "positions" if traits.packed else "rows"
-        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if (group := spec.heads.q_per_kv) > 1:
-        yield Number("Q_PER_KV", group, "query heads per KV head", "given")
-    if traits.cluster_size > 1:
-        what = f"query tiles of one {traits.tiled_head}"
-        if spec.cluster[1] > 1:
-            what = "query heads of one KV head"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
+    positions = "positions" if traits.packed else "rows"
+    ctas = "query heads of one KV head"
+    if spec.cluster[0] > 1:
+        ctas = f"query tiles of one {traits.tiled_head}"
+    for name, value, unit, path in (
+        ("HEAD_DIM_QK", spec.head_dim.qk, "elements", "head_dim.qk"),
+        ("HEAD_DIM_V", spec.head_dim.v, "elements", "head_dim.v"),
+        ("SEQLEN_Q", traits.seqlen_q, positions, "seqlen.q"),
+        ("SEQLEN_KV", traits.seqlen_kv, "rows", "seqlen.kv"),
+        ("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "heads.q_per_kv"),
+        ("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {ctas}", "cluster"),
+    ):
+        if value is not None and (name, value) not in (
+            ("Q_PER_KV", 1),
+            ("CLUSTER_SIZE", 1),
+        ):
+            yield Number(name, value, unit, "given", field=path)
+
+
+def tuned(
+    spec: Spec, rows: Iterable[tuple[str, int, str, str]], why: Callable[[str], str]
+) -> Iterator[Number]:
+    """Yield a constant for each (name, value, unit, field), planned where the spec has no such."""
+    for name, value, unit, path in rows:
+        if path and said(spec, path) is not None:
+            yield Number(name, value, unit, "given", field=path)
+        else:
+            yield Number(name, value, unit, "planned", reason=why(name))
 
 
 def derived(

@@ -20,7 +20,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions
+from .numbers import derived, given, regions, tuned
 from .sm100_context import Sizes, Traits, template_context
 from .sm100_protocol import loads, phases
 from .sm100_words import statements
@@ -197,25 +197,20 @@ def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield from given(traits)
-    for name, value, unit, said in (
-        ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
-        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
-        ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
-        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", None),
-    ):
-        origin = "given" if said else "planned"
-        yield Number(name, value, unit, origin, reason="" if said else REASONS[name])
     softmax, correction, _ = _registers(sizes)
-    planned = [
-        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
-        ("SOFTMAX_REGS", softmax.per_thread, "per thread"),
-        ("CORRECTION_REGS", correction.per_thread, "per thread"),
+    rows = [
+        ("TILE_Q", sizes.tile_q, "rows per CTA", "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
+        ("KV_STAGES", sizes.kv_stages, "tiles of K or V", "stages.kv"),
+        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", ""),
+        ("SMS_PER_HEAD", SMS_PER_HEAD, "SMs that work on a head at a time", ""),
+        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2", ""),
+        ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
+        ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
-    if traits.causal:
-        unit = "SMs that work on a head at a time"
-        planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
-    for name, value, unit in planned:
-        yield Number(name, value, unit, "planned", reason=REASONS[name])
+    absent = "" if traits.causal else "SMS_PER_HEAD"
+    rows = [row for row in rows if row[0] != absent]
+    yield from tuned(spec, rows, REASONS.__getitem__)
 
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:

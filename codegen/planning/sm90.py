@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ..arch import sm90
@@ -22,7 +23,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions
+from .numbers import derived, given, regions, tuned
 from .sm90_context import Sizes, Traits, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
@@ -248,23 +249,19 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield from given(traits)
-    per_cta = "rows per CTA"
-    if traits.packed:
-        per_cta += ": positions x heads"
-    for name, value, unit, said in (
-        ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
-        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
-        ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
-        ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
-        ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
-    ):
-        origin = "given" if said else "planned"
-        reason = "" if said else _reason(spec, name)
-        yield Number(name, value, unit, origin, reason=reason)
+    per_cta = f"rows per CTA{': positions x heads' if traits.packed else ''}"
+    stages_v = "stages.v" if spec.stages.v else "stages.kv"
+    rows = [
+        ("TILE_Q", sizes.tile_q, per_cta, "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
+        ("Q_STAGES", sizes.q_stages, "tiles", "stages.q"),
+        ("K_STAGES", sizes.k_stages, "tiles", "stages.kv"),
+        ("V_STAGES", sizes.v_stages, "tiles", stages_v),
+    ]
     if traits.causal:
-        name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
-        yield Number(name, sms, unit, "planned", reason=REASONS[name])
+        rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
+    yield from tuned(spec, rows, partial(_reason, spec))
 
 
 def _reason(spec: Spec, name: str) -> str:
