@@ -25,11 +25,16 @@ from .features.feature import (
     in_yaml,
     said,
 )
+from .features.problem import HeadDims
 from .spec import Spec
 
 _ID: Final = "urn:fmha-gen:spec"
 
 _Schema = dict[str, Any]
+
+_DEFAULTS: Final = Spec(
+    arch="sm90", op="fmha_fwd", dtype="bf16", head_dim=HeadDims(qk=64, v=64)
+)
 
 
 def schema() -> _Schema:
@@ -73,26 +78,21 @@ def _among(path: str, values: Sequence[Any]) -> _Schema:
     name, _, inner = path.partition(".")
     field = Spec.model_fields[name]
     accepts = accepts_of(field)
-    short = accepts.expand if isinstance(accepts, Block) else None
-    assert not (inner and short), f"{name}: a short form says all of its fields"
+    expand = accepts.expand if isinstance(accepts, Block) else None
     forms = [value for value in values if value is not None]
-    if short:
-        forms += [short(value) for value in forms if not isinstance(value, dict)]
-    among: Any = {"enum": forms} if forms else False
-    required = field.is_required() or _default(path) not in values
-    rule: _Schema = {}
-    for key in (inner, name) if inner else (name,):
-        rule = {"properties": {key: among}} | ({"required": [key]} if required else {})
-        among = rule
-    return rule
+    if expand and not inner:
+        forms += [expand(value) for value in forms if not isinstance(value, dict)]
+    among: _Schema = {"enum": forms} if forms else {"not": {}}
+    required = field.is_required() or said(_DEFAULTS, path) not in values
 
+    def has(key: str, rule: _Schema) -> _Schema:
+        return {"properties": {key: rule}} | ({"required": [key]} if required else {})
 
-def _default(path: str) -> Any:
-    name, _, inner = path.partition(".")
-    default = Spec.model_fields[name].default
-    if isinstance(default, tuple):
-        return [*default]
-    return said(default, inner) if inner else default
+    if inner and expand:  # the short form says all of the fields inside
+        among = {"anyOf": [among, {"type": "object", **has(inner, among)}]}
+    elif inner:
+        among = has(inner, among)
+    return has(name, among)
 
 
 def fields_table(shown: Iterable[Spec]) -> str:

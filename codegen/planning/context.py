@@ -11,7 +11,7 @@ from typing import Any
 
 from .. import features, toolchain
 from ..arch import ARCHITECTURES
-from ..spec import Spec, SpecFile
+from ..spec import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
 
@@ -30,12 +30,13 @@ def common_context(
     roles: the lines of the header that say who does what, and what it takes.
     """
     spec = spec_file.spec
+    group = spec.heads.q_per_kv
     return {
         **features.flags(spec),
         "title": features.title(spec),
         "contract": features.contract(spec),
         "spec_name": f"{spec_file.stem}.yaml",
-        "heads_kv_text": _heads_kv(spec),
+        "heads_kv_text": f"heads / {group}" if group > 1 else "heads",
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
@@ -49,43 +50,21 @@ def common_context(
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
-        **_lengths(traits),
+        "seqlen_q_text": str(traits.seqlen_q or "seqlen_q"),
+        "seqlen_kv_text": str(traits.seqlen_kv or "seqlen_kv"),
         **_units(traits),
     }
 
 
-def _lengths(traits: Traits) -> dict[str, str]:
-    """How the header spells sequence lengths."""
-    q, kv = traits.seqlen_q, traits.seqlen_kv
-    return {
-        "seqlen_q_text": "seqlen_q" if q is None else str(q),
-        "seqlen_kv_text": "seqlen_kv" if kv is None else str(kv),
-    }
-
-
 def _units(traits: Traits) -> dict[str, str]:
-    """What is counted, where a cluster changes it."""
-    clusters = traits.cluster_size > 1
+    """What is counted, where a cluster or the rows of a tile change it."""
+    along_q, along_heads = (count > 1 for count in traits.spec.cluster)
+    heads = "pairs of query heads" if along_heads else "query heads"
     return {
-        "q_tiles_unit": (
-            f"clusters along a {traits.tiled_head}"
-            if traits.spec.cluster[0] > 1
-            else f"per {traits.tiled_head}"
-        ),
-        "heads_unit": _heads_unit(traits),
-        "tiles_unit": "of all clusters" if clusters else "of all CTAs",
+        "q_tiles_unit": f"{'clusters along a' if along_q else 'per'} {traits.tiled_head}",
+        "heads_unit": "KV heads" if traits.packed else heads,
+        "tiles_unit": f"of all {'clusters' if traits.cluster_size > 1 else 'CTAs'}",
     }
-
-
-def _heads_kv(spec: Spec) -> str:
-    per_kv = spec.heads.q_per_kv
-    return f"heads / {per_kv}" if per_kv > 1 else "heads"
-
-
-def _heads_unit(traits: Traits) -> str:
-    if traits.packed:
-        return "KV heads"
-    return "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
 
 
 def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:

@@ -20,9 +20,8 @@ WARPGROUP_THREADS: Final = 128
 class Number:
     """One constant of the generated file.
 
-    `origin` is "given" (by `field` of the spec), "default" (of that field), "planned" (chosen here;
-    `reason` says by which rule) or "derived" (`formula`, Python over the constants above it, was
-    evaluated).
+    `origin` is "given" (by `field` of the spec), "planned" (chosen here; `reason` says by which
+    rule) or "derived" (`formula`, Python over the constants above it, was evaluated).
     """
 
     name: str

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.features import FEATURES
-from fmha_gen.features.feature import said
+from fmha_gen.features.feature import Feature, Relation, said
 from fmha_gen.schema import schema
 from fmha_gen.spec import Spec
 from pydantic import ValidationError
@@ -37,10 +37,9 @@ FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S"
 
 def holds(rule: Any, data: Any) -> bool:
     """The part of JSON Schema that rules across fields are made of."""
-    if isinstance(rule, bool):
-        return rule
-    known = {"if", "then", "allOf", "properties", "required", "enum", "const"}
-    assert rule.keys() <= known | {"minimum", "multipleOf"}, rule
+    known = {"if", "then", "allOf", "anyOf", "properties", "required", "enum"}
+    assert rule.keys() <= known | {"not", "type"}, rule
+    assert rule.get("type", "object") == "object" and rule.get("not", {}) == {}
     if "if" in rule and holds(rule["if"], data) and not holds(rule["then"], data):
         return False
     if isinstance(data, dict):
@@ -51,10 +50,10 @@ def holds(rule: Any, data: Any) -> bool:
             return False
     return (
         all(holds(each, data) for each in rule.get("allOf", ()))
+        and ("anyOf" not in rule or any(holds(each, data) for each in rule["anyOf"]))
         and data in rule.get("enum", [data])
-        and data == rule.get("const", data)
-        and ("minimum" not in rule or data >= rule["minimum"])
-        and ("multipleOf" not in rule or data % rule["multipleOf"] == 0)
+        and (isinstance(data, dict) or "type" not in rule)
+        and "not" not in rule
     )
 
 
@@ -93,6 +92,28 @@ def test_shipped_specs_hold(arch: str) -> None:
 
 def test_has_a_name() -> None:
     assert schema()["$id"] == "urn:fmha-gen:spec"
+
+
+def test_a_relation_may_be_about_a_field_with_a_short_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a kernel that is generated for one length of Q, and any of K, where it is causal."""
+    relation = Relation(["dynamic"], {"seqlen.q": [64], "mask": ["causal"]})
+    features = [*FEATURES, Feature("seqlen.kv", relations=[relation])]
+    for module in ("fmha_gen.schema.FEATURES", "fmha_gen.spec.FEATURES"):
+        monkeypatch.setattr(module, features)
+    rules, seen = {"allOf": schema()["allOf"]}, set()
+    lengths = ("dynamic", 64, 7, {"q": 64}, {"kv": 64}, {"q": 64, "kv": 7}, {})
+    for seqlen, mask in itertools.product(lengths, ("causal", "none")):
+        data = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": 64}
+        data |= {"seqlen": seqlen, "mask": mask}
+        said = refusals(data)
+        assert holds(rules, data) == (not said), data
+        seen |= {*said}
+    assert seen == {
+        f"seqlen.kv: {kv} is not generated for seqlen.q: 64 with mask: causal"
+        for kv in (64, 7)
+    }
 
 
 def test_every_field_is_a_feature() -> None:
