@@ -33,17 +33,16 @@ Cluster = Annotated[
     ),
     Field(json_schema_extra={"enum": [*_CLUSTERS]}),
 ]
-
-
 _ALONG_Q: Final = ([1, 1], [2, 1])
 
 CLUSTER: Final = Feature(
     "cluster",
     tokens={
-        r"c\d+x\d+": lambda spec: [
-            *[""] * (spec.cluster == (1, 1)),
-            f"c{spec.cluster[0]}x{spec.cluster[1]}",
-        ]
+        r"c\d+x\d+": lambda spec: (
+            ["", "c1x1"]
+            if spec.cluster == (1, 1)
+            else [f"c{spec.cluster[0]}x{spec.cluster[1]}"]
+        )
     },
     keys={r"cluster_(size|shape|dims?)": "write cluster: [2, 1]"},
     relations=[
@@ -74,11 +73,8 @@ CLUSTER: Final = Feature(
 )
 
 Multicast = Annotated[
-    Literal["none", "k", "v", "kv"],
-    Accepts("which TMA loads the cluster shares"),
+    Literal["none", "k", "v", "kv"], Accepts("which TMA loads the cluster shares")
 ]
-
-
 _SHARED: Final = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}
 
 MULTICAST: Final = Feature(

@@ -43,6 +43,12 @@ Heads = Annotated[
 ]
 
 
+def _title(spec: Spec) -> str:
+    if spec.heads.q_per_kv == 1:
+        return ""
+    return f"GQA {spec.heads.q_per_kv}{' packed' if spec.pack_gqa else ''}"
+
+
 HEADS: Final = Feature(
     "heads.q_per_kv",
     tokens={
@@ -58,11 +64,7 @@ HEADS: Final = Feature(
         )
     },
     flags=lambda spec: {"grouped": spec.heads.q_per_kv > 1},
-    title=lambda spec: (
-        f"GQA {spec.heads.q_per_kv}{' packed' * spec.pack_gqa}"
-        if spec.heads.q_per_kv > 1
-        else ""
-    ),
+    title=_title,
 )
 
 PackGqa = Annotated[
@@ -70,7 +72,7 @@ PackGqa = Annotated[
 ]
 PACK_GQA: Final = Feature(
     "pack_gqa",
-    tokens={r"pack": lambda spec: ["pack" * spec.pack_gqa]},
+    tokens={r"pack": lambda spec: ["pack" if spec.pack_gqa else ""]},
     relations=[
         Relation([False], {"arch": ["sm100"]}),
         Relation(
@@ -84,13 +86,14 @@ PACK_GQA: Final = Feature(
     flags=lambda spec: {"pack_gqa": spec.pack_gqa},
     contract=lambda spec: (
         "Rows of a query tile are (position, head of the group), heads fastest."
-        * spec.pack_gqa
+        if spec.pack_gqa
+        else ""
     ),
 )
 
 
 def heads_of_tile(spec: Spec) -> int:
-    """Return of how many query heads a query tile has rows."""
+    """Return the number of query heads whose rows a query tile has."""
     return spec.heads.q_per_kv if spec.pack_gqa else 1
 
 

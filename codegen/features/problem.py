@@ -81,15 +81,14 @@ HeadDim = Annotated[
         short=_Elements,
     ),
 ]
-
-
 HEAD_DIM: Final = Feature(
     "head_dim",
     tokens={
-        r"d\d+(x\d+)?": lambda spec: [
-            *[f"d{spec.head_dim.qk}"] * (spec.head_dim.qk == spec.head_dim.v),
-            f"d{spec.head_dim.qk}x{spec.head_dim.v}",
-        ]
+        r"d\d+(x\d+)?": lambda spec: (
+            [f"d{spec.head_dim.v}", f"d{spec.head_dim.v}x{spec.head_dim.v}"]
+            if spec.head_dim.qk == spec.head_dim.v
+            else [f"d{spec.head_dim.qk}x{spec.head_dim.v}"]
+        )
     },
     keys={r"head_?size|headdim|hdim|d(_?head)?|head_dim_(qk?|v)": "write head_dim"},
     relations=[
@@ -108,7 +107,8 @@ HEAD_DIM: Final = Feature(
     },
     title=lambda spec: (
         f"head_dim {spec.head_dim.qk}"
-        + f" and {spec.head_dim.v}" * (spec.head_dim.qk != spec.head_dim.v)
+        if spec.head_dim.qk == spec.head_dim.v
+        else f"head_dim {spec.head_dim.qk} and {spec.head_dim.v}"
     ),
 )
 
