@@ -180,7 +180,8 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         tuple(spec.get("cluster", [1, 1])),
         sms_per_head=constants.get("SMS_PER_HEAD", 0),
         q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
-        packed=spec["q_per_kv"] if spec.get("pack_gqa") else 1,
+        packed=constants["TILE_Q"]
+        // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
         single=spec.get("schedule") == "single",
         slack=constants["RESCALE_SLACK"],
     )

@@ -592,9 +592,9 @@ def matrix(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
-    from . import spec
+    from . import schema as fields
 
-    _print_json(spec.schema())
+    _print_json(fields.schema())
 
 
 @app.command()

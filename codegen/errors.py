@@ -45,8 +45,8 @@ CODES: dict[str, str] = {
     # Fields that do not go together.
     "FG201": "multicast without a cluster of two",
     "FG202": "a cluster whose CTAs do not share a KV head",
-    "FG203": "pack_gqa without query heads to pack",
-    "FG204": "pack_gqa beside a cluster along the heads that it packs",
+    "FG203": "packed query heads, of which a KV head has one",
+    "FG204": "a cluster along query heads that are packed",
     "FG205": "a value that is not generated for the architecture",
     # Names.
     "FG301": "the file's stem cannot name a kernel",

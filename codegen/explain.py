@@ -15,10 +15,10 @@ from pydantic import BaseModel
 from . import records
 from .arch import compiled_as
 from .arch.architecture import Architecture
+from .features.feature import in_yaml
 from .planning.kernel_plan import WARPGROUP_THREADS, DevicePlan, KernelPlan, Number
 from .planning.protocol import Phase
 from .render import body_digest, render_kernel
-from .spec import Spec
 
 WIDTH: Final = 100  # [columns]
 BAR: Final = 32  # [columns] that stand for all shared memory a CTA can have
@@ -26,22 +26,6 @@ SM_REGISTERS: Final = 65536
 
 _INDENT: Final = "  "
 _GAP: Final = "  "
-
-# The field of the spec behind each constant that can be given.
-_FIELDS: Final[Mapping[str, str]] = {
-    "HEAD_DIM_QK": "head_dim.qk",
-    "HEAD_DIM_V": "head_dim.v",
-    "SEQLEN_Q": "seqlen.q",
-    "SEQLEN_KV": "seqlen.kv",
-    "Q_PER_KV": "heads.q_per_kv",
-    "CLUSTER_SIZE": "cluster",
-    "TILE_Q": "tile.q",
-    "TILE_KV": "tile.kv",
-    "Q_STAGES": "stages.q",
-    "K_STAGES": "stages.kv",
-    "V_STAGES": "stages.v",
-    "KV_STAGES": "stages.kv",
-}
 
 
 def render(plan: KernelPlan, record: records.Record | None) -> str:
@@ -89,7 +73,7 @@ def spec_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         if value is None:
             yield name, "-", "default: planned, see the numbers"
         else:
-            yield name, _plain(value), "given" if given else "default"
+            yield name, in_yaml(value), "given" if given else "default"
 
 
 def number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
@@ -101,19 +85,13 @@ def number_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
             number.name,
             f"{number.value:>{width}}",
             f"[{number.unit}]" if number.unit else "",
-            _origin(number, plan.spec_file.spec),
+            _origin(number),
         )
 
 
-def _origin(number: Number, spec: Spec) -> str:
-    if number.origin == "derived":
-        return f"derived ({number.formula})"
-    if number.origin == "planned":
-        return f"planned ({number.reason})"
-    field = _FIELDS[number.name]
-    if field == "stages.v" and spec.stages.v is None:
-        field = "stages.kv"  # it sets both
-    return f"{number.origin} ({field})"
+def _origin(number: Number) -> str:
+    why = {"derived": number.formula, "planned": number.reason}
+    return f"{number.origin} ({why.get(number.origin, number.field)})"
 
 
 def _shared_memory(kernel: DevicePlan, limit: int) -> list[str]:
@@ -288,15 +266,6 @@ def _validated(evidence: Mapping[str, Any]) -> str:
         else "misuses not run since the host section changed"
     )
     return "; ".join(parts)
-
-
-def _plain(value: object) -> str:
-    """A value of a spec, as its file would have it."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value)
 
 
 def _section(title: str, lines: Iterable[str]) -> str:

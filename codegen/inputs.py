@@ -229,7 +229,7 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     # warp does for the one row alone must not hide behind the other.
     if case.data == "second_rows":
         q = np.abs(q)
-        q[:, _rows_of_tiles(spec, q) // ROW_GROUP % 2 == 0] *= -1
+        q[:, _rows_of_tiles(tiles, q) // ROW_GROUP % 2 == 0] *= -1
         for key, factor in ((case.kv // 2, 1), (case.kv // 4, 2)):
             k[:, key] = np.abs(k[:, key]) * factor * HUGE_KEY
     if case.data == "negative":
@@ -340,10 +340,7 @@ def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
     v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]
 
 
-def _rows_of_tiles(spec: Mapping[str, Any], q: F32) -> NDArray[Any]:
+def _rows_of_tiles(tiles: Tiles, q: F32) -> NDArray[Any]:
     """Where a row (position, head) of Q is in the tiles of its head, or of its packed group."""
     rows, heads = np.arange(q.shape[1])[:, None], np.arange(q.shape[2])
-    if not spec.get("pack_gqa"):
-        return np.broadcast_to(rows, q.shape[1:3])
-    group: int = spec["q_per_kv"]
-    return rows * group + heads % group
+    return rows * tiles.packed + heads % tiles.packed

@@ -1,37 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """A spec's file stem is its kernel's name: what it may look like, and what its tokens promise.
 
-The tokens between underscores that speak about a field must agree with it; others are free text:
-
-    sm90            arch
-    d128, d192x128  head_dim
-    bf16, fp16      dtype
-    causal, full    mask
-    mha, gqa4, mqa  heads.q_per_kv: 1, 4, more than 1
-    pack            pack_gqa
-    lse, nolse      lse
-    s4096, dyn      both lengths of seqlen; q4096 and kv4096 for one of them
-    c2x1            cluster
-    mck, mcv, mckv  multicast; also kmc, vmc, kvmc
-    t128x64         tile, query rows by KV rows
-    single          schedule
-    cta1, cta2      cta_group
+The words between underscores that speak about a field must agree with it, by the `Token`s of its
+feature; others are free text.
 """
 
 from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from .errors import Violation, quoted
+from .features import FEATURES
+from .features.feature import in_yaml, said
 
 if TYPE_CHECKING:
     from .spec import Spec
 
-DYNAMIC: Final = "dynamic"
 LONGEST_STEM: Final = (
     100  # [characters]; a name with every token that is known has fewer
 )
@@ -78,19 +65,6 @@ _OTHER_MODULES: Final = """
 _MODULES: Final = frozenset([*_STANDARD_LIBRARY.split(), *_OTHER_MODULES.split()])
 
 
-@dataclass(frozen=True)
-class _Token:
-    """Tokens that match `pattern` speak about `field`.
-
-    `agreeing(spec, token)` lists the tokens that would be true, the one to suggest first; "" there
-    suggests no token at all.
-    """
-
-    pattern: re.Pattern[str]
-    field: tuple[str, ...]
-    agreeing: Callable[[Spec, str], tuple[str, ...]]
-
-
 def stem_violations(stem: str) -> list[Violation]:
     """Return what keeps `stem` from being a file, module and symbol name."""
     if not _STEM.fullmatch(stem):
@@ -122,20 +96,18 @@ def stem_violations(stem: str) -> list[Violation]:
 
 def contradictions(stem: str, spec: Spec) -> list[Violation]:
     """Return one violation for each token of a valid `stem` that is untrue of `spec`."""
-    words = stem.split("_")
-    found = [
-        (word, token) for word in words if (token := _untrue(word, spec)) is not None
-    ]
     better = suggestion(stem, spec)
     rename = f"rename the file {better}.yaml, or" if better else "rename the file, or"
     return [
         Violation(
             "FG305",
-            token.field,
-            f"the name says {word}, but {_stated(token.field, spec)}",
+            tuple(field.split(".")),
+            f"the name says {word}, but {_stated(field, spec)}",
             f"{rename} change the field",
         )
-        for word, token in found
+        for word in stem.split("_")
+        for field, true in _about(word, spec)
+        if word not in true
     ]
 
 
@@ -143,127 +115,24 @@ def suggestion(stem: str, spec: Spec) -> str:
     """Return `stem` with its untrue tokens corrected; "" if no name is left of it."""
     corrected: list[str] = []
     for word in stem.split("_"):
-        token = _untrue(word, spec)
-        right = word if token is None else token.agreeing(spec, word)[0]
-        corrected += right.split("_")
+        untrue = [true[0] for _, true in _about(word, spec) if word not in true]
+        corrected += "_".join(untrue or [word]).split("_")
     # A correction may repeat what another token says already.
     better = "_".join(dict.fromkeys(word for word in corrected if word))
     return "" if stem_violations(better) else better
 
 
-def _untrue(word: str, spec: Spec) -> _Token | None:
-    for token in _TOKENS:
-        if token.pattern.fullmatch(word):
-            return None if word in token.agreeing(spec, word) else token
-    return None
+def _about(word: str, spec: Spec) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the field that a word speaks about, and the words that are true of it."""
+    for feature in FEATURES:
+        for pattern, true in feature.tokens.items():
+            if re.fullmatch(pattern, word):
+                yield feature.path, true(spec)
 
 
-def _stated(field: tuple[str, ...], spec: Spec) -> str:
+def _stated(field: str, spec: Spec) -> str:
     """Return a field's value as a clause."""
-    value: object = spec.model_dump(mode="json")
-    for name in field:
-        assert isinstance(value, dict)
-        value = value[name]
-    if field == ("tile",) and None in (spec.tile.q, spec.tile.kv):
-        return "the tile is left to the plan"
-    return f"{'.'.join(field)} is {_in_yaml(value)}"
-
-
-def _in_yaml(value: object) -> str:
-    if isinstance(value, dict):
-        return (
-            "{"
-            + ", ".join(f"{key}: {_in_yaml(item)}" for key, item in value.items())
-            + "}"
-        )
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value)
-
-
-def _head_dim(spec: Spec, word: str) -> tuple[str, ...]:
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    both = f"d{qk}x{v}"
-    return (f"d{qk}", both) if qk == v else (both,)
-
-
-def _heads(spec: Spec, word: str) -> tuple[str, ...]:
-    n = spec.heads.q_per_kv
-    return ("mha", "gqa1") if n == 1 else (f"gqa{n}", "gqa", "mqa")
-
-
-def _lengths(spec: Spec, word: str) -> tuple[str, ...]:
-    q, kv = spec.seqlen.q, spec.seqlen.kv
-    if q == kv:
-        return ("dyn",) if q == DYNAMIC else (f"s{q}",)
-    return (
-        "_".join(f"{axis}{n}" for axis, n in (("q", q), ("kv", kv)) if n != DYNAMIC),
-    )
-
-
-def _length(axis: str) -> Callable[[Spec, str], tuple[str, ...]]:
-    def agreeing(spec: Spec, word: str) -> tuple[str, ...]:
-        n = getattr(spec.seqlen, axis)
-        return ("",) if n == DYNAMIC else (f"{axis}{n}",)
-
-    return agreeing
-
-
-def _cluster(spec: Spec, word: str) -> tuple[str, ...]:
-    along_q, along_heads = spec.cluster
-    size = f"c{along_q}x{along_heads}"
-    return ("", size) if spec.cluster == (1, 1) else (size,)
-
-
-def _multicast(spec: Spec, word: str) -> tuple[str, ...]:
-    if spec.multicast == "none":
-        return ("",)
-    return (f"{spec.multicast}mc",) if word.endswith("mc") else (f"mc{spec.multicast}",)
-
-
-def _tile(spec: Spec, word: str) -> tuple[str, ...]:
-    q, kv = spec.tile.q, spec.tile.kv
-    return ("",) if q is None or kv is None else (f"t{q}x{kv}",)
-
-
-def _tokens() -> Iterator[_Token]:
-    yield _Token(re.compile(r"sm\d+[a-z]?"), ("arch",), lambda spec, word: (spec.arch,))
-    yield _Token(re.compile(r"d\d+(x\d+)?"), ("head_dim",), _head_dim)
-    yield _Token(
-        re.compile(r"(bf|fp)\d+"), ("dtype",), lambda spec, word: (spec.dtype,)
-    )
-    yield _Token(
-        re.compile(r"causal|full"),
-        ("mask",),
-        lambda spec, word: ("causal" if spec.mask == "causal" else "full",),
-    )
-    yield _Token(re.compile(r"mha|mqa|gqa\d*"), ("heads", "q_per_kv"), _heads)
-    yield _Token(
-        re.compile(r"pack"),
-        ("pack_gqa",),
-        lambda spec, word: ("pack" if spec.pack_gqa else "",),
-    )
-    yield _Token(
-        re.compile(r"lse|nolse"),
-        ("lse",),
-        lambda spec, word: ("lse" if spec.lse else "nolse",),
-    )
-    yield _Token(re.compile(r"s\d+|dyn"), ("seqlen",), _lengths)
-    yield _Token(re.compile(r"q\d+"), ("seqlen", "q"), _length("q"))
-    yield _Token(re.compile(r"kv\d+"), ("seqlen", "kv"), _length("kv"))
-    yield _Token(re.compile(r"c\d+x\d+"), ("cluster",), _cluster)
-    yield _Token(re.compile(r"mc(k|v|kv)|(k|v|kv)mc"), ("multicast",), _multicast)
-    yield _Token(re.compile(r"t\d+x\d+"), ("tile",), _tile)
-    yield _Token(
-        re.compile(r"single|persistent"),
-        ("schedule",),
-        lambda spec, word: (spec.schedule,),
-    )
-    yield _Token(
-        re.compile(r"cta\d"),
-        ("cta_group",),
-        lambda spec, word: (f"cta{spec.cta_group}",),
-    )
-
-
-_TOKENS: Final = tuple(_tokens())
+    value = said(spec, field)
+    if isinstance(value, dict) and None in value.values():
+        return f"the {field} is left to the plan"
+    return f"{field} is {in_yaml(value)}"

@@ -26,7 +26,7 @@ from .verify import body_digest as body_digest
 from .verify import stated_digests as stated_digests
 
 if TYPE_CHECKING:
-    from .planning.kernel_plan import KernelPlan
+    from .planning.kernel_plan import KernelPlan, Number
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
@@ -55,8 +55,15 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         autoescape=False,
     )
     env.globals.clear()
-    env.filters["literal"] = repr
+    env.filters |= {"literal": repr, "constant": constant}
     return env
+
+
+def constant(number: Number) -> str:
+    """Return a constant of the plan as the file's constants block has it."""
+    unit = f" [{number.unit}]" if number.unit else ""
+    formula = f" = {number.formula}" if number.formula else ""
+    return f"{number.name} = {number.value}  #{unit}{formula}"
 
 
 def render_kernel(plan: KernelPlan) -> str:

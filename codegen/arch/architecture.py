@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 SASS_CLASSES: Final = {
     "MUFU.EX2": "MUFU.EX2",
@@ -37,10 +37,8 @@ class RoleLoop:
 class Architecture:
     """One architecture that kernels are generated for.
 
-    takes: by field of a spec such as `tile.q`, the values it takes of those that a spec may say.
-    None is a field that is left out, (qk, v) a head_dim; a field that is not there takes all.
     decisions: the numbers of those that say why its kernels are as they are.
-    *_of_pairs: what is so instead, where two CTAs share an MMA.
+    decisions_of_pairs: of those where two CTAs share an MMA.
     """
 
     name: str  # as a spec says it
@@ -57,7 +55,5 @@ class Architecture:
     # Counted in a compile's report: what the opcodes of a class start with.
     sass_classes: dict[str, str]
     role_loops: tuple[RoleLoop, ...]  # whose instructions a compile's report counts
-    takes: dict[str, tuple[Any, ...]]
-    takes_of_pairs: dict[str, tuple[Any, ...]]
     decisions: tuple[str, ...]
     decisions_of_pairs: tuple[str, ...]

@@ -13,10 +13,8 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
-MBARRIER_BYTES: Final = 8
 MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor memory
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
-TMEM_LEAST: Final = 32  # columns: what is allocated is this times a power of two
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
 REGISTERS: Final = 65536  # of an SM
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
@@ -46,25 +44,6 @@ ARCHITECTURE: Final = Architecture(
         RoleLoop("mma", "UTCHMMA"),
         RoleLoop("load", "UTMALDG"),
     ),
-    takes={
-        "head_dim": ((64, 64), (96, 96), (128, 128), (192, 128)),
-        "pack_gqa": (False,),
-        "cluster": ((1, 1), (2, 1)),
-        "multicast": ("none", "kv"),  # K and V share the stages that a cluster frees
-        "cta_group": (1, 2),
-        "tile.q": (None, 256),  # two halves of MMA_ROWS
-        "stages.q": (None, 2),  # a half of the query tile each
-        "stages.v": (None,),  # K and V share the stages of one ring
-    },
-    takes_of_pairs={
-        # Half of V is a swizzled row at least.
-        "head_dim": ((128, 128), (192, 128), (256, 256)),
-        "cluster": ((2, 1),),
-        # Either has half of K and V, which an MMA reads in both.
-        "multicast": ("none",),
-        # ptxas spills in the correction of a single tile.
-        "schedule": ("persistent",),
-    },
     decisions=("0011", "0016", "0019"),
     decisions_of_pairs=("0017", "0011", "0016", "0019"),
 )

@@ -14,7 +14,6 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
-MBARRIER_BYTES: Final = 8
 WARPGROUP_ROWS: Final = 64  # M of a wgmma
 
 ARCHITECTURE: Final = Architecture(
@@ -35,12 +34,6 @@ ARCHITECTURE: Final = Architecture(
         **SASS_CLASSES,
     },
     role_loops=(RoleLoop("consumer", "HGMMA"),),
-    takes={
-        "tile.q": (None, 64, 128, 192),  # a warpgroup's 64 rows, at most three times
-        "schedule": ("persistent",),
-        "cta_group": (1,),
-    },
-    takes_of_pairs={},
     decisions=("0007", "0012", "0004"),
     decisions_of_pairs=(),
 )

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import toolchain
+from .. import features, toolchain
 from ..arch import ARCHITECTURES
-from ..spec import Spec, SpecFile
+from ..spec import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
 
@@ -30,111 +30,47 @@ def common_context(
     roles: the lines of the header that say who does what, and what it takes.
     """
     spec = spec_file.spec
+    group = spec.heads.q_per_kv
     return {
-        "title": _title(spec),
+        **features.flags(spec),
+        "title": features.title(spec),
+        "contract": features.contract(spec),
         "spec_name": f"{spec_file.stem}.yaml",
-        "dtype": spec.dtype,
-        "bf16": spec.dtype == "bf16",
-        "head_dim_qk": spec.head_dim.qk,
-        "head_dim_v": spec.head_dim.v,
-        "heads_kv_text": _heads_kv(spec),
+        "heads_kv_text": f"heads / {group}" if group > 1 else "heads",
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
-        "cta_group_size": spec.cta_group,
         "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
         "ffi_wanted": f"{toolchain.FFI}{toolchain.FFI_RANGE}",
         "spec_items": [*_spec_items(spec_file), *spec_items],
         "chosen": chosen,
         "derived": derived,
-        "lse": spec.lse,
-        "cluster_size": traits.cluster_size,
-        "cluster_q": spec.cluster[0],
-        "cluster_heads": spec.cluster[1],
-        "causal": traits.causal,
-        "persistent": traits.persistent,
-        "grouped": spec.heads.q_per_kv > 1,
-        "pack_gqa": traits.pack_gqa,
         "fixed_q": traits.seqlen_q is not None,
         "fixed_kv": traits.seqlen_kv is not None,
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
-        **_lengths(traits),
+        "seqlen_q_text": str(traits.seqlen_q or "seqlen_q"),
+        "seqlen_kv_text": str(traits.seqlen_kv or "seqlen_kv"),
         **_units(traits),
     }
 
 
-def _lengths(traits: Traits) -> dict[str, str]:
-    """How the header spells sequence lengths."""
-    q, kv = traits.seqlen_q, traits.seqlen_kv
-    return {
-        "seqlen_q_text": "seqlen_q" if q is None else str(q),
-        "seqlen_kv_text": "seqlen_kv" if kv is None else str(kv),
-    }
-
-
 def _units(traits: Traits) -> dict[str, str]:
-    """What is counted, where a cluster changes it."""
-    clusters = traits.cluster_size > 1
+    """What is counted, where a cluster or the rows of a tile change it."""
+    along_q, along_heads = (count > 1 for count in traits.spec.cluster)
+    heads = "pairs of query heads" if along_heads else "query heads"
     return {
-        "q_tiles_unit": (
-            f"clusters along a {traits.tiled_head}"
-            if traits.spec.cluster[0] > 1
-            else f"per {traits.tiled_head}"
-        ),
-        "heads_unit": _heads_unit(traits),
-        "tiles_unit": "of all clusters" if clusters else "of all CTAs",
+        "q_tiles_unit": f"{'clusters along a' if along_q else 'per'} {traits.tiled_head}",
+        "heads_unit": "KV heads" if traits.packed else heads,
+        "tiles_unit": f"of all {'clusters' if traits.cluster_size > 1 else 'CTAs'}",
     }
-
-
-def _heads_kv(spec: Spec) -> str:
-    per_kv = spec.heads.q_per_kv
-    return f"heads / {per_kv}" if per_kv > 1 else "heads"
-
-
-def _heads_unit(traits: Traits) -> str:
-    if traits.pack_gqa:
-        return "KV heads"
-    return "pairs of query heads" if traits.spec.cluster[1] > 1 else "query heads"
-
-
-def _title(spec: Spec) -> str:
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    head_dim = str(qk) if qk == v else f"{qk} and {v}"
-    parts = [
-        f"head_dim {head_dim}",
-        spec.dtype,
-        "causal" if spec.mask == "causal" else "full mask",
-    ]
-    if spec.heads.q_per_kv > 1:
-        packed = " packed" if spec.pack_gqa else ""
-        parts.append(f"GQA {spec.heads.q_per_kv}{packed}")
-    if spec.cluster != (1, 1):
-        parts.append(f"cluster {spec.cluster[0]}x{spec.cluster[1]}")
-    if spec.cta_group > 1:
-        parts.append("a pair of CTAs per MMA")
-    elif spec.cluster != (1, 1):
-        shared = {"none": "no", "k": "K", "v": "V", "kv": "K and V"}[spec.multicast]
-        parts.append(f"{shared} multicast")
-    return f"FMHA forward for {spec.arch}: {', '.join(parts)}"
 
 
 def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
     """The SPEC dict of the generated file, in its order."""
-    spec = spec_file.spec
-    values: dict[str, object] = {
-        "name": spec_file.stem,
-        "arch": spec.arch,
-        "op": spec.op,
-        "dtype": spec.dtype,
-        "head_dim": {"qk": spec.head_dim.qk, "v": spec.head_dim.v},
-        "seqlen": {"q": spec.seqlen.q, "kv": spec.seqlen.kv},
-        "q_per_kv": spec.heads.q_per_kv,
-        "pack_gqa": spec.pack_gqa,
-        "mask": spec.mask,
-        "lse": spec.lse,
-        "cluster": list(spec.cluster),
-        "multicast": spec.multicast,
-    }
-    return [*values.items()]
+    left_out = {"cta_group", "schedule", "tile", "stages"}
+    values = spec_file.spec.model_dump(mode="json", exclude=left_out)
+    values = {"name": spec_file.stem, **values}
+    group = ("q_per_kv", spec_file.spec.heads.q_per_kv)
+    return [group if item[0] == "heads" else item for item in values.items()]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.architecture import Architecture
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from ..spec import SpecFile
 from .protocol import Load, Phase
 
@@ -20,8 +20,8 @@ WARPGROUP_THREADS: Final = 128
 class Number:
     """One constant of the generated file.
 
-    `origin` is "given" (the spec says so), "default", "planned" (chosen here; `reason` says by
-    which rule) or "derived" (`formula`, Python over the constants above it).
+    `origin` is "given" (by `field` of the spec), "planned" (chosen here; `reason` says by which
+    rule) or "derived" (`formula`, Python over the constants above it, was evaluated).
     """
 
     name: str
@@ -30,13 +30,7 @@ class Number:
     origin: str
     formula: str = ""
     reason: str = ""
-
-    @property
-    def line(self) -> str:
-        """The constant as the file's constants block has it."""
-        unit = f" [{self.unit}]" if self.unit else ""
-        formula = f" = {self.formula}" if self.formula else ""
-        return f"{self.name} = {self.value}  #{unit}{formula}"
+    field: str = ""
 
 
 @dataclass(frozen=True)
@@ -166,4 +160,4 @@ def too_much_smem(
         f" {architecture.smem_bytes}: {parts}"
     )
     hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG401", message, hint)])
+    return spec_file.refusal("FG401", field, message, hint)

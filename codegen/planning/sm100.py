@@ -8,10 +8,9 @@ from dataclasses import replace
 from typing import Final
 
 from ..arch import sm100
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
 from ..spec import Spec, SpecFile
 from .kernel_plan import (
-    ELEMENT_BYTES,
     Barrier,
     Columns,
     DevicePlan,
@@ -22,6 +21,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
+from .numbers import derived, given, regions, tuned
 from .sm100_context import Sizes, Traits, template_context
 from .sm100_protocol import loads, phases
 from .sm100_words import statements
@@ -57,9 +57,9 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    derived = tuple(_derived(traits))
-    smem = _smem(spec, sizes)
-    context = template_context(spec_file, sizes, chosen, derived, total(smem))
+    numbers = tuple(derived(_derived(traits), chosen))
+    smem = _smem(traits)
+    context = template_context(spec_file, sizes, chosen, numbers, total(smem))
     kernel = DevicePlan(
         smem=smem,
         tmem=tuple(_tmem(spec, sizes)),
@@ -73,7 +73,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         spec_file=spec_file,
         architecture=sm100.ARCHITECTURE,
         chosen=chosen,
-        derived=derived,
+        derived=numbers,
         kernels=(kernel,),
         statements=tuple(statements(context)),
         context=context,
@@ -95,10 +95,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
         if o <= sizes.halves
     ]
     for choice in choices:
-        if total(_smem(spec, choice)) <= sm100.SMEM_BYTES:
+        if total(_smem(Traits(spec, choice))) <= sm100.SMEM_BYTES:
             return choice
-    regions = _smem(spec, choices[-1])
-    raise too_much_smem(spec_file, sm100.ARCHITECTURE, regions, ("stages", "kv"))
+    smem = _smem(Traits(spec, choices[-1]))
+    raise too_much_smem(spec_file, sm100.ARCHITECTURE, smem, ("stages", "kv"))
 
 
 def _planned_tile_q(spec: Spec) -> int:
@@ -117,8 +117,7 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
             f" at a time: {kv} % {step} = {kv % step}"
         )
         hint = f"set tile: {{kv: {kv - kv % step or step}}}, or leave it out"
-        place = spec_file.locate("tile", "kv")
-        raise SpecError([Diagnostic(place, "FG406", message, hint)])
+        raise spec_file.refusal("FG406", ("tile", "kv"), message, hint)
     needed = sizes.s_stages * kv + sizes.halves * v
     if needed > sm100.TMEM_COLUMNS:
         message = (
@@ -129,8 +128,7 @@ def _check_columns(spec_file: SpecFile, sizes: Sizes) -> None:
         field, hint = (
             ("kv", "a smaller tile.kv") if some_kv_fits else ("q", "leave tile.q out")
         )
-        place = spec_file.locate("tile", field)
-        raise SpecError([Diagnostic(place, "FG405", message, hint)])
+        raise spec_file.refusal("FG405", ("tile", field), message, hint)
 
 
 def _register_parts(tile_kv: int) -> dict[str, int]:
@@ -156,48 +154,22 @@ def _registers_at_launch(sizes: Sizes) -> int:
     return per_thread // 8 * 8 * warpgroups
 
 
-def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
-    qk, v, halves = spec.head_dim.qk, spec.head_dim.v, sizes.halves
-    stages = 2 * halves + 3 * sizes.s_stages + sizes.kv_stages + sizes.o_stages
-    barriers = 2 * sm100.MBARRIER_BYTES * stages
-    address, stats = 4, 4 * sm100.MMA_ROWS * sizes.s_stages
-    shared = " // CLUSTER_SIZE" if spec.cta_group > 1 else ""
-    s_stages = "HALVES" if halves > 1 else "S_STAGES"
-    return (
-        Region(
-            "barriers",
-            barriers,
-            f"2 * 8 * (2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES)",
-        ),
-        Region("address", address, "4"),
-        Region("stats", stats, f"4 * 128 * {s_stages}"),
-        Region(
-            "padding",
-            -(barriers + address + stats) % sm100.SMEM_ALIGN,
-            "to a multiple of SMEM_ALIGN",
-        ),
-        Region(
-            "sQ",
-            sizes.tile_q * qk * ELEMENT_BYTES,
-            f"Q_TX_BYTES{shared} * Q_STAGES",
-            halves,
-            "Q",
-        ),
-        Region(
-            "sKV",
-            sizes.tile_kv * qk * ELEMENT_BYTES // spec.cta_group * sizes.kv_stages,
-            f"K_TX_BYTES{shared} * KV_STAGES",
-            sizes.kv_stages,
-            "K or V",
-        ),
-        Region(
-            "sO",
-            sm100.MMA_ROWS * v * ELEMENT_BYTES * sizes.o_stages,
-            "2 * 128 * HEAD_DIM_V * O_STAGES",
-            sizes.o_stages,
-            "O",
-        ),
-    )
+def _smem(traits: Traits) -> tuple[Region, ...]:
+    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    shared = " // CLUSTER_SIZE" if traits.pair else ""
+    s_stages = "S_STAGES" if traits.by_block else "HALVES"
+    stages = f"2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES"
+    kv, o = sizes.kv_stages, sizes.o_stages
+    rows = [
+        ("barriers", f"2 * 8 * ({stages})", 1, ""),
+        ("address", "4", 1, ""),
+        ("stats", f"4 * 128 * {s_stages}", 1, ""),
+        ("sQ", f"Q_TX_BYTES{shared} * Q_STAGES", sizes.halves, "Q"),
+        ("sKV", f"K_TX_BYTES{shared} * KV_STAGES", kv, "K or V"),
+        ("sO", "2 * 128 * HEAD_DIM_V * O_STAGES", o, "O"),
+    ]
+    numbers = (*chosen, *derived(_derived(traits), chosen))
+    return regions(rows, numbers, sm100.SMEM_ALIGN)
 
 
 def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
@@ -223,138 +195,81 @@ def _too_many_registers(spec_file: SpecFile, sizes: Sizes) -> SpecError:
         f"a softmax thread needs about {sum(parts.values())} registers, sm100 leaves"
         f" {SOFTMAX_REGS[sizes.halves]}: {' + '.join(f'{name} {n}' for name, n in parts.items())}"
     )
-    place = spec_file.locate("tile", "kv")
-    return SpecError([Diagnostic(place, "FG402", message, "a smaller tile.kv")])
+    return spec_file.refusal("FG402", ("tile", "kv"), message, "a smaller tile.kv")
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if spec.heads.q_per_kv > 1:
-        yield Number(
-            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
-        )
-    if traits.cluster_size > 1:
-        what = "CTAs: query tiles of one head"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, what, "given")
-    for name, value, unit, given in (
-        ("TILE_Q", sizes.tile_q, "rows per CTA", spec.tile.q),
-        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
-        ("KV_STAGES", sizes.kv_stages, "tiles of K or V", spec.stages.kv),
-        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", None),
-    ):
-        origin = "given" if given else "planned"
-        yield Number(name, value, unit, origin, reason="" if given else REASONS[name])
+    yield from given(traits)
     softmax, correction, _ = _registers(sizes)
-    planned = [
-        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2"),
-        ("SOFTMAX_REGS", softmax.per_thread, "per thread"),
-        ("CORRECTION_REGS", correction.per_thread, "per thread"),
+    rows = [
+        ("TILE_Q", sizes.tile_q, "rows per CTA", "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
+        ("KV_STAGES", sizes.kv_stages, "tiles of K or V", "stages.kv"),
+        ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", ""),
+        ("SMS_PER_HEAD", SMS_PER_HEAD, "SMs that work on a head at a time", ""),
+        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2", ""),
+        ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
+        ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
-    if traits.causal:
-        unit = "SMs that work on a head at a time"
-        planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
-    for name, value, unit in planned:
-        yield Number(name, value, unit, "planned", reason=REASONS[name])
+    absent = "" if traits.causal else "SMS_PER_HEAD"
+    rows = [row for row in rows if row[0] != absent]
+    yield from tuned(spec, rows, REASONS.__getitem__)
 
 
-def _derived(traits: Traits) -> Iterator[Number]:
-    spec, sizes = traits.spec, traits.sizes
-    qk, v, kv, halves = spec.head_dim.qk, spec.head_dim.v, sizes.tile_kv, sizes.halves
-    *_, others = _registers(sizes)
-    first = 4 * halves
-    ctas = spec.cta_group
+def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula)."""
+    sizes, by_block = traits.sizes, traits.by_block
+    clusters = traits.cluster_size > 1
     whose = " of both CTAs" if traits.pair else ""
     mma_rows = "MMA_ROWS" if traits.pair else "128"
-    parts = "tiles" if traits.by_block else "halves"
-    s_stages = "S_STAGES" if traits.by_block else "HALVES"
-    per_stage, commits = f"bytes per stage{whose}", "commits that free a stage"
-    columns = "columns of tensor memory"
-    rows = [
-        ("HALVES", halves, "of a query tile", "TILE_Q // 128"),
-        (
-            "OTHER_REGS",
-            others.per_thread,
-            "per thread",
-            f"{_registers_at_launch(sizes)} - HALVES * SOFTMAX_REGS - CORRECTION_REGS",
-        ),
-        ("CORRECTION_WARP", first, "the first of four", "4 * HALVES"),
-        ("LOAD_WARP", first + 4, "warp", "CORRECTION_WARP + 4"),
-        ("MMA_WARP", first + 5, "warp", "CORRECTION_WARP + 5"),
-        ("STORE_WARP", first + 6, "warp", "CORRECTION_WARP + 6"),
-        (
-            "THREADS",
-            128 * (halves + _WARPGROUPS_BESIDE_SOFTMAX),
-            "per CTA",
-            "128 * (HALVES + 2)",
-        ),
-        ("Q_STAGES", halves, parts, "HALVES"),
-        ("S_STAGES", sizes.s_stages, "blocks", "2"),
-        ("MMA_ROWS", 128 * ctas, "of both CTAs", "128 * CLUSTER_SIZE"),
-        ("Q_TX_BYTES", 128 * ctas * qk * 2, per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"),
-        ("K_TX_BYTES", kv * qk * 2, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
-        ("V_TX_BYTES", kv * v * 2, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
-        ("KV_RELEASES", traits.cluster_size, commits, "CLUSTER_SIZE"),
-        (
-            "S_RELEASES",
-            (128 if traits.by_block else 256) * ctas,
-            f"threads{whose}: softmax{'' if traits.by_block else ' and correction'}",
-            mma_rows if traits.by_block else f"2 * {mma_rows}",
-        ),
-        ("O_RELEASES", 128 * ctas, f"threads{whose}: correction", mma_rows),
-        (
-            "TAIL_COLUMNS",
-            max(kv // 4, sm100.LOAD_COLUMNS),
-            "of P, the last: PV begins without them",
-            "max(TILE_KV // 4, 32)",
-        ),
-        ("S_COLUMNS", kv, columns, "TILE_KV"),
-        ("O_COLUMNS", v, columns, "HEAD_DIM_V"),
-        ("O_FIRST", sizes.s_stages * kv, columns, f"{s_stages} * S_COLUMNS"),
-        (
-            "TMEM_COLUMNS",
-            _power_of_two(sizes.s_stages * kv + halves * v),
-            "",  # or its line would be too long
-            "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))",
-        ),
-    ]
-    absent = set() if traits.uneven else {"V_TX_BYTES"}
-    absent |= set() if traits.multicast_k else {"KV_RELEASES"}
-    absent |= set() if traits.pair else {"MMA_ROWS", "O_RELEASES"}
-    absent |= set() if traits.by_block else {"S_STAGES"}
-    rows = [row for row in rows if row[0] not in absent]
-    cluster_rows = sizes.tile_q * traits.cluster_size
-    if traits.cluster_size > 1:
-        unit = "rows per cluster"
-        rows.append(("CLUSTER_ROWS", cluster_rows, unit, "TILE_Q * CLUSTER_SIZE"))
+    s_stages = "S_STAGES" if by_block else "HALVES"
+    per_stage, columns = f"bytes per stage{whose}", "columns of tensor memory"
+    yield "HALVES", "of a query tile", "TILE_Q // 128"
+    registers = _registers_at_launch(sizes)
+    formula = f"{registers} - HALVES * SOFTMAX_REGS - CORRECTION_REGS"
+    yield "OTHER_REGS", "per thread", formula
+    yield "CORRECTION_WARP", "the first of four", "4 * HALVES"
+    yield "LOAD_WARP", "warp", "CORRECTION_WARP + 4"
+    yield "MMA_WARP", "warp", "CORRECTION_WARP + 5"
+    yield "STORE_WARP", "warp", "CORRECTION_WARP + 6"
+    yield "THREADS", "per CTA", "128 * (HALVES + 2)"
+    yield "Q_STAGES", "tiles" if by_block else "halves", "HALVES"
+    if by_block:
+        yield "S_STAGES", "blocks", f"{sizes.s_stages}"
+    if traits.pair:
+        yield "MMA_ROWS", "of both CTAs", "128 * CLUSTER_SIZE"
+    yield "Q_TX_BYTES", per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
+    if traits.uneven:
+        yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
+    if traits.multicast_k:
+        yield "KV_RELEASES", "commits that free a stage", "CLUSTER_SIZE"
+    threads = f"threads{whose}: "
+    if by_block:
+        yield "S_RELEASES", f"{threads}softmax", mma_rows
+    else:
+        yield "S_RELEASES", f"{threads}softmax and correction", f"2 * {mma_rows}"
+    if traits.pair:
+        yield "O_RELEASES", f"{threads}correction", mma_rows
+    tail = "of P, the last: PV begins without them"
+    yield "TAIL_COLUMNS", tail, f"max(TILE_KV // 4, {sm100.LOAD_COLUMNS})"
+    yield "S_COLUMNS", columns, "TILE_KV"
+    yield "O_COLUMNS", columns, "HEAD_DIM_V"
+    yield "O_FIRST", columns, f"{s_stages} * S_COLUMNS"
+    # With a unit its line would be too long.
+    yield "TMEM_COLUMNS", "", "2 ** math.ceil(math.log2(O_FIRST + HALVES * O_COLUMNS))"
+    if clusters:
+        yield "CLUSTER_ROWS", "rows per cluster", "TILE_Q * CLUSTER_SIZE"
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // cluster_rows)
-        unit = "clusters along a head" if traits.cluster_size > 1 else "per head"
-        of_cluster = "CLUSTER_ROWS" if traits.cluster_size > 1 else "TILE_Q"
-        formula = f"-(-SEQLEN_Q // {of_cluster})"
-        rows.append(("Q_TILES", tiles, unit, formula))
+        unit = "clusters along a head" if clusters else "per head"
+        tile = "CLUSTER_ROWS" if clusters else "TILE_Q"
+        yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
     if traits.seqlen_kv is not None and not traits.causal:
-        blocks = -(-traits.seqlen_kv // kv)
-        rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
+        yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
         if traits.masks:
-            masked, formula = blocks - traits.seqlen_kv // kv, "SEQLEN_KV // TILE_KV"
             unit = "that the end of K crosses"
-            rows.append(("MASKED_BLOCKS", masked, unit, f"KV_BLOCKS - {formula}"))
-    for name, value, unit, formula in rows:
-        yield Number(name, value, unit, "derived", formula)
-
-
-def _power_of_two(columns: int) -> int:
-    """The least that can be allocated and has so many columns."""
-    size = sm100.TMEM_LEAST
-    while size < columns:
-        size *= 2
-    return size
+            yield "MASKED_BLOCKS", unit, "KV_BLOCKS - SEQLEN_KV // TILE_KV"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:

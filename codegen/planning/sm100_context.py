@@ -82,7 +82,6 @@ def template_context(
     """Return every name that the templates under sm100/ and common/ read, but the digests."""
     spec = spec_file.spec
     traits = Traits(spec, sizes)
-    rows = sm100.MMA_ROWS * spec.cta_group
     mma_warp = 4 * sizes.halves + 5
     items = (("cta_group", spec.cta_group), ("schedule", spec.schedule))
     (columns,) = (number.value for number in derived if number.name == "TMEM_COLUMNS")
@@ -102,8 +101,7 @@ def template_context(
         "by_block": traits.by_block,
         "mma_warp": mma_warp,
         "tmem_threads": 32 * mma_warp,  # all warps before it, but the load warp
-        "mma_rows": "MMA_ROWS" if traits.pair else str(rows),
-        "mma_m": rows,
+        "mma_m": sm100.MMA_ROWS * spec.cta_group,
         "tile_kv": sizes.tile_kv,
         "one_box": traits.one_box,
         "uneven": traits.uneven,

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 from ..arch import sm90
-from ..errors import Diagnostic, SpecError
+from ..errors import SpecError
+from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..spec import Spec, SpecFile
+from ..specfile import FieldPath
 from .kernel_plan import (
     ELEMENT_BYTES,
     Barrier,
@@ -21,6 +24,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
+from .numbers import derived, given, regions, tuned
 from .sm90_context import Sizes, Traits, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
@@ -50,10 +54,10 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    derived = tuple(_derived(traits))
-    smem = _smem(spec, sizes)
+    numbers = tuple(derived(_derived(traits), chosen))
+    smem = _smem(traits)
     barriers = tuple(_barriers(traits))
-    context = template_context(spec_file, sizes, chosen, derived, barriers, total(smem))
+    context = template_context(spec_file, sizes, chosen, numbers, barriers, total(smem))
     kernel = DevicePlan(
         smem=smem,
         tmem=(),
@@ -67,9 +71,9 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         spec_file=spec_file,
         architecture=sm90.ARCHITECTURE,
         chosen=chosen,
-        derived=derived,
+        derived=numbers,
         kernels=(kernel,),
-        statements=tuple(statements(context)),
+        statements=tuple(statements(traits, context)),
         context=context,
     )
 
@@ -82,8 +86,9 @@ def _choose(spec_file: SpecFile) -> Sizes:
     spec = spec_file.spec
     tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
     kv_tiles = _kv_tiles(spec_file)
-    if spec.pack_gqa and tile_q % spec.heads.q_per_kv:
-        raise _groups_in_pieces(spec_file, tile_q, kv_tiles[-1])
+    if cut_group(spec, tile_q):
+        others = _query_tiles(spec, kv_tiles[-1])
+        raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
     budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
@@ -91,7 +96,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
 
     def fits(sizes: Sizes) -> bool:
-        return total(_smem(spec, sizes)) <= sm90.SMEM_BYTES
+        return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
 
     choices = [
         Sizes(tile_q, tile_kv, q_stages, *KV_STAGES[-1])
@@ -104,8 +109,8 @@ def _choose(spec_file: SpecFile) -> Sizes:
     depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
     sizes = next(filter(fits, depths_of), depths_of[-1])
     if not fits(sizes):
-        regions, field = _smem(spec, sizes), _largest_given(spec)
-        raise too_much_smem(spec_file, sm90.ARCHITECTURE, regions, field)
+        smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
+        raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field)
     return sizes
 
 
@@ -136,8 +141,7 @@ def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
         f" {', '.join(stages)}"
     )
     hint = "set tile.kv to a multiple of 32, or leave it out"
-    place = spec_file.locate("tile", "kv")
-    return SpecError([Diagnostic(place, "FG407", message, hint)])
+    return spec_file.refusal("FG407", ("tile", "kv"), message, hint)
 
 
 def _ways_out(spec_file: SpecFile) -> list[int]:
@@ -149,16 +153,17 @@ def _ways_out(spec_file: SpecFile) -> list[int]:
     if ways:
         return ways
     message = "; ".join(f"stages.q: {n} {why}" for n, why in against.items())
-    place, hint = spec_file.locate("head_dim"), "set head_dim.v to a multiple of 32"
+    field: FieldPath = ("head_dim",)
+    hint = "set head_dim.v to a multiple of 32"
     if spec.stages.q and not _against(spec, 3 - spec.stages.q):
-        place = spec_file.locate("stages", "q")
+        field = ("stages", "q")
         hint = f"set stages: {{q: {3 - spec.stages.q}}}, or leave it out"
-    raise SpecError([Diagnostic(place, "FG404", message, hint)])
+    raise spec_file.refusal("FG404", field, message, hint)
 
 
 def _against(spec: Spec, q_stages: int) -> str:
     """Why O cannot leave: by TMA from a stage of Q if there are two, else from registers."""
-    qk, v, heads = spec.head_dim.qk, spec.head_dim.v, spec.heads.q_per_kv
+    qk, v = spec.head_dim.qk, spec.head_dim.v
     rows = sm90.WARPGROUP_ROWS
     if q_stages == 1 and v % STORE_COLUMNS:
         return (
@@ -169,11 +174,8 @@ def _against(spec: Spec, q_stages: int) -> str:
         return (
             f"stores O from the stage of its Q, but head_dim.v {v} > head_dim.qk {qk}"
         )
-    if q_stages == 2 and spec.pack_gqa and rows % heads:
-        return (
-            f"stores O by TMA, {rows} rows of a warpgroup at a time, but pack_gqa: true needs"
-            f" whole groups of {heads} heads (heads.q_per_kv): {rows} % {heads} = {rows % heads}"
-        )
+    if q_stages == 2 and (why := cut_group(spec, rows)):
+        return f"stores O by TMA, {rows} rows of a warpgroup at a time, but {why}"
     return ""
 
 
@@ -196,41 +198,21 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     }
 
 
-def _smem(spec: Spec, sizes: Sizes) -> tuple[Region, ...]:
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    barriers = (
-        2 * sm90.MBARRIER_BYTES * (sizes.q_stages + sizes.k_stages + sizes.v_stages)
-    )
-    padding = -barriers % sm90.SMEM_ALIGN
-    return (
-        Region(
-            "barriers",
-            barriers,
-            "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)",
-        ),
-        Region("padding", padding, "to a multiple of SMEM_ALIGN"),
-        Region(
+def _smem(traits: Traits) -> tuple[Region, ...]:
+    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    rows = [
+        ("barriers", "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)", 1, ""),
+        (
             "sQ",
-            sizes.tile_q * qk * ELEMENT_BYTES * sizes.q_stages,
             "Q_TX_BYTES * Q_STAGES",
             sizes.q_stages,
-            "Q, then O" if sizes.q_stages == 2 else "Q",
+            "Q, then O" if traits.cross_tile else "Q",
         ),
-        Region(
-            "sK",
-            sizes.tile_kv * qk * ELEMENT_BYTES * sizes.k_stages,
-            "K_TX_BYTES * K_STAGES",
-            sizes.k_stages,
-            "K",
-        ),
-        Region(
-            "sV",
-            sizes.tile_kv * v * ELEMENT_BYTES * sizes.v_stages,
-            "V_TX_BYTES * V_STAGES",
-            sizes.v_stages,
-            "V",
-        ),
-    )
+        ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
+        ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
+    ]
+    numbers = (*chosen, *derived(_derived(traits), chosen))
+    return regions(rows, numbers, sm90.SMEM_ALIGN)
 
 
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
@@ -245,7 +227,7 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecE
     ways = ["a smaller tile.kv"] if spec.tile.kv else []
     ways += ["tile.q 128"] if tile_q > 128 else []
     hint = " or ".join(ways)
-    return SpecError([Diagnostic(spec_file.locate(*field), "FG402", message, hint)])
+    return spec_file.refusal("FG402", field, message, hint)
 
 
 def _largest_given(spec: Spec) -> tuple[str, ...]:
@@ -258,63 +240,32 @@ def _largest_given(spec: Spec) -> tuple[str, ...]:
     return ("head_dim",)
 
 
-def _groups_in_pieces(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
-    spec = spec_file.spec
-    heads = spec.heads.q_per_kv
-    message = (
-        f"pack_gqa: true fills a query tile with whole groups of {heads} heads"
-        f" (heads.q_per_kv), but its rows (tile.q) are {tile_q}: {tile_q} % {heads} ="
-        f" {tile_q % heads}"
-    )
+def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
+    """Rows of the query tiles whose threads have registers for a KV tile."""
     needed = sum(_register_parts(spec, tile_kv).values())
-    tiles = [
+    return [
         warpgroups * sm90.WARPGROUP_ROWS
         for warpgroups, split in sm90.REGISTERS.items()
         if needed <= split.consumer
     ]
-    holding = [f"tile: {{q: {n}}}" for n in tiles if n % heads == 0]
-    hint = " or ".join([*holding, "pack_gqa: false"])
-    field = ("tile", "q") if spec.tile.q else ("pack_gqa",)
-    place = spec_file.locate(*field)
-    return SpecError([Diagnostic(place, "FG403", message, f"set {hint}")])
 
 
 def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
-    yield Number("HEAD_DIM_QK", spec.head_dim.qk, "elements", "given")
-    yield Number("HEAD_DIM_V", spec.head_dim.v, "elements", "given")
-    if traits.seqlen_q is not None:
-        unit = "positions" if traits.pack_gqa else "rows"
-        yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
-    if traits.seqlen_kv is not None:
-        yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
-    if spec.heads.q_per_kv > 1:
-        yield Number(
-            "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
-        )
-    if traits.cluster_size > 1:
-        along_q = spec.cluster[0] > 1
-        what = "query heads of one KV head"
-        if along_q:
-            what = f"query tiles of one {traits.tiled_head}"
-        yield Number("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {what}", "given")
-    per_cta = "rows per CTA"
-    if traits.pack_gqa:
-        per_cta += ": positions x heads"
-    for name, value, unit, given in (
-        ("TILE_Q", sizes.tile_q, per_cta, spec.tile.q),
-        ("TILE_KV", sizes.tile_kv, "rows per stage", spec.tile.kv),
-        ("Q_STAGES", sizes.q_stages, "tiles", spec.stages.q),
-        ("K_STAGES", sizes.k_stages, "tiles", spec.stages.kv),
-        ("V_STAGES", sizes.v_stages, "tiles", spec.stages.v or spec.stages.kv),
-    ):
-        origin = "given" if given else "planned"
-        reason = "" if given else _reason(spec, name)
-        yield Number(name, value, unit, origin, reason=reason)
+    yield from given(traits)
+    per_cta = f"rows per CTA{': positions x heads' if traits.packed else ''}"
+    stages_v = "stages.v" if spec.stages.v else "stages.kv"
+    rows = [
+        ("TILE_Q", sizes.tile_q, per_cta, "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
+        ("Q_STAGES", sizes.q_stages, "tiles", "stages.q"),
+        ("K_STAGES", sizes.k_stages, "tiles", "stages.kv"),
+        ("V_STAGES", sizes.v_stages, "tiles", stages_v),
+    ]
     if traits.causal:
-        name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
-        yield Number(name, sms, unit, "planned", reason=REASONS[name])
+        rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
+    yield from tuned(spec, rows, partial(_reason, spec))
 
 
 def _reason(spec: Spec, name: str) -> str:
@@ -325,55 +276,35 @@ def _reason(spec: Spec, name: str) -> str:
     return REASONS[name]
 
 
-def _derived(traits: Traits) -> Iterator[Number]:
-    spec, sizes = traits.spec, traits.sizes
-    qk, v = spec.head_dim.qk, spec.head_dim.v
-    warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = sm90.REGISTERS[warpgroups]
-    k_bytes = sizes.tile_kv * qk * ELEMENT_BYTES
-    v_bytes = sizes.tile_kv * v * ELEMENT_BYTES
+def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula)."""
     per_thread, per_stage = "per thread", "bytes per stage"
-    rows = [
-        ("WARPGROUPS", warpgroups, "that compute", "TILE_Q // 64"),
-        ("THREADS", 128 * (warpgroups + 1), "per CTA", "128 * (WARPGROUPS + 1)"),
-        ("CONSUMER_REGS", split.consumer, per_thread, _by_warpgroups("consumer")),
-        ("PRODUCER_REGS", split.producer, per_thread, _by_warpgroups("producer")),
-        ("Q_TX_BYTES", sizes.tile_q * qk * 2, per_stage, "TILE_Q * HEAD_DIM_QK * 2"),
-        ("K_TX_BYTES", k_bytes, per_stage, "TILE_KV * HEAD_DIM_QK * 2"),
-        ("V_TX_BYTES", v_bytes, per_stage, "TILE_KV * HEAD_DIM_V * 2"),
-    ]
-    if traits.cross_tile:
-        rows.append(("Q_RELEASES", warpgroups, "warps that free a stage", "WARPGROUPS"))
-    else:
-        q_releases, formula = 4 * warpgroups, "4 * WARPGROUPS"
-        rows.append(("Q_RELEASES", q_releases, "warps that free a stage", formula))
-    for name, shared in (
-        ("K_RELEASES", traits.multicast_k),
-        ("V_RELEASES", traits.multicast_v),
-    ):
-        ctas = traits.cluster_size if shared else 1
-        formula = "4 * WARPGROUPS * CLUSTER_SIZE" if shared else "4 * WARPGROUPS"
-        rows.append((name, 4 * warpgroups * ctas, "warps that free a stage", formula))
-    along_q = spec.cluster[0] > 1
+    frees = "warps that free a stage"
+    yield "WARPGROUPS", "that compute", "TILE_Q // 64"
+    yield "THREADS", "per CTA", "128 * (WARPGROUPS + 1)"
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
+    yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * 2"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
+    yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
+    yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else "4 * WARPGROUPS"
+    for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
+        ctas = " * CLUSTER_SIZE" if shared else ""
+        yield f"{name}_RELEASES", frees, f"4 * WARPGROUPS{ctas}"
+    along_q = traits.spec.cluster[0] > 1
     tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
-    positions = traits.tile_positions * spec.cluster[0]
-    if traits.pack_gqa:
-        tile, unit = "TILE_POSITIONS", "query positions per CTA"
-        rows.append((tile, traits.tile_positions, unit, "TILE_Q // Q_PER_KV"))
-    if traits.pack_gqa and along_q:
-        tile, unit = "CLUSTER_POSITIONS", "query positions per cluster"
-        rows.append((tile, positions, unit, "TILE_POSITIONS * CLUSTER_SIZE"))
+    if traits.packed:
+        tile = "TILE_POSITIONS"
+        yield tile, "query positions per CTA", "TILE_Q // Q_PER_KV"
+    if traits.packed and along_q:
+        tile = "CLUSTER_POSITIONS"
+        yield tile, "query positions per cluster", "TILE_POSITIONS * CLUSTER_SIZE"
     if traits.seqlen_q is not None:
-        tiles = -(-traits.seqlen_q // positions)
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"
-        rows.append(("Q_TILES", tiles, unit, f"-(-SEQLEN_Q // {tile})"))
+        yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
     if traits.seqlen_kv is not None and not traits.causal:
-        blocks = -(-traits.seqlen_kv // sizes.tile_kv)
-        unit = "per query tile"
-        rows.append(("KV_BLOCKS", blocks, unit, "-(-SEQLEN_KV // TILE_KV)"))
-    for name, value, unit, formula in rows:
-        yield Number(name, value, unit, "derived", formula)
+        yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
 
 
 def _by_warpgroups(role: str) -> str:

@@ -76,7 +76,7 @@ class Traits(shared.Traits):
         rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
-        alone = self.cluster_size == 1 and not self.pack_gqa
+        alone = self.cluster_size == 1 and not self.packed
         return self.causal and alone and rows >= block and fits
 
     @property

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import words
+from .traits import Traits
 
 
-def statements(has: Mapping[str, Any]) -> Iterator[str]:
+def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
-    yield from _tile_statements(has)
+    yield from _tile_statements(traits, has)
     if has["causal"]:
-        query = "position" if has["pack_gqa"] else "row"
+        query = "position" if traits.packed else "row"
         yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
     yield from _block_statements(has)
     yield "A row may have no finite score so far: its maximum is then the least float, and P is 0."
@@ -30,15 +31,15 @@ def _output_statement(has: Mapping[str, Any]) -> str:
     return f"O is stored from registers, 16 bytes a thread, {tail}."
 
 
-def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
+def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     owner = "cluster" if has["cluster_size"] > 1 else "CTA"
-    head = "KV head" if has["pack_gqa"] else "head"
+    head = traits.tiled_head
     order = words.order_of_tiles(has, head)
     yield f"Persistent: each {owner} takes a tile per wave, {order}."
     if has["causal"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    if has["pack_gqa"]:
+    if traits.packed:
         yield "Rows of a query tile are (position, head of the group), heads fastest."
     if has["cluster_size"] > 1:
         along = (

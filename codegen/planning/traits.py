@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..features.gqa import heads_of_tile
 from ..spec import Spec
 
 
@@ -34,20 +35,19 @@ class Traits:
         return self.spec.schedule == "persistent"
 
     @property
-    def pack_gqa(self) -> bool:
+    def packed(self) -> bool:
         """Rows of a query tile are (position, head of the group), heads fastest."""
-        return self.spec.pack_gqa
+        return heads_of_tile(self.spec) > 1
 
     @property
     def tile_positions(self) -> int:
         """Query positions of a tile: as many as rows, unless heads are rows too."""
-        heads = self.spec.heads.q_per_kv if self.pack_gqa else 1
-        return self.sizes.tile_q // heads
+        return self.sizes.tile_q // heads_of_tile(self.spec)
 
     @property
     def tiled_head(self) -> str:
         """Whose rows a query tile has."""
-        return "KV head" if self.pack_gqa else "head"
+        return "KV head" if self.packed else "head"
 
     @property
     def seqlen_q(self) -> int | None:

@@ -66,7 +66,7 @@ def load(spec_file: SpecFile, generated: Path) -> Kernel:
         raise CheckFailed(f"{kernel}: not there; build it first") from error
     found = plan.resolve(spec_file)
     stated = render.stated_digests(text)
-    numbers = [number.line for number in (*found.chosen, *found.derived)]
+    numbers = [render.constant(number) for number in (*found.chosen, *found.derived)]
     if (
         stated is None
         or stated.spec != spec_file.digest[:SPEC_DIGITS]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import cli, evidence, records, render
+from fmha_gen import cli, evidence, records, render, schema
 from fmha_gen.picture import page
-from fmha_gen.spec import Spec, load_specs
+from fmha_gen.spec import load_specs
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -25,16 +25,26 @@ SPECS = ROOT / "codegen" / "docs" / "specs.md"
 TABLE = ROOT / "generated" / "README.md"
 DOCUMENTS = (README, TABLE, ROOT / "CONTRIBUTING.md", *ROOT.glob("codegen/docs/*.md"))
 MOST_LINES = 160  # of the README
-BEGIN, END = "<!-- evidence: begin -->\n", "<!-- evidence: end -->\n"
 
 
-def parts() -> tuple[str, str, str]:
-    """The text before the evidence table, the table, and the text after it."""
-    text = TABLE.read_text()
-    assert (text.count(BEGIN), text.count(END)) == (1, 1)
-    before, _, rest = text.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    return before, table, after
+def between(name: str, file: Path) -> re.Match[str]:
+    """The only table of that name: the text before it, the table, and the text after it."""
+    begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
+    (found,) = re.finditer(
+        rf"\A(.*{begin})(.*)({end}.*)\Z", file.read_text(), re.DOTALL
+    )
+    return found
+
+
+def check_table(name: str, file: Path, expected: str) -> None:
+    """Assert that a table is the expected one, or write it and print what changed."""
+    before, shown, after = between(name, file).groups()
+    if shown != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
+        lines = shown.splitlines(), expected.splitlines()
+        print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
+        file.write_text(before + expected + after)
+        return
+    assert shown == expected
 
 
 def blocks(language: str) -> list[str]:
@@ -55,14 +65,14 @@ def first_column(file: Path, title: str) -> list[str]:
 
 
 def test_evidence_is_that_of_the_records() -> None:
-    before, shown, after = parts()
     expected = evidence.table(evidence.load(ROOT / "generated"))
-    if shown != expected and os.environ.get("FMHA_GEN_ACCEPT") == "1":
-        lines = shown.splitlines(), expected.splitlines()
-        print("\n".join(difflib.unified_diff(*lines, "old", "new", lineterm="")))
-        TABLE.write_text(before + BEGIN + expected + END + after)
-        return
-    assert shown == expected
+    check_table("evidence", TABLE, expected)
+
+
+def test_the_manual_of_a_spec_is_made_of_the_features() -> None:
+    shown = [each.spec for each in load_specs([ROOT / "specs"])]
+    check_table("fields", SPECS, schema.fields_table(shown))
+    check_table("relations", SPECS, schema.relations_table())
 
 
 def test_the_first_example_prints_what_it_shows() -> None:
@@ -134,12 +144,8 @@ def test_the_picture_is_of_the_kernel_as_it_is() -> None:
 
 def test_every_kernel_is_in_the_evidence() -> None:
     stems = [path.stem for path in sorted((ROOT / "specs").glob("*.yaml"))]
-    shown = re.findall(r"^\| `(\w+)`", parts()[1], re.MULTILINE)
+    shown = re.findall(r"^\| `(\w+)`", between("evidence", TABLE)[2], re.MULTILINE)
     assert shown == stems
-
-
-def test_every_field_of_a_spec_is_explained() -> None:
-    assert first_column(SPECS, "field") == list(Spec.model_fields)
 
 
 def test_every_command_is_explained() -> None:

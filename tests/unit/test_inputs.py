@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -222,8 +223,8 @@ def test_second_rows_are_those_of_the_tiles():
     """The first row of a thread has negative queries: rows 0 to 7 of 16."""
     case = Case("x", 1, 2, 9, 40, data="second_rows")
     for heads, packed in ((1, False), (4, False), (4, True), (16, True)):
-        spec = {**SPEC, "q_per_kv": heads} | ({"pack_gqa": True} if packed else {})
-        q = values(spec, TILES, case)["q"]
+        tiles = replace(TILES, packed=heads if packed else 1)
+        q = values({**SPEC, "q_per_kv": heads}, tiles, case)["q"]
         for row, head in np.ndindex(9, 2 * heads):
             in_tile = row * heads + head % heads if packed else row
             assert ((q[:, row, head] <= 0) == (in_tile % 16 < 8)).all()

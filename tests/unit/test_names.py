@@ -74,7 +74,7 @@ def test_true_names(fields: dict[str, Any], stem: str) -> None:
         (FIXED, "x_q1", "x_q4096"),
         (MIXED, "x_s64", "x_q64_kv4096"),
         (MIXED, "x_mha_gqa8", "x_gqa4"),
-        (SHARED, "c1x2_mck_t128x128", "c2x1_mckv_t128x64"),
+        (SHARED, "c1x2_mck_t128x128", "c2x1_kvmc_t128x64"),
         (SHARED, "x_kmc", "x_kvmc"),
         (PLAIN, "x_pack", "x"),
         (MIXED, "x_gqa4_pack", "x_gqa4"),

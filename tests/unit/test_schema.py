@@ -4,12 +4,16 @@
 from __future__ import annotations
 
 import itertools
+import re
 from typing import Any
 
 import pytest
 import yaml
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.spec import Spec, schema
+from fmha_gen.features import FEATURES
+from fmha_gen.features.feature import Feature, Relation, said
+from fmha_gen.schema import schema
+from fmha_gen.spec import Spec
 from pydantic import ValidationError
 from support import SPECS
 
@@ -27,12 +31,15 @@ AXES: dict[str, tuple[Any, ...]] = {
 }
 
 
+# As `pack_gqa: true`, or `cluster is [1, 1]`.
+FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S")
+
+
 def holds(rule: Any, data: Any) -> bool:
     """The part of JSON Schema that rules across fields are made of."""
-    if isinstance(rule, bool):
-        return rule
-    known = {"if", "then", "allOf", "properties", "required", "enum", "const"}
-    assert rule.keys() <= known | {"minimum", "multipleOf"}, rule
+    known = {"if", "then", "allOf", "anyOf", "properties", "required", "enum"}
+    assert rule.keys() <= known | {"not", "type"}, rule
+    assert rule.get("type", "object") == "object" and rule.get("not", {}) == {}
     if "if" in rule and holds(rule["if"], data) and not holds(rule["then"], data):
         return False
     if isinstance(data, dict):
@@ -43,19 +50,21 @@ def holds(rule: Any, data: Any) -> bool:
             return False
     return (
         all(holds(each, data) for each in rule.get("allOf", ()))
+        and ("anyOf" not in rule or any(holds(each, data) for each in rule["anyOf"]))
         and data in rule.get("enum", [data])
-        and data == rule.get("const", data)
-        and ("minimum" not in rule or data >= rule["minimum"])
-        and ("multipleOf" not in rule or data % rule["multipleOf"] == 0)
+        and (isinstance(data, dict) or "type" not in rule)
+        and "not" not in rule
     )
 
 
-def accepted(data: dict[str, Any]) -> bool:
+def refusals(data: dict[str, Any]) -> list[str]:
+    """What the tool says of the fields together; nothing when it takes them."""
     try:
         Spec.model_validate(data)
-    except ValidationError:
-        return False
-    return True
+    except ValidationError as error:
+        (only,) = error.errors()
+        return [violation.message for violation in only["ctx"]["violations"]]
+    return []
 
 
 def test_rules_across_fields_are_the_tools() -> None:
@@ -65,9 +74,11 @@ def test_rules_across_fields_are_the_tools() -> None:
         given = dict(zip(AXES, values, strict=True))
         data = {key: value for key, value in given.items() if value is not None}
         data |= {"op": "fmha_fwd", "dtype": "bf16"}
-        verdict = accepted(data)
-        assert holds(rules, data) == verdict, data
-        seen[verdict] += 1
+        said = refusals(data)
+        assert holds(rules, data) == (not said), data
+        seen[not said] += 1
+        for message in said:
+            assert len(FIELD.findall(message)) >= 2, message
     assert min(seen.values()) > 100, seen
 
 
@@ -81,3 +92,60 @@ def test_shipped_specs_hold(arch: str) -> None:
 
 def test_has_a_name() -> None:
     assert schema()["$id"] == "urn:fmha-gen:spec"
+
+
+def test_a_relation_may_be_about_a_field_with_a_short_form(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a kernel that is generated for one length of Q, and any of K, where it is causal."""
+    relation = Relation(["dynamic"], {"seqlen.q": [64], "mask": ["causal"]})
+    features = [*FEATURES, Feature("seqlen.kv", relations=[relation])]
+    for module in ("fmha_gen.schema.FEATURES", "fmha_gen.spec.FEATURES"):
+        monkeypatch.setattr(module, features)
+    rules, seen = {"allOf": schema()["allOf"]}, set()
+    lengths = ("dynamic", 64, 7, {"q": 64}, {"kv": 64}, {"q": 64, "kv": 7}, {})
+    for seqlen, mask in itertools.product(lengths, ("causal", "none")):
+        data = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": 64}
+        data |= {"seqlen": seqlen, "mask": mask}
+        said = refusals(data)
+        assert holds(rules, data) == (not said), data
+        seen |= {*said}
+    assert seen == {
+        f"seqlen.kv: {kv} is not generated for seqlen.q: 64 with mask: causal"
+        for kv in (64, 7)
+    }
+
+
+def test_every_field_is_a_feature() -> None:
+    """What is a field of the model and no feature has no words, no flag and no relation."""
+    features = {feature.path.partition(".")[0] for feature in FEATURES}
+    assert features == set(Spec.model_fields)
+
+
+def test_every_relation_is_about_fields_and_values_that_there_are() -> None:
+    """A relation that names another never holds, and refuses nothing."""
+    relations = [(one.path, each) for one in FEATURES for each in one.relations]
+    assert relations
+    for path, relation in relations:
+        for name, values in {path: relation.takes, **relation.beside}.items():
+            model, _, inner = name.partition(".")
+            for value in values:
+                fields = (
+                    {} if value is None else {model: {inner: value} if inner else value}
+                )
+                base = {
+                    "arch": "sm90",
+                    "op": "fmha_fwd",
+                    "dtype": "bf16",
+                    "head_dim": 64,
+                }
+                try:
+                    spec = Spec.model_validate(base | fields)
+                except ValidationError as error:
+                    (only,) = error.errors()
+                    assert only["type"] == "rules", (
+                        name,
+                        value,
+                    )  # of the fields together
+                else:
+                    assert said(spec, name) == value

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from fmha_gen.errors import Location
-from fmha_gen.spec import Spec, load_specs, schema
+from fmha_gen.schema import schema
+from fmha_gen.spec import Spec, load_specs
 from pydantic import ValidationError
 
 MINIMAL: dict[str, Any] = {
@@ -170,8 +171,8 @@ def test_schema_states_what_is_accepted() -> None:
     assert fields["cluster"]["enum"] == [[1, 1], [2, 1], [1, 2]]
     number, pair = fields["head_dim"]["anyOf"]
     assert (number["minimum"], number["maximum"], number["multipleOf"]) == (32, 256, 16)
-    assert pair == {"$ref": "#/$defs/HeadDim"}
-    kv = stated["$defs"]["Tile"]["properties"]["kv"]
+    assert pair == {"$ref": "#/$defs/HeadDims"}
+    kv = stated["$defs"]["TileRows"]["properties"]["kv"]
     assert (kv["minimum"], kv["maximum"], kv["multipleOf"]) == (16, 256, 16)
     assert "null" not in str(stated) and "None" not in str(stated)
     for block in stated["$defs"].values():

@@ -66,7 +66,7 @@ def test_a_misspelt_word_is_still_guessed() -> None:
 
 def test_pairs_take_what_one_cta_does_not() -> None:
     text = told(arch="sm100", head_dim="256")
-    assert "or take cta_group: 2 with cluster: [2, 1]" in text
+    assert "256 is generated for cta_group: 2 with cluster: [2, 1]" in text
 
 
 def test_a_path_that_is_not_there(

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and parts of shared memory from their formulas."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+
+from ..features.feature import said
+from ..spec import Spec
+from .kernel_plan import Number, Region
+from .traits import Traits
+
+
+def given(traits: Traits) -> Iterator[Number]:
+    """Yield the constants that a spec alone decides, on any architecture."""
+    spec = traits.spec
+    positions = "positions" if traits.packed else "rows"
+    ctas = "query heads of one KV head"
+    if spec.cluster[0] > 1:
+        ctas = f"query tiles of one {traits.tiled_head}"
+    for name, value, unit, path in (
+        ("HEAD_DIM_QK", spec.head_dim.qk, "elements", "head_dim.qk"),
+        ("HEAD_DIM_V", spec.head_dim.v, "elements", "head_dim.v"),
+        ("SEQLEN_Q", traits.seqlen_q, positions, "seqlen.q"),
+        ("SEQLEN_KV", traits.seqlen_kv, "rows", "seqlen.kv"),
+        ("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "heads.q_per_kv"),
+        ("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {ctas}", "cluster"),
+    ):
+        if value is not None and (name, value) not in (
+            ("Q_PER_KV", 1),
+            ("CLUSTER_SIZE", 1),
+        ):
+            yield Number(name, value, unit, "given", field=path)
+
+
+def tuned(
+    spec: Spec, rows: Iterable[tuple[str, int, str, str]], why: Callable[[str], str]
+) -> Iterator[Number]:
+    """Yield a constant for each (name, value, unit, field), planned where the spec has no such."""
+    for name, value, unit, path in rows:
+        if path and said(spec, path) is not None:
+            yield Number(name, value, unit, "given", field=path)
+        else:
+            yield Number(name, value, unit, "planned", reason=why(name))
+
+
+def derived(
+    rows: Iterable[tuple[str, str, str]], chosen: Iterable[Number]
+) -> Iterator[Number]:
+    """Yield a constant for each (name, unit, formula), evaluated over those before it."""
+    values = {number.name: number.value for number in chosen}
+    for name, unit, formula in rows:
+        values[name] = eval(formula, {"math": math}, values)
+        yield Number(name, values[name], unit, "derived", formula)
+
+
+def regions(
+    rows: Iterable[tuple[str, str, int, str]], numbers: Iterable[Number], align: int
+) -> tuple[Region, ...]:
+    """Return parts of shared memory from (name, formula, stages, what each of these holds).
+
+    Padding to a multiple of `align` bytes comes before the first one that holds something.
+    """
+    values = {number.name: number.value for number in numbers}
+    made: list[Region] = []
+    for name, formula, stages, holds in rows:
+        if holds and not any(region.holds for region in made):
+            padding = -sum(region.nbytes for region in made) % align
+            made.append(Region("padding", padding, "to a multiple of SMEM_ALIGN"))
+        made.append(Region(name, eval(formula, {}, values), formula, stages, holds))
+    return tuple(made)
