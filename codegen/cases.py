@@ -387,7 +387,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "columns", 2 * block, kv_heads=math.ceil(4 / spec["q_per_kv"]), data="columns"
     )
-    if masks.of_spec(spec).right_edge:
+    if masks.of_spec(spec).right is not None:
         yield case("future", 2 * block + 5, data="future")
     yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
@@ -411,7 +411,7 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
     For less rows than a query tile has, and for more.
     """
-    moves = masks.of_spec(spec).right_edge
+    moves = masks.of_spec(spec).right is not None
     below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
     kinds = [("below", below, moves), ("above", above, moves)]
     kinds += [("tail", min(5, tiles.positions), False)] * moves

@@ -2,7 +2,7 @@
 """A mask as a range of keys for every query row, and the KV blocks that follow from it.
 
 A mask is a conjunction of atoms, comparisons of forms that are affine in ``q``, ``kv`` and the two
-lengths: ``(kv <= q) & (q - kv <= 1023)``. ``kv`` is a key, ``q`` the position of a query among the
+lengths: ``(kv <= q) & (q - kv <= 1023)``. ``kv`` is a key, ``q`` a query's place among the
 keys: its row plus ``seqlen_kv - seqlen_q``, so that the last row is at the last key (bottom-right).
 An atom, solved for ``kv``, is a bound of it from below or above, and the end of K is a bound like
 any other. The reference, the count of FLOPs, the loops of a kernel and the cases that it is shown
@@ -101,14 +101,23 @@ class Mask:
         )
 
     @property
-    def left_edge(self) -> bool:
-        """The first key moves with the query."""
-        return any(bound.q for bound in self.lower)
+    def left(self) -> int | None:
+        """How many keys before its own place a query sees, None for all; see `_offset`."""
+        offset = _offset(self.lower)
+        return None if offset is None else -offset
 
     @property
-    def right_edge(self) -> bool:
-        """The key behind the last one moves with the query."""
-        return any(bound.q for bound in self.upper)
+    def right(self) -> int | None:
+        """How many keys behind its own place a query sees, None for all; see `_offset`."""
+        offset = _offset(self.upper)
+        return None if offset is None else offset - 1
+
+    def __str__(self) -> str:
+        """The edges, such as ``q - 1023 <= kv <= q``; nothing when there are none."""
+        left, right = self.left, self.right
+        before = "" if left is None else f"{_place(-left)} <= "
+        behind = "" if right is None else f" <= {_place(right)}"
+        return f"{before}kv{behind}" if before or behind else ""
 
     def keys(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
         """(first, end) of the keys that each of these query rows sees; end is first for none."""
@@ -152,13 +161,27 @@ class Mask:
 
 
 def window(left: int | None, right: int | None) -> Mask:
-    """Keys at most ``left`` before the query's position and ``right`` behind it; None: any."""
+    """Keys at most ``left`` before the query's place and ``right`` behind it; None: any."""
     mask = ALL_KEYS
     if left is not None:
         mask &= q - kv <= left
     if right is not None:
         mask &= kv - q <= right
     return mask
+
+
+def _offset(bounds: Iterable[Affine]) -> int | None:
+    """Of the bound that moves with the query, from its place: kernels have windows alone."""
+    moving = [bound for bound in bounds if bound.q]
+    if not moving:
+        return None
+    if moving != [replace(q, constant=moving[0].constant)]:
+        raise ValueError(f"no window: kv is bound by {moving}")
+    return moving[0].constant
+
+
+def _place(offset: int) -> str:
+    return f"q {'-' if offset < 0 else '+'} {abs(offset)}" if offset else "q"
 
 
 def _affine(value: Affine | int) -> Affine:

@@ -231,6 +231,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, "rows", "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
+    yield from traits.window_numbers()
     if spec.heads.q_per_kv > 1:
         yield Number(
             "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
@@ -252,7 +253,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("SOFTMAX_REGS", softmax.per_thread, "per thread"),
         ("CORRECTION_REGS", correction.per_thread, "per thread"),
     ]
-    if traits.causal:
+    if traits.lpt_order:
         unit = "SMs that work on a head at a time"
         planned.insert(0, ("SMS_PER_HEAD", SMS_PER_HEAD, unit))
     for name, value, unit in planned:
@@ -334,7 +335,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         of_cluster = "CLUSTER_ROWS" if traits.cluster_size > 1 else "TILE_Q"
         formula = f"-(-SEQLEN_Q // {of_cluster})"
         rows.append(("Q_TILES", tiles, unit, formula))
-    if traits.seqlen_kv is not None and not traits.causal:
+    if traits.seqlen_kv is not None and not traits.edges:
         blocks = -(-traits.seqlen_kv // kv)
         rows.append(("KV_BLOCKS", blocks, "per query tile", "-(-SEQLEN_KV // TILE_KV)"))
         if traits.masks:

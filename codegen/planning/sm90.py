@@ -284,6 +284,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         yield Number("SEQLEN_Q", traits.seqlen_q, unit, "given")
     if traits.seqlen_kv is not None:
         yield Number("SEQLEN_KV", traits.seqlen_kv, "rows", "given")
+    yield from traits.window_numbers()
     if spec.heads.q_per_kv > 1:
         yield Number(
             "Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "given"
@@ -307,7 +308,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         origin = "given" if given else "planned"
         reason = "" if given else _reason(spec, name)
         yield Number(name, value, unit, origin, reason=reason)
-    if traits.causal:
+    if traits.lpt_order:
         name, unit = "SMS_PER_HEAD", "SMs that work on a head at a time"
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
         yield Number(name, sms, unit, "planned", reason=REASONS[name])
@@ -364,7 +365,7 @@ def _derived(traits: Traits) -> Iterator[Number]:
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"
         rows.append(("Q_TILES", tiles, unit, f"-(-SEQLEN_Q // {tile})"))
-    if traits.seqlen_kv is not None and not traits.causal:
+    if traits.seqlen_kv is not None and not traits.edges:
         blocks = -(-traits.seqlen_kv // sizes.tile_kv)
         unit = "per query tile"
         rows.append(("KV_BLOCKS", blocks, unit, "-(-SEQLEN_KV // TILE_KV)"))

@@ -99,7 +99,7 @@ def test_rows_see_what_the_atoms_say(mask: Mask, sizes: Lengths) -> None:
     assert (mask.visible(rows, sizes) == expected).all()
     counted = mask.pairs(sizes)
     assert counted <= expected.sum() <= counted + expected.any(1).sum() / 2
-    assert counted == expected.sum() or mask.right_edge
+    assert counted == expected.sum() or any(bound.q for bound in mask.upper)
 
 
 def test_one_mask_has_one_form() -> None:
@@ -107,6 +107,18 @@ def test_one_mask_has_one_form() -> None:
     assert window(None, 0) == MASKS["causal"]
     assert window(None, 0) & window(9, 30) == window(9, 0) == window(9, 0) & ALL_KEYS
     assert (kv < q + 1) == (kv <= q) == (q >= kv) == (q > kv - 1) != (kv <= q + 1)
+
+
+def test_a_window_is_told_by_its_edges() -> None:
+    assert [str(mask) for mask in MASKS.values()] == ["", "kv <= q"]
+    assert str(window(1023, 0)) == "q - 1023 <= kv <= q"
+    assert (
+        str(window(None, 3)) == "kv <= q + 3" and str(window(-2, None)) == "q + 2 <= kv"
+    )
+    assert (window(9, 0).left, window(9, 0).right) == (9, 0)
+    for other in (kv <= q + q, (kv <= q) & (kv <= q - masks.seqlen_q)):
+        with pytest.raises(ValueError, match="no window"):
+            print(other.right)
 
 
 def test_what_is_no_bound_of_keys_is_refused() -> None:
