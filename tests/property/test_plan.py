@@ -307,7 +307,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "lse": r"\blse\b|LSE|\bLN_2\b",
         "cluster": r"(?i)cluster|\brank\b",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
-        "causal": r"causal|diagonal|position|common|backwards",
+        "causal": r"causal|diagonal|common_keys|end_position|backwards",
         "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
         "seqlen_kv at run time": r"seqlen_kv",
         "overlap across tiles": r"Boundary|\bif more:|StMatrix|STORE_BARRIER",
