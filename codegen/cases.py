@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from . import masks
 from .arch import ARCHITECTURES
 
 Data = Literal[
@@ -387,7 +388,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "columns", 2 * block, kv_heads=math.ceil(4 / spec["q_per_kv"]), data="columns"
     )
-    if spec["mask"] == "causal":
+    if masks.of_spec(spec).right is not None:
         yield case("future", 2 * block + 5, data="future")
     yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
@@ -407,14 +408,14 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
-    """Every residue of kv to a KV tile, with a causal mask of kv - q, too.
+    """Every residue of kv to a KV tile; of kv - q, too, where the mask has an edge there.
 
     For less rows than a query tile has, and for more.
     """
-    causal = spec["mask"] == "causal"
+    moves = masks.of_spec(spec).right is not None
     below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
-    kinds = [("below", below, causal), ("above", above, causal)]
-    kinds += [("tail", min(5, tiles.positions), False)] * causal
+    kinds = [("below", below, moves), ("above", above, moves)]
+    kinds += [("tail", min(5, tiles.positions), False)] * moves
     for tag, rows, of_difference in kinds:
         fixed = spec["seqlen"]["q"]
         q = rows if fixed == DYNAMIC else int(fixed)

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from . import masks
 from .cases import Case, Tiles
+from .masks import Lengths
 
 F32 = NDArray[np.float32]
 Dims = dict[str, int]
@@ -269,12 +271,13 @@ def _edges(
     zeros, as TMA fills them in beyond the end."""
     q_len, kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     group = spec["q_per_kv"]
-    last = np.arange(q_len)[:, None] + (kv - q_len if spec["mask"] == "causal" else kv)
-    last = np.minimum(last, kv - 1)
+    first, end = masks.of_spec(spec).keys(np.arange(q_len)[:, None], Lengths(q_len, kv))
+    last = end - 1
+    edges = (first, first - 1) if first.any() else ()
     block = np.maximum(last, 0) // tiles.kv * tiles.kv
     targets = np.stack(
         np.broadcast_arrays(
-            *(last, last + 1, block - 1, block, kv - 1),
+            *(last, last + 1, block - 1, block, kv - 1, *edges),
             *(np.arange(q_len)[:, None] * 7 % kv, block + tiles.kv // 2),
         )
     )
@@ -299,11 +302,9 @@ def _peaks(spec: Mapping[str, Any], tiles: Tiles, q: F32, k: F32) -> None:
     """Each row has a key that is all it sees, row by row in another column of the KV tiles."""
     q_len, kv = q.shape[1], k.shape[1]
     rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
-    last = (
-        rows + (kv - q_len) if spec["mask"] == "causal" else np.full_like(rows, kv - 1)
-    )
+    first, end = masks.of_spec(spec).keys(rows, Lengths(q_len, kv))
     back = (rows * PEAK_STEP + heads) % tiles.kv
-    keys = np.clip(np.clip(last, 0, kv - 1) - back, 0, kv - 1)
+    keys = np.clip(end - 1 - back, first, kv - 1)
     for head in heads:
         chosen = k[:, keys[:, head], head // spec["q_per_kv"]]
         q[:, :, head] = PEAK * chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .masks import Lengths, Mask
+
 F64 = NDArray[np.float64]
 
 BOUNDS = 2.0  # times what a right kernel may be off by
@@ -28,7 +30,7 @@ class Inputs:
     k: NDArray[Any]
     v: NDArray[Any]
     scale: float
-    causal: bool
+    mask: Mask
     tile: int
 
 
@@ -73,10 +75,8 @@ class _Row:
         self.q = inputs.q[place].astype(np.float64)
         self.keys = inputs.k.shape[1]
         self.kv_head = head * inputs.k.shape[2] // inputs.q.shape[2]
-        self.seen = self.keys
-        if inputs.causal:
-            last = row + 1 + self.keys - inputs.q.shape[1]
-            self.seen = min(max(last, 0), self.keys)
+        lengths = Lengths(inputs.q.shape[1], self.keys)
+        self.first, self.end = map(int, inputs.mask.keys(row, lengths))
 
     def candidates(self) -> Iterator[tuple[F64, str]]:
         """What the row would be, and of which error; of those alike the first is meant."""
@@ -85,21 +85,23 @@ class _Row:
         yield from self._heads()
 
     def _weighted(
-        self, batch: int, kv_head: int, keys: int
+        self, batch: int, kv_head: int, end: int
     ) -> tuple[F64, F64, np.float64]:
-        """exp(score - largest) of the first keys, [keys], its products with V, and the largest."""
-        k = self.inputs.k[batch, :keys, kv_head].astype(np.float64)
-        v = self.inputs.v[batch, :keys, kv_head].astype(np.float64)
+        """Of its keys before `end`: exp(score - largest), the products with V, and the largest."""
+        keys = slice(self.first, end)
+        k = self.inputs.k[batch, keys, kv_head].astype(np.float64)
+        v = self.inputs.v[batch, keys, kv_head].astype(np.float64)
         scores = k @ self.q * self.inputs.scale
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
         return weights, weights[:, None] * v, largest
 
     def _blocks(self) -> Iterator[tuple[F64, str]]:
-        weights, products, _ = self._weighted(self.batch, self.kv_head, self.seen)
+        weights, products, _ = self._weighted(self.batch, self.kv_head, self.end)
         tile = self.inputs.tile
-        for number in range(-(-self.seen // tile)):
-            block = slice(number * tile, (number + 1) * tile)
+        for number in range(self.first // tile, -(-self.end // tile)):
+            keys = (number * tile - self.first, (number + 1) * tile - self.first)
+            block = slice(max(keys[0], 0), keys[1])
             for times, text in ((-1, "KV block {} missing"), (1, "KV block {} twice")):
                 total = weights.sum() + times * weights[block].sum()
                 products_of = products.sum(0) + times * products[block].sum(0)
@@ -108,9 +110,10 @@ class _Row:
     def _ends(self) -> Iterator[tuple[F64, str]]:
         weights, products, largest = self._weighted(self.batch, self.kv_head, self.keys)
         totals, sums = weights.cumsum(), products.cumsum(0)
-        for keys in range(1, self.keys + 1):
-            if keys != self.seen:
-                text = f"as with {keys} keys, where it sees {self.seen}"
+        seen = self.end - self.first
+        for keys in range(1, self.keys - self.first + 1):
+            if keys != seen:
+                text = f"as with {keys} keys, where it sees {seen}"
                 yield sums[keys - 1] / totals[keys - 1], text
         for zeros in range(1, self.inputs.tile):
             total = totals[-1] + zeros * np.exp(-largest)
@@ -121,6 +124,6 @@ class _Row:
         for number in range(min(batches * heads, MOST_HEADS)):
             batch, head = divmod(number, heads)
             if (batch, head) != (self.batch, self.kv_head):
-                weights, products, _ = self._weighted(batch, head, self.seen)
+                weights, products, _ = self._weighted(batch, head, self.end)
                 text = f"as with K and V of KV head {head}, batch {batch}"
                 yield products.sum(0) / weights.sum(), text

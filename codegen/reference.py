@@ -3,9 +3,8 @@
 
 One text for NumPy and for PyTorch, whose functions agree in all that is used here: the emulator
 and the GPU are held against the same truth. Shapes: q [batch, q, heads, qk], k [batch, kv,
-kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. Causal is aligned
-bottom-right: query row i sees key j when ``j <= i + kv - q``. A row whose keys all score -inf, or
-that sees none, has O = 0 and LSE = -inf.
+kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. A row whose keys all
+score -inf, or that sees none, has O = 0 and LSE = -inf.
 
 What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
 sums have fp32's errors.
@@ -21,6 +20,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from .masks import Lengths, Mask
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
@@ -85,10 +86,10 @@ class Truth(NamedTuple):
         return SIGMAS * self.rms + self.shift
 
 
-def attention(q: Array, k: Array, v: Array, *, scale: float, causal: bool) -> Attention:
+def attention(q: Array, k: Array, v: Array, *, scale: float, mask: Mask) -> Attention:
     """The two results in float64."""
     out, lse = _empty(q, k, v, 2)
-    for place, rows, keys in _blocks(q, k, v, scale=scale, causal=causal):
+    for place, rows, keys in _blocks(q, k, v, scale=scale, mask=mask):
         out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
@@ -99,7 +100,7 @@ def truth(
     v: Array,
     *,
     scale: float,
-    causal: bool,
+    mask: Mask,
     dtype: str,
     exp_error: float = 0.0,
     wanted: Array | None = None,
@@ -111,9 +112,7 @@ def truth(
     """
     rounding = ROUNDINGS[dtype]
     made = _empty(q, k, v, 5)
-    for place, rows, keys in _blocks(
-        q, k, v, scale=scale, causal=causal, wanted=wanted
-    ):
+    for place, rows, keys in _blocks(q, k, v, scale=scale, mask=mask, wanted=wanted):
         out, lse = _out(rows, keys), _lse(rows)
         errors = _errors(rows, keys, out, lse, rounding, scale, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
@@ -124,12 +123,6 @@ def truth(
 def score_unit(head_dim: int) -> float:
     """The largest error of a fp32 score over |q| |k| and the scale."""
     return (math.ceil(head_dim / SCORE_STEP) + SCORE_ROUNDINGS) * LAST_PLACE
-
-
-def visible(q_len: int, kv_len: int, rows: slice = slice(None)) -> Any:
-    """Which keys each of these query rows sees under the causal mask: NumPy bool [rows, kv_len]."""
-    row = np.arange(q_len)[rows, None]
-    return np.arange(kv_len)[None, :] <= row + (kv_len - q_len)
 
 
 def namespace(x: Array) -> ModuleType:
@@ -179,7 +172,7 @@ def _blocks(
     v: Array,
     *,
     scale: float,
-    causal: bool,
+    mask: Mask,
     wanted: Array | None = None,
 ) -> Iterator[tuple[_Place, _Rows, _Keys]]:
     xp = namespace(q)
@@ -197,8 +190,9 @@ def _blocks(
                     continue
                 queries = _float64(q[b, some, shared]).swapaxes(0, 1)
                 scores = (queries @ keys.k.swapaxes(0, 1)) * scale
-                if causal:
-                    seen = _like(visible(q_len, kv_len, some), scores)
+                seen = mask.visible(np.arange(q_len)[some], Lengths(q_len, kv_len))
+                if not seen.all():
+                    seen = _like(seen, scores)
                     scores = xp.where(seen > 0, scores, _like(-math.inf, scores))
                 largest = xp.amax(scores, -1, keepdims=True)
                 shift = xp.where(largest == -math.inf, _like(0.0, scores), largest)

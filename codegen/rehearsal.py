@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import captures, toolchain
+from . import captures, masks, toolchain
 from .cases import (
     FUSED,
     STEPS,
@@ -184,7 +184,7 @@ class Rehearsal:
             self.truths[key] = truth(
                 *(q, k, v),
                 scale=scale_of(self.spec, self.case),
-                causal=self.spec["mask"] == "causal",
+                mask=masks.of_spec(self.spec),
                 dtype=dtype,
                 exp_error=EXP_ERRORS[self.spec["arch"]],
                 wanted=wanted,
@@ -253,8 +253,8 @@ class Rehearsal:
         finding = verdict.finding
         if verdict.row is not None:
             q, k, v = (FROM_BITS[spec["dtype"]](x.view) for x in self.problem.inputs)
-            causal, scale = spec["mask"] == "causal", scale_of(spec, self.case)
-            inputs = Inputs(q, k, v, scale, causal, self.tiles.kv)
+            mask, scale = masks.of_spec(spec), scale_of(spec, self.case)
+            inputs = Inputs(q, k, v, scale, mask, self.tiles.kv)
             finding += ending(verdict.row, values, inputs, truth.out, truth.out_bound)
         found = [finding]
         if lse is not None:

@@ -17,8 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from . import masks
 from .cases import Case, Tiles, most_clusters, work_tiles
 from .emulator.walk import Boxes, Extent, Walk
+from .masks import Lengths
 
 I64 = NDArray[np.int64]
 
@@ -64,7 +66,7 @@ def extent(
 def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
     """(Work tile, KV block) pairs of a problem."""
     plan = _Plan(tiles, spec, sizes)
-    per_head = sum(map(plan.blocks, range(plan.tiles_of_head)))
+    per_head = sum(len(plan.blocks(tile)) for tile in range(plan.tiles_of_head))
     return sizes.batch * (plan.heads // tiles.heads) * per_head
 
 
@@ -118,7 +120,7 @@ class _Plan:
     def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
         self.tiles, self.sizes = tiles, sizes
         self.group = int(spec["q_per_kv"])
-        self.causal = spec["mask"] == "causal"
+        self.lengths, self.mask = Lengths(sizes.q, sizes.kv), masks.of_spec(spec)
         self.lse = bool(spec["lse"])
         self.columns = spec["head_dim"]
         self.pair = spec.get("cta_group", 1) == 2
@@ -129,14 +131,12 @@ class _Plan:
         """Work tiles of a cluster in a head."""
         return -(-self.sizes.q // self.tiles.cluster_rows)
 
-    def blocks(self, tile: int) -> int:
+    def blocks(self, tile: int) -> range:
         """KV blocks that a cluster's work tile needs; one when its rows see no key."""
-        q, kv = self.sizes.q, self.sizes.kv
-        seen = kv
-        if self.causal:
-            end = min((tile + 1) * self.tiles.cluster_rows, q)
-            seen = min(max(end + kv - q, 0), kv)
-        return max(1, -(-seen // self.tiles.kv))
+        first = tile * self.tiles.cluster_rows
+        end = min(first + self.tiles.cluster_rows, self.sizes.q)
+        needed = self.mask.key_blocks(first, end, self.lengths, self.tiles.kv)
+        return range(int(needed.first), max(int(needed.end), int(needed.first) + 1))
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(batch, rows, heads) of a tensor."""
@@ -318,8 +318,9 @@ class _Check:
         wanted = np.zeros(plan.shape(name), np.int64)
         for number in mine.tolist():
             work = self._work_of(number)
-            end = plan.blocks(work.tile) * plan.tiles.kv
-            wanted[work.batch, :end, work.head // plan.group] += 1
+            blocks, block = plan.blocks(work.tile), plan.tiles.kv
+            keys = slice(blocks.start * block, blocks.stop * block)
+            wanted[work.batch, keys, work.head // plan.group] += 1
         bad = (least != wanted) | (most != wanted)
         if not bad.any():
             return
@@ -342,7 +343,7 @@ class _Check:
         for number in mine.tolist():
             work = self._work_of(number)
             same = (work.batch, work.head // self.plan.group) == (batch, head)
-            if same and block < self.plan.blocks(work.tile):
+            if same and block in self.plan.blocks(work.tile):
                 first = work.tile * self.plan.tiles.cluster[0]
                 return f" (query tile {first} of head {work.head})"
         return ""
@@ -375,10 +376,10 @@ class _Check:
         wanted = []
         for number in turns:
             work = self._work_of(number)
-            count = self.plan.blocks(work.tile)
+            blocks = self.plan.blocks(work.tile)
             head = work.head // self.plan.group
-            each = frozenset((work.batch, head, block) for block in range(count))
-            wanted.append((count, each))
+            each = frozenset((work.batch, head, block) for block in blocks)
+            wanted.append((len(blocks), each))
         return wanted
 
     def _sequence(self, boxes: Boxes) -> list[tuple[int, int, int]]:

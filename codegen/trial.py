@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 import torch
 
+from . import masks
 from .arch import ARCHITECTURES
 from .cases import (
     DYNAMIC,
@@ -333,11 +334,11 @@ def _judge(
     *,
     scale: float,
 ) -> None:
-    causal = spec["mask"] == "causal"
+    mask = masks.of_spec(spec)
     expected = truth(
         *(tensors.q, tensors.k, tensors.v),
         scale=scale,
-        causal=causal,
+        mask=mask,
         dtype=spec["dtype"],
         exp_error=EXP_ERRORS[spec["arch"]],
     )
@@ -350,7 +351,7 @@ def _judge(
         q, k, v = (x.double().cpu().numpy() for x in given)
         results = (out.view.double(), expected.out, expected.out_bound)
         values, right, bound = (x.cpu().numpy() for x in results)
-        inputs = Inputs(q, k, v, scale, causal, tiles.kv)
+        inputs = Inputs(q, k, v, scale, mask, tiles.kv)
         finding += ending(output.row, values, inputs, right, bound)
     result.findings += filter(None, [finding])
     for lse in rest:

@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import importlib.metadata
 import os
 import tempfile
+import unittest.mock
+from collections.abc import Iterator
 from pathlib import Path
 
 import jinja2.meta
 import pytest
-from fmha_gen import plan, render
+from fmha_gen import masks, plan, render
+from fmha_gen.masks import Mask
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec import SpecFile, load_specs
 from packaging.requirements import Requirement
@@ -68,6 +72,13 @@ def shipped_plan(stem: str) -> KernelPlan:
 def kernel_text(text: str, stem: str = "candidate") -> str:
     """Return the kernel that a spec of this text gives. Rendering takes some 0.3 s."""
     return render.render_kernel(plan.resolve(load_text(text, stem)))
+
+
+@contextlib.contextmanager
+def causal_is(mask: Mask) -> Iterator[None]:
+    """Plan and check kernels of causal specs with another mask, which no spec can say."""
+    with unittest.mock.patch.dict(masks.MASKS, causal=mask):
+        yield
 
 
 def link_distributions(folder: Path, *names: str) -> None:

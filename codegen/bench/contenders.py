@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..masks import MASKS
 from ..reference import attention
 from ..trial import DTYPES
 from .problems import Problem
@@ -121,7 +122,7 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
     last = (slice(-1, None), slice(None), slice(-1, None))
     q, k, v = (x[last] for x in inputs)
     scale = problem.d_qk**-0.5
-    truth = attention(q, k, v, scale=scale, causal=problem.causal).out
+    truth = attention(q, k, v, scale=scale, mask=MASKS[problem.mask]).out
     error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())
 

@@ -15,13 +15,13 @@ their residuals say so.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
+from ..masks import MASKS, Lengths
 from .problems import Problem
 from .results import Lines
 
@@ -70,13 +70,10 @@ class Fit:
 
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
-    ends = [min(row + ROWS, problem.q) for row in range(0, problem.q, ROWS)]
-    if problem.causal:
-        seen = [min(problem.kv, end + problem.kv - problem.q) for end in ends]
-    else:
-        seen = [problem.kv] * len(ends)
-    blocks = sum(max(1, math.ceil(keys / KEYS)) for keys in seen)
-    return problem.batch * problem.heads * len(ends), blocks / len(ends)
+    rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
+    blocks = MASKS[problem.mask].key_blocks(rows, rows + ROWS, lengths, KEYS)
+    taken = np.maximum(blocks.end - blocks.first, 1)
+    return problem.batch * problem.heads * len(rows), float(taken.mean())
 
 
 def block_flops(problem: Problem) -> float:

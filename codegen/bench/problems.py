@@ -9,6 +9,7 @@ from typing import Any
 
 from ..cases import DYNAMIC
 from ..errors import CheckFailed
+from ..masks import MASKS, Lengths
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
@@ -35,13 +36,8 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """2 * batch * heads * pairs * (d_qk + d_v), with pairs = q * kv without a mask.
-
-        Causal, counting half of the diagonal: q * kv - q^2 / 2 for q <= kv, else kv^2 / 2.
-        """
-        pairs: float = self.q * self.kv
-        if self.causal:
-            pairs = pairs - self.q**2 / 2 if self.q <= self.kv else self.kv**2 / 2
+        """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`."""
+        pairs = MASKS[self.mask].pairs(Lengths(self.q, self.kv))
         return 2 * self.batch * self.heads * pairs * (self.d_qk + self.d_v)
 
     @property

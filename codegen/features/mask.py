@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from ..masks import MASKS
 from ..vocabulary import NOT_YET
 from .feature import Accepts, Feature
+
+if TYPE_CHECKING:
+    from ..spec import Spec
 
 Mask = Annotated[
     Literal["none", "causal"],
@@ -28,6 +32,17 @@ Mask = Annotated[
         },
     ),
 ]
+
+
+def _contract(spec: Spec) -> str:
+    if not (seen := str(MASKS[spec.mask])):
+        return ""
+    return (
+        f"Query i, at q = i + seqlen_kv - seqlen_q, sees {seen}."
+        " A row that sees no key is 0."
+    )
+
+
 MASK: Final = Feature(
     "mask",
     tokens={
@@ -37,12 +52,7 @@ MASK: Final = Feature(
         r"(is_)?causal": "write mask: causal",
         r"block_sparse|block_mask|mask_mod": f"masks but causal are {NOT_YET}",
     },
-    flags=lambda spec: {"causal": spec.mask == "causal"},
+    flags=lambda spec: {"keys_seen": str(MASKS[spec.mask])},
     title=lambda spec: "causal" if spec.mask == "causal" else "full mask",
-    contract=lambda spec: (
-        "Query i sees key j when j <= i + seqlen_kv - seqlen_q."
-        " A row that sees no key is 0."
-        if spec.mask == "causal"
-        else ""
-    ),
+    contract=_contract,
 )

@@ -24,6 +24,13 @@ def given(traits: Traits) -> Iterator[Number]:
         ("HEAD_DIM_V", spec.head_dim.v, "elements", "head_dim.v"),
         ("SEQLEN_Q", traits.seqlen_q, positions, "seqlen.q"),
         ("SEQLEN_KV", traits.seqlen_kv, "rows", "seqlen.kv"),
+        ("WINDOW_LEFT", traits.mask.left, "keys before a query's own", "mask"),
+        (
+            "WINDOW_RIGHT",
+            traits.mask.right or None,
+            "keys behind a query's own",
+            "mask",
+        ),
         ("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "heads.q_per_kv"),
         ("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {ctas}", "cluster"),
     ):

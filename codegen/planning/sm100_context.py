@@ -13,6 +13,7 @@ from . import traits as shared
 from .context import common_context
 from .kernel_plan import Number
 from .sm100_words import roles
+from .traits import Loops
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,10 @@ class Traits(shared.Traits):
     sizes: Sizes
 
     @property
-    def plain_loop(self) -> bool:
-        """Some block may need no mask: K has a whole one."""
-        return self.seqlen_kv is None or self.seqlen_kv >= self.sizes.tile_kv
+    def block_loops(self) -> Loops:
+        """Loops over the KV blocks of a half."""
+        along_q = self.sizes.tile_q * self.spec.cluster[0]
+        return self.loops(sm100.MMA_ROWS, along_q, first_apart=False)
 
     @property
     def uneven(self) -> bool:
@@ -107,5 +109,6 @@ def template_context(
         "uneven": traits.uneven,
         "multicast": traits.multicast_k,
         "masks": traits.masks,
-        "plain_loop": traits.plain_loop,
+        "whole_loop": traits.block_loops.whole,
+        "left_loop": traits.block_loops.left,
     }

@@ -76,8 +76,8 @@ def roles(
 def statements(has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
     yield from _tile_statements(has)
-    if has["causal"]:
-        yield "Query row i sees key j when j <= i + seqlen_kv - seqlen_q."
+    if has["keys_seen"]:
+        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {has['keys_seen']}."
     yield from _block_statements(has)
     yield words.empty_rows(has)
     yield "O leaves through shared memory of its own; TMA drops rows past the end."
@@ -92,9 +92,9 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
         order = words.order_of_tiles(has, "head")
         yield f"Persistent: each {owner} takes a tile per wave, {order}."
     else:
-        order = ", those with most keys first" if has["causal"] else ""
+        order = ", those with most keys first" if has["lpt_order"] else ""
         yield f"A {owner} for each tile{order}."
-    if has["causal"]:
+    if has["lpt_order"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
     if has["cluster_size"] > 1:
         loads = "each loads for itself"
@@ -111,15 +111,17 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
     if has["dynamic_blocks"]:
-        per = "query tile" if has["causal"] else "launch"
+        per = "query tile" if has["edges"] else "launch"
         yield f"KV blocks, last first; how many is counted at run time, per {per}."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
     crossed = words.crossed(has)
     if not crossed:
-        yield words.NO_MASK
+        yield f"{words.NO_MASK} One loop over the blocks."
         return
     yield f"Loop 1, masked for {crossed}: blocks that not every row sees whole."
-    if has["plain_loop"]:
+    if has["whole_loop"]:
         rows = "row" if has["by_block"] else "row of the half"
         yield f"Loop 2, without masks: blocks that every {rows} sees whole."
+    if has["left_loop"]:
+        yield "Loop 3, masked for the same: blocks that the left edge crosses."

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..arch.sm90 import WARPGROUP_ROWS
 from ..spec import SpecFile
 from . import traits as shared
 from .context import common_context
 from .kernel_plan import Barrier, Number
+from .traits import Loops
 
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
@@ -47,22 +49,12 @@ class Traits(shared.Traits):
         return one_of_o or one_of_q or one_key
 
     @property
-    def masked_loop(self) -> bool:
-        """Further KV blocks may need a mask: the diagonal may leave the first one."""
-        q, kv = self.seqlen_q, self.seqlen_kv
-        # Rows that agree about their blocks.
-        rows = 64 if self.strips else self.tile_positions
-        tile_kv = self.sizes.tile_kv
-        inside_first = (
-            q is not None
-            and kv is not None
-            and kv >= q
-            and self.spec.cluster[0] == 1
-            and tile_kv % rows == 0
-            and kv % tile_kv == 0
-            and (kv - q) % rows == 0
-        )
-        return self.causal and not inside_first
+    def block_loops(self) -> Loops:
+        """Loops over the KV blocks after a tile's first."""
+        if self.strips:
+            return self.loops(WARPGROUP_ROWS, WARPGROUP_ROWS, first_apart=True)
+        along_q = self.tile_positions * self.spec.cluster[0]
+        return self.loops(self.tile_positions, along_q, first_apart=True)
 
     @property
     def strips(self) -> bool:
@@ -77,7 +69,9 @@ class Traits(shared.Traits):
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         alone = self.cluster_size == 1 and not self.packed
-        return self.causal and alone and rows >= block and fits
+        return (
+            self.right_edge and not self.left_edge and alone and rows >= block and fits
+        )
 
     @property
     def takes_turns(self) -> bool:
@@ -144,11 +138,14 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
 
 
 def _flags(traits: Traits) -> dict[str, bool | int]:
+    loops = traits.block_loops
     return {
         "one_box": traits.one_box,
         "masks": traits.masks,
-        "masked_loop": traits.masked_loop,
-        "uses_rows": traits.causal or traits.spec.lse or not traits.cross_tile,
+        "masked_loop": loops.masked,
+        "whole_loop": loops.whole,
+        "left_loop": loops.left,
+        "uses_rows": traits.edges or traits.spec.lse or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "strips": traits.strips,

@@ -13,9 +13,9 @@ from .traits import Traits
 def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
     yield from _tile_statements(traits, has)
-    if has["causal"]:
+    if has["keys_seen"]:
         query = "position" if traits.packed else "row"
-        yield f"Query {query} i sees key j when j <= i + seqlen_kv - seqlen_q."
+        yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {has['keys_seen']}."
     yield from _block_statements(has)
     yield "A row may have no finite score so far: its maximum is then the least float, and P is 0."
     yield words.empty_rows(has)
@@ -36,7 +36,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     head = traits.tiled_head
     order = words.order_of_tiles(has, head)
     yield f"Persistent: each {owner} takes a tile per wave, {order}."
-    if has["causal"]:
+    if has["lpt_order"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
     if traits.packed:
@@ -64,7 +64,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
     if has["dynamic_blocks"]:
-        per = "query tile" if has["causal"] else "launch"
+        per = "query tile" if has["edges"] else "launch"
         per = "warpgroup" if has["strips"] else per
         yield f"KV blocks, last first; how many is counted at run time, per {per}."
         if has["strips"]:
@@ -73,14 +73,21 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
     crossed = words.crossed(has)
     if not crossed:
-        yield words.NO_MASK
+        others = " One loop over the blocks." if has["whole_loop"] else ""
+        yield f"{words.NO_MASK}{others}"
         return
     if not has["kv_tail"]:
         yield "No mask for the end of K: seqlen_kv is a multiple of TILE_KV."
-    if has["masked_loop"]:
-        yield f"The first block is masked for {crossed}."
-        rows = "row of the warpgroup" if has["strips"] else "row"
-        yield f"Loop 1, masked the same way: further blocks that not every {rows} sees whole."
-        yield f"Loop 2, without masks: blocks that every {rows} sees whole."
-    else:
+    rows = "row of the warpgroup" if has["strips"] else "row"
+    loops = {
+        f"masked the same way: further blocks that not every {rows} sees whole": "masked_loop",
+        f"without masks: blocks that every {rows} sees whole": "whole_loop",
+        "masked the same way: blocks that the left edge crosses": "left_loop",
+    }
+    there = [what for what, name in loops.items() if has[name]]
+    if there and not has["masked_loop"] and not has["left_loop"]:
         yield f"The first block is masked for {crossed}; one loop without masks takes the others."
+        return
+    yield f"The first block is masked for {crossed}."
+    for number, what in enumerate(there, 1):
+        yield f"Loop {number}, {what}."

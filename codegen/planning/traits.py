@@ -4,8 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
+
+from .. import masks
 from ..features.gqa import heads_of_tile
+from ..masks import Lengths, Mask
 from ..spec import Spec
 
 
@@ -17,6 +22,14 @@ class Sizes:
     tile_kv: int
 
 
+class Loops(NamedTuple):
+    """Whether a kernel has the loop, in the order in which they run."""
+
+    masked: bool
+    whole: bool
+    left: bool
+
+
 @dataclass(frozen=True)
 class Traits:
     """What follows from a spec and its tiles on any architecture."""
@@ -25,9 +38,56 @@ class Traits:
     sizes: Sizes
 
     @property
-    def causal(self) -> bool:
-        """The mask is causal."""
-        return self.spec.mask == "causal"
+    def mask(self) -> Mask:
+        """Which keys a query sees."""
+        return masks.MASKS[self.spec.mask]
+
+    @property
+    def right_edge(self) -> bool:
+        """The last key that a query sees moves with it."""
+        return self.mask.right is not None
+
+    @property
+    def left_edge(self) -> bool:
+        """The first key that a query sees moves with it."""
+        return self.mask.left is not None
+
+    @property
+    def edges(self) -> bool:
+        """Queries see different keys."""
+        return self.right_edge or self.left_edge
+
+    @property
+    def lpt_order(self) -> bool:
+        """Some query tiles take longer than others: of a window's all take as many blocks."""
+        return self.right_edge != self.left_edge
+
+    def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:
+        """Which loops over KV blocks run for some query tile, or may where a length is open.
+
+        rows: positions that agree about which blocks are whole. taken_by: those that take the same
+        blocks, a multiple. first_apart: the first block is in no loop.
+        """
+        kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
+        q = self.seqlen_q if self.edges else 1
+        if kv is None or q is None:
+            several = kv is None or kv > tile_kv
+            if first_apart:
+                return Loops(
+                    several and self.right_edge, several, several and self.left_edge
+                )
+            return Loops(self.masks, several or kv == tile_kv, self.left_edge)
+        lengths, first = Lengths(q, kv), np.arange(
+            0, -(-q // taken_by) * taken_by, rows
+        )
+        start = first // taken_by * taken_by
+        taken = self.mask.key_blocks(start, start + taken_by, lengths, tile_kv)
+        own = self.mask.key_blocks(first, first + rows, lengths, tile_kv)
+        end = np.maximum(taken.end, taken.first + 1) - first_apart
+        whole_end = np.clip(own.whole_end, taken.first, end)
+        whole_first = np.clip(own.whole_first, taken.first, whole_end)
+        ranges = (whole_end, end), (whole_first, whole_end), (taken.first, whole_first)
+        return Loops(*(bool((low < high).any()) for low, high in ranges))
 
     @property
     def persistent(self) -> bool:
@@ -90,9 +150,9 @@ class Traits:
     @property
     def masks(self) -> bool:
         """Some KV block may need a mask, the last in memory first."""
-        return self.causal or self.kv_tail
+        return self.edges or self.kv_tail
 
     @property
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
-        return self.causal or self.seqlen_kv is None
+        return self.edges or self.seqlen_kv is None

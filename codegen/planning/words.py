@@ -6,21 +6,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-NO_MASK: Final = (
-    "No mask at all: seqlen_kv is a multiple of TILE_KV. One loop over the blocks."
-)
+NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 
 
 def crossed(has: Mapping[str, Any]) -> str:
     """What KV blocks are masked for, because it runs through them; nothing: no mask."""
-    diagonal = ["the diagonal"] if has["causal"] else []
-    end = ["the end of K"] if has["kv_tail"] else []
-    return " and ".join([*diagonal, *end])
+    edges = {
+        "the diagonal": has["right_edge"],
+        "the left edge of the window": has["left_edge"],
+        "the end of K": has["kv_tail"],
+    }
+    return " and ".join(name for name, is_there in edges.items() if is_there)
 
 
 def empty_rows(has: Mapping[str, Any]) -> str:
     """What becomes of rows that see no key, or none whose score is finite."""
-    what = "A row that sees no key, or" if has["causal"] else "A row"
+    what = "A row that sees no key, or" if has["edges"] else "A row"
     lse = " and its LSE -inf" if has["lse"] else ""
     return f"{what} whose scores are all -inf: its O is 0{lse}."
 
@@ -32,6 +33,6 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
 
 def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     """In which order CTAs that stay take the tiles of a head."""
-    if has["causal"]:
+    if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

@@ -19,13 +19,16 @@ torch = pytest.importorskip(
 
 from fmha_gen.bench import command, contenders  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
+from fmha_gen.masks import MASKS  # noqa: E402
 from fmha_gen.reference import attention  # noqa: E402
 
 PROBLEM = problem(2, 4, 2, 48, 48, 64, 32, causal=True, lse=True)
 
 
 def exact(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
-    found = attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal)
+    found = attention(
+        q, k, v, scale=q.shape[-1] ** -0.5, mask=MASKS["causal" if causal else "none"]
+    )
     return found.out.to(q.dtype)
 
 

@@ -55,6 +55,7 @@ device = model.ModelDevice()
 
 def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
     """Attention on the CPU, which on the model takes what its FLOPs say."""
+    from fmha_gen.masks import MASKS
     from fmha_gen.reference import attention
 
     if f"{who} raises" in faults:
@@ -62,7 +63,9 @@ def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
     pairs = q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] / (2 if causal else 1)
     # as if the problem were ten million times as large: few launches fill a graph
     device.spend(HOST[who], 1e7 * 4 * pairs * q.shape[3] / TFLOPS[who], who)
-    out = attention(q, k, v, scale=q.shape[-1] ** -0.5, causal=causal).out.to(q.dtype)
+    out = attention(
+        q, k, v, scale=q.shape[-1] ** -0.5, mask=MASKS["causal" if causal else "none"]
+    ).out.to(q.dtype)
     if f"{who} is NaN" in faults:
         return out * float("nan")
     return out * (1.1 if f"{who} is wrong" in faults else 1)

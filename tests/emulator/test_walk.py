@@ -83,8 +83,8 @@ DAMAGES = {
     ),
     "a block is left out": (
         (
-            "seen = end + SEQLEN_KV - SEQLEN_Q",
-            "seen = end + SEQLEN_KV - SEQLEN_Q - TILE_KV",
+            "end_key = end_position + SEQLEN_KV - SEQLEN_Q",
+            "end_key = end_position + SEQLEN_KV - SEQLEN_Q - TILE_KV",
         ),
         "receives k 0 times, and 1 of its work tiles see it (query tile 0 of head 2)",
     ),

@@ -14,10 +14,11 @@ import jinja2
 import jinja2.meta
 import pytest
 import support
-from fmha_gen import plan, render, specialise
+from fmha_gen import masks, plan, render, specialise
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.spec import load_specs
 
+WINDOW = "{{arch: {arch}, op: fmha_fwd, dtype: bf16, head_dim: 128, mask: causal}}"
 UNSHIPPED = Path(__file__).parent / "specs"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
@@ -79,6 +80,8 @@ def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
     specs = load_specs([support.SPECS, UNSHIPPED])
     digest_line = {"digest_line": render.DIGEST_PLACEHOLDER}
     plans = [plan.resolve(spec) for spec in specs if spec.spec.arch == arch]
+    with support.causal_is(masks.window(1000, 7)):
+        plans.append(plan.resolve(support.load_text(WINDOW.format(arch=arch))))
     return tuple({**each.context, **digest_line} for each in plans)
 
 

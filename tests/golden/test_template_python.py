@@ -101,5 +101,5 @@ def test_an_undefined_name_in_a_branch_is_noticed(tmp_path: Path) -> None:
 
 
 BROKEN = """def normalize(acc_O, stats):
-    if CAUSAL and STRIPS and TAKES_TURNS:
+    if LPT_ORDER and STRIPS and TAKES_TURNS:
         acc_O = acc_P"""

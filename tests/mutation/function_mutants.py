@@ -210,7 +210,7 @@ def _residues() -> Iterator[Operator]:
         yield Operator(
             "residues",
             f"no diagonal where kv - q leaves {residue}",
-            r"^( *)seen = row \+ ROW_STEP \* r \+ 1 \+ problem\.seqlen_kv - problem\.seqlen_q - first_key$",
+            r"^( *)seen = position \+ 1 \+ problem\.seqlen_kv - problem\.seqlen_q - first_key$",
             rf"\g<0>\n\1seen = cutlass.select_((problem.seqlen_kv - problem.seqlen_q + TILE_KV * 4096) % TILE_KV == {residue}, TILE_KV, seen)",
         )
         yield Operator(
@@ -236,13 +236,13 @@ def _residues() -> Iterator[Operator]:
         yield Operator(
             "residues",
             what,
-            r"(?<=seen = )(row(?: \+ ROW_STEP \* r)?) \+ 1 \+ ",
+            r"(?<=seen = )(row|position) \+ 1 \+ ",
             instead,
         )
         yield Operator(
             "residues",
             f"mask begins: {what}",
-            r"(?<=seen = )(first_(?:row|position)) \+ 1 \+ ",
+            r"(?<=end = )(first_position) \+ 1 \+ ",
             instead,
         )
     yield Operator(
@@ -263,8 +263,8 @@ def _residues() -> Iterator[Operator]:
     yield Operator(
         "residues",
         "blocks: none at all",
-        r"return cutlass\.max\((cute\.ceil_div\(.*\)), 1\)",
-        r"return \1",
+        r"return cutlass\.max\(end, 1\)",
+        "return end",
     )
     yield Operator(
         "residues",
@@ -272,7 +272,7 @@ def _residues() -> Iterator[Operator]:
         r"\((q_tile) \+ 1\) \* (TILE_Q|CLUSTER_ROWS|TILE_POSITIONS)",
         r"(\1 * \2 + 1)",
     )
-    masked = r"blocks - (1 - )?(seen|problem\.seqlen_kv) // TILE_KV"
+    masked = r"blocks - (1 - )?(common|problem\.seqlen_kv) // TILE_KV"
     for what, instead in (
         ("one too few", r"blocks - 1 - \1\2 // TILE_KV"),
         ("a key counts too many", r"blocks - \1(\2 + 1) // TILE_KV"),
@@ -285,8 +285,8 @@ def _residues() -> Iterator[Operator]:
     yield Operator(
         "residues",
         "masked: rows beyond a diagonal before the first key",
-        r"^ *seen = cutlass\.max\(cutlass\.min\(.*\), 0\)\n",
-        "",
+        r"return cutlass\.max\((cutlass\.min\(.*\)), 0\)$",
+        r"return \1",
     )
     # sm100's masks, a bit per column.
     for what, instead in (

@@ -73,7 +73,7 @@ def test_host_code_is_told_from_device_code():
     assert (
         function_of(source, at["    num_tiles = q_tiles * heads * batch"]) == "launch"
     )
-    assert function_of(source, at["    tile = wave * width + place"]) == "locate"
+    assert function_of(source, at["    tile = wave * width + place"]) == "work_tile"
     assert function_of(source, at["LN_2 = 0.6931471805599453  # = math.log(2)"]) == ""
 
 

@@ -307,15 +307,15 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "lse": r"\blse\b|LSE|\bLN_2\b",
         "cluster": r"(?i)cluster|\brank\b",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
-        "causal": r"causal|diagonal|full_blocks|backwards",
+        "causal": r"causal|diagonal|common_keys|end_position|backwards",
         "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
         "seqlen_kv at run time": r"seqlen_kv",
         "overlap across tiles": r"Boundary|\bif more:|StMatrix|STORE_BARRIER",
         "O from registers": r"transpose_quad|store_row|STORE_COLUMNS|\bmO\b",
         "turns of warpgroups": r"turn_of|\bORDER_",
-        "skipped blocks": r"skip|strip|count_own",
+        "skipped blocks": r"skip|warpgroup_row|warpgroup_blocks",
         "sections of heads": r"(?i)section|SMS_PER_HEAD",
-        "packed heads": r"POSITIONS|position =|\bgroup=|logical_divide",
+        "packed heads": r"POSITIONS|\bgroup=|logical_divide",
     }
     present = {
         "lse": fields["lse"],

@@ -166,7 +166,10 @@ def absent_words(fields: Fields) -> dict[str, str]:
         "cluster": (fields["cluster"] != [1, 1], r"(?i)cluster|\brank\b"),
         "pair": ("cta_group" in fields, r"is_two_cta|TWO|MMA_ROWS|both CTAs share"),
         "multicast": (fields["multicast"] != "none", r"(?i)multicast|mcast|peers"),
-        "causal": (causal, r"(?i)causal|diagonal|backwards|section|SMS_PER_HEAD"),
+        "causal": (
+            causal,
+            r"(?i)causal|diagonal|common_keys|backwards|section|SMS_PER_HEAD",
+        ),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),
         "seqlen_kv at run time": (not fixed["kv"], r"seqlen_kv"),

@@ -50,7 +50,7 @@ FIELDS = {
         "arch: sm100\nmask: causal\nschedule: single\ncluster: [2, 1]\n"
     ),
 }
-NEEDED = {"Problem", "launch", "locate"}
+NEEDED = {"Problem", "launch", "work_tile"}
 
 
 # What fails is short as it is.
@@ -130,13 +130,13 @@ class Kernel:
     @property
     def single(self) -> bool:
         """A CTA has one tile, and asks for no wave."""
-        count: int = self.names["locate"].__code__.co_argcount
+        count: int = self.names["work_tile"].__code__.co_argcount
         return count == 1
 
     def locate(self, cta: Cta, *arguments: Any) -> Any:
         """What a CTA is told."""
         self.cta = cta
-        return self.names["locate"](*arguments)
+        return self.names["work_tile"](*arguments)
 
     def waves(
         self, problem: Any, grid: int, cluster: int

@@ -7,7 +7,8 @@ import math
 from typing import Any
 
 import torch
-from fmha_gen.reference import attention, visible
+from fmha_gen.masks import MASKS, Lengths
+from fmha_gen.reference import attention
 from fmha_gen.trial import DTYPES
 
 
@@ -86,7 +87,7 @@ class FakeKernel:
         return (out, lse) if self.SPEC["lse"] else out
 
     def _compute(self, q, k, v, scale):
-        causal = self.SPEC["mask"] == "causal"
+        mask = MASKS[self.SPEC["mask"]]
         if self.fault == "skips the last key":
             k, v = k[:, :-1], v[:, :-1]
         if self.fault == "top-left mask" and q.shape[1] != k.shape[1]:
@@ -96,22 +97,23 @@ class FakeKernel:
                 k[:, :rows],
                 v[:, :rows],
                 scale=scale,
-                causal=True,
+                mask=MASKS["causal"],
             )
-            rest = attention(q, k, v, scale=scale, causal=False)
+            rest = attention(q, k, v, scale=scale, mask=MASKS["none"])
             rest.out[:, :rows], rest.lse[..., :rows] = first
             return rest
         if self.fault == "weights in 4 bits":
             v = v + v.abs() * 0.03
         if self.fault == "rounds the scaled maximum":
             return self._rounded_maximum(q, k, v, scale)
-        out, lse = attention(q, k, v, scale=scale, causal=causal)
+        out, lse = attention(q, k, v, scale=scale, mask=mask)
         if self.fault == "lse in base 2":
             lse = lse / math.log(2)
         if self.fault == "lse 0 where no key":
             lse = lse.masked_fill(lse == -math.inf, 0.0)
         if self.fault == "out 1 where no key":
-            seen = torch.from_numpy(visible(q.shape[1], k.shape[1]).any(-1))
+            lengths = Lengths(q.shape[1], k.shape[1])
+            seen = torch.from_numpy(mask.visible(range(lengths.q), lengths).any(-1))
             out[:, ~seen] = 1.0
         return out, lse
 

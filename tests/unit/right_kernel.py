@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from fmha_gen.reference import Attention, visible
+from fmha_gen.masks import Lengths
+from fmha_gen.reference import Attention
 from fmha_gen.tensors import FROM_BITS, TO_BITS
 
 
@@ -15,13 +16,13 @@ def rounded(dtype, x):
     return FROM_BITS[dtype](TO_BITS[dtype](np.asarray(x, np.float32)))
 
 
-def compute(q, k, v, *, scale, causal, dtype, tile=64, slack=8.0):
+def compute(q, k, v, *, scale, mask, dtype, tile=64, slack=8.0):
     """O and LSE in float64, of values that the 16-bit type has. slack: [log2] of the reference."""
     batch, q_len, heads, _ = q.shape
     kv_len, group = k.shape[1], heads // k.shape[2]
     out = np.zeros((batch, q_len, heads, v.shape[-1]))
     lse = np.full((batch, heads, q_len), -math.inf)
-    seen = visible(q_len, kv_len) if causal else np.ones((q_len, kv_len), np.bool_)
+    seen = mask.visible(range(q_len), Lengths(q_len, kv_len))
     with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
         for b, head in np.ndindex(batch, heads):
             found = _one_head(

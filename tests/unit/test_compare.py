@@ -16,6 +16,7 @@ from fmha_gen.compare import (
     same_bits,
 )
 from fmha_gen.inputs import values
+from fmha_gen.masks import MASKS
 from fmha_gen.reference import Truth, attention, truth
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
@@ -207,7 +208,7 @@ def test_a_right_kernel_is_not_refused(
     made = inputs(data, dtype, mask, q_len, kv_len, head_dim, f"right {seed}")
     options = {
         "scale": scale * head_dim**-0.5,
-        "causal": mask == "causal",
+        "mask": MASKS[mask],
         "dtype": dtype,
     }
     found = compute(*made, **options, slack=slack)
@@ -231,7 +232,7 @@ def test_a_lost_key_of_one_row_is_noticed(dtype, keys, head_dim, seed):
     random = np.random.default_rng(seed)
     shapes = ((1, 64, 1, head_dim), *[(1, keys, 1, head_dim)] * 2)
     q, k, v = (rounded(dtype, random.standard_normal(s, np.float32)) for s in shapes)
-    options = {"scale": head_dim**-0.5, "causal": False}
+    options = {"scale": head_dim**-0.5, "mask": MASKS["none"]}
     expected = truth(q, k, v, **options, dtype=dtype)
     out = compute(q, k, v, **options, dtype=dtype).out
     row = int(random.integers(64))
@@ -251,7 +252,7 @@ def test_how_many_lost_keys_are_noticed(dtype, keys, least):
     random = np.random.default_rng(keys)
     shapes = ((1, 4, 1, 128), *[(1, keys, 1, 128)] * 2)
     q, k, v = (rounded(dtype, random.standard_normal(s, np.float32)) for s in shapes)
-    options = {"scale": 128**-0.5, "causal": False}
+    options = {"scale": 128**-0.5, "mask": MASKS["none"]}
     expected = truth(q, k, v, **options, dtype=dtype)
     noticed = []
     for lost in range(keys):

@@ -222,7 +222,7 @@ def test_every_field_given_or_default(tmp_path: Path) -> None:
             [
                 "SMS_PER_HEAD KV heads is done",
                 "Rows of a query tile are (position, head of the group), heads fastest.",
-                "Query position i sees key j",
+                "Query position i, at q = i + seqlen_kv - seqlen_q, sees kv <= q.",
             ],
             ["skips"],
         ),

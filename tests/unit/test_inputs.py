@@ -14,7 +14,8 @@ from fmha_gen.cases import Case, Tiles, cases_for, residues, tiles_of
 from fmha_gen.compare import judge_output
 from fmha_gen.inputs import FAR, GUARD, place_tensors, values
 from fmha_gen.kernel_text import read_constants
-from fmha_gen.reference import truth, visible
+from fmha_gen.masks import MASKS, Lengths
+from fmha_gen.reference import truth
 from right_kernel import rounded
 
 SPEC = {
@@ -73,7 +74,7 @@ def test_edges_show_a_key_more_and_a_key_less(kv_tile, mask, dtype, head_dim):
         case = Case(f"edges {residue}", 1, 1, q_len, kv_len, data="edges")
         made = values(spec, tiles, case)
         q, k, v = (rounded(dtype, made[name]) for name in "qkv")
-        expected = truth(q, k, v, scale=scale, causal=causal, dtype=dtype)
+        expected = truth(q, k, v, scale=scale, mask=MASKS[mask], dtype=dtype)
         ends = np.minimum(np.arange(q_len) + kv_len - q_len + 1, kv_len)
         if not causal:
             ends = np.full(q_len, kv_len)
@@ -101,8 +102,8 @@ def test_edges_show_a_block_that_is_missing_and_each_boundary(kv_tile, mask):
         case = Case(f"boundary {residue}", 1, 1, q_len, kv_len, data="edges")
         made = values(spec, tiles, case)
         q, k, v = (rounded("bf16", made[name]) for name in "qkv")
-        expected = truth(q, k, v, scale=scale, causal=causal, dtype="bf16")
-        seen = visible(q_len, kv_len) if causal else np.ones((q_len, kv_len), np.bool_)
+        expected = truth(q, k, v, scale=scale, mask=MASKS[mask], dtype="bf16")
+        seen = MASKS[mask].visible(range(q_len), Lengths(q_len, kv_len))
         last = np.arange(q_len) + kv_len - q_len if causal else np.full(1, kv_len - 1)
         block = np.bincount(last // kv_tile).argmax() * kv_tile  # the last of most rows
         for keys in ([block - 1], [block], [kv_len - 1], range(block - kv_tile, block)):
@@ -163,7 +164,7 @@ def test_a_slope_shows_a_scale_that_is_off_by_a_thousandth(factor):
     made = values(SPEC, TILES, case)
     q, k, v = (rounded("bf16", made[name]) for name in "qkv")
     scale = SPEC["head_dim"]["qk"] ** -0.5
-    options = {"causal": False, "dtype": "bf16"}
+    options = {"mask": MASKS["none"], "dtype": "bf16"}
     right = truth(q, k, v, scale=scale, **options)
     wrong = truth(q, k, v, scale=scale * factor, **options).out
     assert not judge_output(

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fmha_gen.compare import judge_output
 from fmha_gen.likeness import Inputs, likeness
+from fmha_gen.masks import MASKS
 from fmha_gen.reference import truth
 from right_kernel import rounded
 
@@ -14,20 +15,20 @@ BATCH, ROWS, KEYS, HEADS, KV_HEADS, DIM, TILE = 2, 40, 150, 4, 2, 32, 64
 SCALE = DIM**-0.5
 
 
-def problem(causal):
+def problem(mask):
     random = np.random.default_rng(5)
     q, k, v = (
         rounded("bf16", random.standard_normal((BATCH, rows, heads, DIM), np.float32))
         for rows, heads in ((ROWS, HEADS), (KEYS, KV_HEADS), (KEYS, KV_HEADS))
     )
-    return Inputs(q, k, v, SCALE, causal, TILE)
+    return Inputs(q, k, v, SCALE, MASKS[mask], TILE)
 
 
 def expected(inputs):
     return truth(
         *(inputs.q, inputs.k, inputs.v),
         scale=SCALE,
-        causal=inputs.causal,
+        mask=inputs.mask,
         dtype="bf16",
     )
 
@@ -55,10 +56,10 @@ PLACE = (1, 17, 3)
 LAST = 17 + 1 + KEYS - ROWS  # keys that its row sees, causal
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_block_that_is_missing_or_comes_twice(causal):
-    inputs = problem(causal)
-    keys = np.arange(LAST if causal else KEYS)
+@pytest.mark.parametrize(("mask", "seen"), [("none", KEYS), ("causal", LAST)])
+def test_a_block_that_is_missing_or_comes_twice(mask, seen):
+    inputs = problem(mask)
+    keys = np.arange(seen)
     for block in range(2):
         some = keys[block * TILE : (block + 1) * TILE]
         for row, text in (
@@ -70,14 +71,14 @@ def test_a_block_that_is_missing_or_comes_twice(causal):
 
 @pytest.mark.parametrize("count", [LAST - 5, LAST + 7, KEYS])
 def test_a_wrong_number_of_keys(count):
-    inputs = problem(causal=True)
+    inputs = problem("causal")
     row = seeing(inputs, PLACE, np.arange(count))
     found = told(inputs, PLACE, row)
     assert found == f"as with {count} keys, where it sees {LAST}"
 
 
 def test_keys_of_zeros_beyond_the_last():
-    inputs = problem(causal=False)
+    inputs = problem("none")
     keys = np.arange(KEYS)
     k = inputs.k[1, :, 1].astype(np.float64)
     total = np.exp(k @ inputs.q[PLACE].astype(np.float64) * SCALE).sum()
@@ -86,7 +87,7 @@ def test_keys_of_zeros_beyond_the_last():
 
 
 def test_another_head_and_another_row():
-    inputs = problem(causal=False)
+    inputs = problem("none")
     row = seeing(inputs, PLACE, np.arange(KEYS), kv_head=0, batch=0)
     assert told(inputs, PLACE, row) == "as with K and V of KV head 0, batch 0"
     other = expected(inputs).out[0, 5, 2]
@@ -95,7 +96,7 @@ def test_another_head_and_another_row():
 
 
 def test_what_nothing_explains_has_no_name():
-    inputs = problem(causal=True)
+    inputs = problem("causal")
     assert told(inputs, PLACE, np.full(DIM, 9.0)) == ""
     assert told(inputs, PLACE, np.full(DIM, np.inf)) == ""
     assert told(inputs, (0, 3, 0), np.arange(DIM) * 1.0) == ""

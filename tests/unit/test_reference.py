@@ -9,6 +9,7 @@ import math
 import numpy as np
 import pytest
 from fmha_gen import reference
+from fmha_gen.masks import MASKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from right_kernel import rounded
@@ -45,13 +46,13 @@ def random_inputs(seed, batch, q_len, kv_len, heads, kv_heads, qk, v, dtype="bf1
     ]
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(5, 3), (3, 5), (1, 1), (4, 4), (5, 1)])
-def test_the_definition(causal, q_len, kv_len):
+def test_the_definition(mask, q_len, kv_len):
     q, k, v = random_inputs(q_len, 2, q_len, kv_len, 4, 2, 8, 6)
-    out, lse = by_loops(q, k, v, 0.25, causal)
-    found = reference.attention(q, k, v, scale=0.25, causal=causal)
-    bounded = reference.truth(q, k, v, scale=0.25, causal=causal, dtype="bf16")
+    out, lse = by_loops(q, k, v, 0.25, mask is MASKS["causal"])
+    found = reference.attention(q, k, v, scale=0.25, mask=mask)
+    bounded = reference.truth(q, k, v, scale=0.25, mask=mask, dtype="bf16")
     for one in (found, bounded):
         np.testing.assert_allclose(one.out, out, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(one.lse, lse, rtol=1e-12, atol=1e-14)
@@ -60,21 +61,21 @@ def test_the_definition(causal, q_len, kv_len):
 def test_a_key_of_minus_infinity_has_no_weight():
     q, k, v = random_inputs(0, 1, 3, 4, 1, 1, 8, 8)
     q[..., 0] = 1.0
-    without = reference.attention(q, k[:, :3], v[:, :3], scale=1.0, causal=False)
+    without = reference.attention(q, k[:, :3], v[:, :3], scale=1.0, mask=MASKS["none"])
     k[:, 3, :, 0] = -np.inf
-    found = reference.truth(q, k, v, scale=1.0, causal=False, dtype="bf16")
+    found = reference.truth(q, k, v, scale=1.0, mask=MASKS["none"], dtype="bf16")
     np.testing.assert_allclose(found.out, without.out, rtol=1e-12)
     np.testing.assert_allclose(found.lse, without.lse, rtol=1e-12)
     k[..., 0] = -np.inf
-    found = reference.truth(q, k, v, scale=1.0, causal=False, dtype="bf16")
+    found = reference.truth(q, k, v, scale=1.0, mask=MASKS["none"], dtype="bf16")
     assert (found.out == 0).all() and (found.lse == -np.inf).all()
     assert (found.out_bound == 0).all(), "only 0 is right"
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_blocks_of_rows_change_nothing(monkeypatch, causal):
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_blocks_of_rows_change_nothing(monkeypatch, mask):
     inputs = random_inputs(0, 2, 9, 11, 4, 2, 8, 8)
-    options = {"scale": 1.0, "causal": causal, "dtype": "bf16"}
+    options = {"scale": 1.0, "mask": mask, "dtype": "bf16"}
     whole = reference.truth(*inputs, **options)
     monkeypatch.setattr(reference, "BLOCK_SCORES", {"numpy": 4 * 22})
     parts = reference.truth(*inputs, **options)
@@ -85,7 +86,7 @@ def test_blocks_of_rows_change_nothing(monkeypatch, causal):
 def test_rows_that_are_not_wanted_may_be_left_out(monkeypatch):
     monkeypatch.setattr(reference, "BLOCK_SCORES", {"numpy": 2 * 5})
     inputs = random_inputs(0, 2, 8, 5, 2, 2, 8, 8)
-    options = {"scale": 1.0, "causal": False, "dtype": "fp16"}
+    options = {"scale": 1.0, "mask": MASKS["none"], "dtype": "fp16"}
     whole = reference.truth(*inputs, **options)
     wanted = np.zeros((2, 8, 2), np.bool_)
     wanted[1, 3, 1] = True
@@ -104,7 +105,7 @@ def test_scores_that_fp32_cannot_tell_apart_leave_either_key():
     k = np.full((1, 2, 1, 64), 1e4, np.float32)
     k[0, 1, 0, 0] *= 1 - 2.0**-8  # of 64: a score lower by 4e5, and an error of 6e3
     v = np.array([1.0, -1.0], np.float32).reshape(1, 2, 1, 1) * np.ones(8, np.float32)
-    options = {"causal": False, "dtype": "bf16"}
+    options = {"mask": MASKS["none"], "dtype": "bf16"}
     told_apart = reference.truth(q, k, v, scale=1.0, **options)
     assert (told_apart.out_bound < 0.1).all()
     k[0, 1, 0, 0] = 1e4 * (1 - 2.0**-15)  # 3e3: float64 tells them apart, fp32 may not
@@ -125,7 +126,7 @@ def test_wrong_scores_stay_within_the_shift(seed, head_dim, log_scale):
     random = np.random.default_rng(seed)
     scale = 10.0**log_scale
     q, k, v = random_inputs(seed, 1, 3, 9, 1, 1, head_dim, 5)
-    truth = reference.truth(q, k, v, scale=scale, causal=False, dtype="bf16")
+    truth = reference.truth(q, k, v, scale=scale, mask=MASKS["none"], dtype="bf16")
     scores = (q[0, :, 0].astype(np.float64) @ k[0, :, 0].T.astype(np.float64)) * scale
     error = np.linalg.norm(q[0, :, 0], axis=-1)[:, None] * np.linalg.norm(
         k[0, :, 0], axis=-1
@@ -150,14 +151,14 @@ def test_wrong_scores_stay_within_the_shift(seed, head_dim, log_scale):
     kv_len=st.integers(1, 40),
     kv_heads=st.integers(1, 3),
     group=st.integers(1, 4),
-    causal=st.booleans(),
+    mask=st.sampled_from([*MASKS.values()]),
     dtype=st.sampled_from(["bf16", "fp16"]),
     magnitude=st.sampled_from([1.0, 30.0, 1e4]),
     minus_inf=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_numpy_and_pytorch_agree(
-    seed, q_len, kv_len, kv_heads, group, causal, dtype, magnitude, minus_inf
+    seed, q_len, kv_len, kv_heads, group, mask, dtype, magnitude, minus_inf
 ):
     pytest.importorskip("torch", reason="needs PyTorch: pip install 'fmha-gen[torch]'")
     torch = importlib.import_module("torch")
@@ -166,7 +167,7 @@ def test_numpy_and_pytorch_agree(
     if minus_inf:
         inputs[0][..., 0] = 1.0
         inputs[1][:, :: 1 + seed % 3, :, 0] = -np.inf
-    options = {"scale": 0.2 * magnitude, "causal": causal}
+    options = {"scale": 0.2 * magnitude, "mask": mask}
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     tensors = [torch.from_numpy(x).to(kinds[dtype]) for x in inputs]
     pairs = [
@@ -192,7 +193,7 @@ def test_an_exponential_by_a_polynomial_widens_the_bounds_by_its_error():
     error = reference.EXP_ERRORS["sm100"]
     assert error > 0 and reference.EXP_ERRORS["sm90"] == 0
     q, k, v = random_inputs(3, 1, 1, 2, 1, 1, 64, 24)
-    options = {"scale": 0.125, "causal": False, "dtype": "fp16"}
+    options = {"scale": 0.125, "mask": MASKS["none"], "dtype": "fp16"}
     exact = reference.truth(q, k, v, **options)
     wide = reference.truth(q, k, v, **options, exp_error=error)
     weights = np.exp(0.125 * (q[0, 0, 0] @ k[0, :, 0].T).astype(np.float64))

@@ -16,7 +16,7 @@ D256 = "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse"
 SCHEDULES = rehearsal.schedules(1)
 # A CTA's tile is beyond the end beside one with rows; blocks that only the second CTA's rows see.
 CASES = [(MULTICAST, "odd_tiles"), (PAIR, "half"), (D256, "odd_tiles")]
-CLUSTER_BLOCKS = "count_blocks((q_tile // CLUSTER_SIZE + 1) * CLUSTER_ROWS, problem)"
+CLUSTER_BLOCKS = "key_blocks((q_tile // CLUSTER_SIZE + 1) * CLUSTER_ROWS, problem)"
 KV_TAIL = "    pipes.kv.producer_tail(kv_state)\n"
 CLUSTER_BARRIER = "    cute.arch.cluster_arrive()\n    cute.arch.cluster_wait()\n"
 DAMAGE = {  # the kernel, the case that shows it, the text, what is there instead
@@ -27,7 +27,7 @@ DAMAGE = {  # the kernel, the case that shows it, the text, what is there instea
         MULTICAST,
         "half",
         CLUSTER_BLOCKS,
-        "count_blocks((q_tile + 1) * TILE_Q, problem)",
+        "key_blocks((q_tile + 1) * TILE_Q, problem)",
     ),
     "tail": (MULTICAST, "one_key", KV_TAIL, ""),
     "bytes of both": (PAIR, "one_key", "K_TX_BYTES = 32768", "K_TX_BYTES = 16384"),
