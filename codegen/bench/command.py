@@ -27,7 +27,12 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 RUNG = "benchmarked"
-PACKAGES = {"cudnn": "torch", "fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+# By peer, what brings it: any of them.
+PACKAGES = {
+    "cudnn": ("torch",),
+    "fa3": ("flash_attn_interface", "vllm"),
+    "fa4": ("flash_attn.cute",),
+}
 DEFAULT_ROUNDS = 5
 RECORD_ROUNDS = 5  # at least, for a record
 MATMUL = "matmul"
@@ -174,13 +179,17 @@ def choose_peers(against: Sequence[str] | None) -> tuple[list[str], list[str]]:
 
     Raises EnvironmentProblem when one that was asked for is not.
     """
-    absent = [name for name, package in PACKAGES.items() if not _installed(package)]
+    absent = {
+        name: f"{' or '.join(packages)} is not installed"
+        for name, packages in PACKAGES.items()
+        if not any(map(_installed, packages))
+    }
     if against is None:
-        notes = [f"no {name}: {PACKAGES[name]} is not installed" for name in absent]
+        notes = [f"no {name}: {why}" for name, why in absent.items()]
         return [name for name in PACKAGES if name not in absent], notes
     for name in against:
         if name in absent:
-            raise EnvironmentProblem(f"{name}: {PACKAGES[name]} is not installed")
+            raise EnvironmentProblem(f"{name}: {absent[name]}")
     return list(dict.fromkeys(against)), []
 
 

@@ -20,13 +20,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..masks import MASKS
 from ..reference import attention
 from ..trial import DTYPES
+from . import fa3 as fa3_module
 from .problems import Problem
 from .timing import SEED, Launch
 
 WRONG = 0.02  # relative error beyond which a contender computes something else
 MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card is
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
-DISTRIBUTIONS = {"fa3": "flash_attn_3", "fa4": "flash-attn-4"}  # by peer
 
 
 class Inputs(NamedTuple):
@@ -77,8 +77,8 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
 
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-3."""
-    function = import_module("flash_attn_interface").flash_attn_func
-    return lambda: _out(function(*inputs, causal=problem.causal))
+    function = fa3_module.launch(problem, *inputs)
+    return lambda: _out(function())
 
 
 def cudnn(problem: Problem, inputs: Inputs) -> Launch:
@@ -136,11 +136,11 @@ def versions() -> dict[str, str | int | None]:
         "cuda": torch.version.cuda,
         "cudnn": backends.cudnn.version(),
     }
-    for name, distribution in DISTRIBUTIONS.items():
-        try:
-            found[name] = metadata.version(distribution)
-        except metadata.PackageNotFoundError:
-            found[name] = None
+    found["fa3"] = fa3_module.version()
+    try:
+        found["fa4"] = metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        found["fa4"] = None
     return found
 
 

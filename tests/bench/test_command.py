@@ -129,7 +129,7 @@ def test_peers_that_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert command.choose_peers(None) == (
         ["cudnn"],
         [
-            "no fa3: flash_attn_interface is not installed",
+            "no fa3: flash_attn_interface or vllm is not installed",
             "no fa4: flash_attn.cute is not installed",
         ],
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ torch = pytest.importorskip(
     "torch", reason="PyTorch is missing: pip install 'fmha-gen[torch]'"
 )
 
-from fmha_gen.bench import command, contenders  # noqa: E402
+from fmha_gen.bench import command, contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.masks import MASKS  # noqa: E402
 from fmha_gen.reference import attention  # noqa: E402
@@ -219,3 +220,42 @@ def test_the_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = device.now()
     device.sleep(0.01)
     assert device.now() - begin >= 0.01
+
+
+def test_fa3_of_vllm_is_called_with_packed_sequences(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    library = tmp_path / "vllm" / fa3.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.touch()
+    (tmp_path / "vllm" / "__init__.py").write_text(
+        "raise ImportError('not to be imported')"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    names = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
+    names += ("max_seqlen_k", "softmax_scale", "is_causal", "num_splits", "softcap")
+    calls: list[dict[str, Any]] = []
+
+    class Operator:
+        _schema = SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in names])
+
+        def __call__(self, *values: Any) -> list[torch.Tensor]:
+            calls.append(dict(zip(names, values, strict=True)))
+            q, v = values[0], values[2]
+            return [torch.zeros(*q.shape[:2], v.shape[2])]
+
+    loaded: list[str] = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    operators = SimpleNamespace(fwd=SimpleNamespace(default=Operator()))
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
+    inputs = contenders.make_inputs(PROBLEM, "cpu")
+    found = fa3.launch(PROBLEM, *inputs)()
+    assert loaded == [str(library)]
+    assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
+    (call,) = calls
+    batch, rows, heads, dim = inputs.q.shape
+    assert call["q"].shape == (batch * rows, heads, dim)
+    assert call["q"].data_ptr() == inputs.q.data_ptr(), "copied"
+    assert call["cu_seqlens_q"].tolist() == [0, rows, 2 * rows]
+    assert (call["max_seqlen_q"], call["num_splits"], call["out"]) == (rows, 1, None)
+    assert call["is_causal"] == PROBLEM.causal
