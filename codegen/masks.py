@@ -112,6 +112,16 @@ class Mask:
         offset = _offset(self.upper)
         return None if offset is None else offset - 1
 
+    @property
+    def edges(self) -> bool:
+        """Queries see different keys."""
+        return self.left is not None or self.right is not None
+
+    @property
+    def uneven(self) -> bool:
+        """Some queries see more keys than others: of a window's, inside, all see as many."""
+        return (self.left is None) != (self.right is None)
+
     def __str__(self) -> str:
         """The edges, such as ``q - 1023 <= kv <= q``; nothing when there are none."""
         left, right = self.left, self.right

@@ -3,14 +3,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
-from ..masks import MASKS
+from .. import masks
 from ..vocabulary import NOT_YET
 from .feature import Accepts, Feature
-
-if TYPE_CHECKING:
-    from ..spec import Spec
 
 Mask = Annotated[
     Literal["none", "causal"],
@@ -34,13 +31,21 @@ Mask = Annotated[
 ]
 
 
-def _contract(spec: Spec) -> str:
-    if not (seen := str(MASKS[spec.mask])):
+def _flags(mask: masks.Mask) -> dict[str, bool]:
+    return {
+        "edges": mask.edges,
+        "left_edge": mask.left is not None,
+        "right_edge": mask.right is not None,
+        "right_offset": bool(mask.right),
+        "lpt_order": mask.uneven,
+    }
+
+
+def _contract(keys: str) -> str:
+    if not keys:
         return ""
-    return (
-        f"Query i, at q = i + seqlen_kv - seqlen_q, sees {seen}."
-        " A row that sees no key is 0."
-    )
+    seen = f"Query i, at q = i + seqlen_kv - seqlen_q, sees {keys}."
+    return f"{seen} A row that sees no key is 0."
 
 
 MASK: Final = Feature(
@@ -52,7 +57,7 @@ MASK: Final = Feature(
         r"(is_)?causal": "write mask: causal",
         r"block_sparse|block_mask|mask_mod": f"masks but causal are {NOT_YET}",
     },
-    flags=lambda spec: {"keys_seen": str(MASKS[spec.mask])},
+    flags=lambda spec: _flags(masks.MASKS[spec.mask]),
     title=lambda spec: "causal" if spec.mask == "causal" else "full mask",
-    contract=_contract,
+    contract=lambda spec: _contract(str(masks.MASKS[spec.mask])),
 )

@@ -75,7 +75,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         chosen=chosen,
         derived=numbers,
         kernels=(kernel,),
-        statements=tuple(statements(context)),
+        statements=tuple(statements(traits, context)),
         context=context,
     )
 
@@ -212,7 +212,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
         ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
-    absent = "" if traits.lpt_order else "SMS_PER_HEAD"
+    absent = "" if traits.mask.uneven else "SMS_PER_HEAD"
     rows = [row for row in rows if row[0] != absent]
     yield from tuned(spec, rows, REASONS.__getitem__)
 
@@ -265,7 +265,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         unit = "clusters along a head" if clusters else "per head"
         tile = "CLUSTER_ROWS" if clusters else "TILE_Q"
         yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
-    if traits.seqlen_kv is not None and not traits.edges:
+    if traits.seqlen_kv is not None and not traits.mask.edges:
         yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
         if traits.masks:
             unit = "that the end of K crosses"

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from ..spec import Spec
 from . import words
+from .traits import Traits
 
 _ROLES: Final = """\
 A CTA works on a query tile of 256 rows, in halves of 128.
@@ -73,11 +74,11 @@ def roles(
     yield "Its record says whether an emulator or a GPU has run it."
 
 
-def statements(has: Mapping[str, Any]) -> Iterator[str]:
+def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
     yield from _tile_statements(has)
-    if has["keys_seen"]:
-        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {has['keys_seen']}."
+    if traits.mask.edges:
+        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
     yield words.empty_rows(has)
     yield "O leaves through shared memory of its own; TMA drops rows past the end."

@@ -69,9 +69,8 @@ class Traits(shared.Traits):
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         alone = self.cluster_size == 1 and not self.packed
-        return (
-            self.right_edge and not self.left_edge and alone and rows >= block and fits
-        )
+        one_edge = self.mask.right is not None and self.mask.left is None
+        return one_edge and alone and rows >= block and fits
 
     @property
     def takes_turns(self) -> bool:
@@ -145,7 +144,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "masked_loop": loops.masked,
         "whole_loop": loops.whole,
         "left_loop": loops.left,
-        "uses_rows": traits.edges or traits.spec.lse or not traits.cross_tile,
+        "uses_rows": traits.mask.edges or traits.spec.lse or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "strips": traits.strips,

@@ -13,9 +13,9 @@ from .traits import Traits
 def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     """Yield a statement each from the values that the templates read."""
     yield from _tile_statements(traits, has)
-    if has["keys_seen"]:
+    if traits.mask.edges:
         query = "position" if traits.packed else "row"
-        yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {has['keys_seen']}."
+        yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
     yield "A row may have no finite score so far: its maximum is then the least float, and P is 0."
     yield words.empty_rows(has)

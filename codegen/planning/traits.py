@@ -42,26 +42,6 @@ class Traits:
         """Which keys a query sees."""
         return masks.MASKS[self.spec.mask]
 
-    @property
-    def right_edge(self) -> bool:
-        """The last key that a query sees moves with it."""
-        return self.mask.right is not None
-
-    @property
-    def left_edge(self) -> bool:
-        """The first key that a query sees moves with it."""
-        return self.mask.left is not None
-
-    @property
-    def edges(self) -> bool:
-        """Queries see different keys."""
-        return self.right_edge or self.left_edge
-
-    @property
-    def lpt_order(self) -> bool:
-        """Some query tiles take longer than others: of a window's all take as many blocks."""
-        return self.right_edge != self.left_edge
-
     def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:
         """Which loops over KV blocks run for some query tile, or may where a length is open.
 
@@ -69,17 +49,15 @@ class Traits:
         blocks, a multiple. first_apart: the first block is in no loop.
         """
         kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
-        q = self.seqlen_q if self.edges else 1
+        q = self.seqlen_q if self.mask.edges else 1
+        left, right = self.mask.left is not None, self.mask.right is not None
         if kv is None or q is None:
             several = kv is None or kv > tile_kv
             if first_apart:
-                return Loops(
-                    several and self.right_edge, several, several and self.left_edge
-                )
-            return Loops(self.masks, several or kv == tile_kv, self.left_edge)
-        lengths, first = Lengths(q, kv), np.arange(
-            0, -(-q // taken_by) * taken_by, rows
-        )
+                return Loops(several and right, several, several and left)
+            return Loops(self.masks, several or kv == tile_kv, left)
+        lengths = Lengths(q, kv)
+        first = np.arange(0, -(-q // taken_by) * taken_by, rows)
         start = first // taken_by * taken_by
         taken = self.mask.key_blocks(start, start + taken_by, lengths, tile_kv)
         own = self.mask.key_blocks(first, first + rows, lengths, tile_kv)
@@ -150,9 +128,9 @@ class Traits:
     @property
     def masks(self) -> bool:
         """Some KV block may need a mask, the last in memory first."""
-        return self.edges or self.kv_tail
+        return self.mask.edges or self.kv_tail
 
     @property
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
-        return self.edges or self.seqlen_kv is None
+        return self.mask.edges or self.seqlen_kv is None
