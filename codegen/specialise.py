@@ -33,6 +33,8 @@ INLINE: Final = "inline"  # the decorator of functions that their calls are repl
 # What is called from outside, and functions that are handed on as values.
 ENTRIES: Final = frozenset({"__all__", "fmha", "compile", "launch", "SPEC"})
 _KEPT_PIECES: Final = 8192
+# Behind a constant: names in it are used, since a reader checks it.
+_FORMULA: Final = re.compile(r"#(?: \[[^\]]*\])? = (.*)")
 # A test at the top of a file.
 _BLOCK: Final = re.compile(r"^(if|while) ", re.MULTILINE)
 _GOES_ON: Final = re.compile(r"(elif|else|except|finally)\b")
@@ -623,6 +625,9 @@ def _facts(piece: str) -> _Facts:
         )
     elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
         defines = (node.targets[0].id,)
+        if formula := _FORMULA.search(piece):
+            for name in re.findall(r"\b[A-Z]\w+", formula[1]):
+                names[name] = names.get(name, 0) + 1
         if defines == ("__all__",):
             public = frozenset((*defines, *ast.literal_eval(node.value)))
     return _Facts(

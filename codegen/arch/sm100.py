@@ -17,6 +17,14 @@ MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor 
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
 REGISTERS: Final = 65536  # of an SM
+# Those of templates/sm100/constants.py.j2 that formulas of the plan read.
+CONSTANTS: Final = {
+    "COLUMNS_AT_ONCE": LOAD_COLUMNS,
+    "HALF_ROWS": MMA_ROWS,
+    "WARPGROUP_THREADS": 128,
+    "WARPGROUP_WARPS": 4,
+    "ELEMENT_BYTES": 2,
+}
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_S: Final = 64
 
@@ -29,7 +37,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
-    mean_lines=1160,
+    mean_lines=1100,
     mma_class="UTCHMMA",
     sass_classes={
         "UTCHMMA": "UTCHMMA",

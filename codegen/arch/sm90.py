@@ -15,6 +15,13 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
 WARPGROUP_ROWS: Final = 64  # M of a wgmma
+# Those of templates/sm90/constants.py.j2 that formulas of the plan read.
+CONSTANTS: Final = {
+    "WARPGROUP_THREADS": 128,
+    "WARPGROUP_WARPS": 4,
+    "WARPGROUP_ROWS": WARPGROUP_ROWS,
+    "ELEMENT_BYTES": 2,
+}
 
 ARCHITECTURE: Final = Architecture(
     name="sm90",
@@ -25,7 +32,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=940,
+    mean_lines=880,
     mma_class="HGMMA",
     sass_classes={
         "HGMMA": "HGMMA",

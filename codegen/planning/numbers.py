@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..features.feature import said
 from ..spec import Spec
@@ -53,10 +53,15 @@ def tuned(
 
 
 def derived(
-    rows: Iterable[tuple[str, str, str]], chosen: Iterable[Number]
+    rows: Iterable[tuple[str, str, str]],
+    chosen: Iterable[Number],
+    constants: Mapping[str, int],
 ) -> Iterator[Number]:
-    """Yield a constant for each (name, unit, formula), evaluated over those before it."""
-    values = {number.name: number.value for number in chosen}
+    """Yield a constant for each (name, unit, formula), evaluated over those before it.
+
+    constants: the architecture's.
+    """
+    values = {**constants, **{number.name: number.value for number in chosen}}
     for name, unit, formula in rows:
         values[name] = eval(formula, {"math": math}, values)
         yield Number(name, values[name], unit, "derived", formula)

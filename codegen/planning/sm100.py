@@ -57,7 +57,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    numbers = tuple(derived(_derived(traits), chosen))
+    numbers = tuple(derived(_derived(traits), chosen, sm100.CONSTANTS))
     smem = _smem(traits)
     context = template_context(spec_file, sizes, chosen, numbers, total(smem))
     kernel = DevicePlan(
@@ -168,7 +168,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sKV", f"K_TX_BYTES{shared} * KV_STAGES", kv, "K or V"),
         ("sO", "2 * 128 * HEAD_DIM_V * O_STAGES", o, "O"),
     ]
-    numbers = (*chosen, *derived(_derived(traits), chosen))
+    numbers = (*chosen, *derived(_derived(traits), chosen, sm100.CONSTANTS))
     return regions(rows, numbers, sm100.SMEM_ALIGN)
 
 
@@ -222,27 +222,28 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     sizes, by_block = traits.sizes, traits.by_block
     clusters = traits.cluster_size > 1
     whose = " of both CTAs" if traits.pair else ""
-    mma_rows = "MMA_ROWS" if traits.pair else "128"
+    mma_rows = "MMA_ROWS" if traits.pair else "HALF_ROWS"
     s_stages = "S_STAGES" if by_block else "HALVES"
-    per_stage, columns = f"bytes per stage{whose}", "columns of tensor memory"
-    yield "HALVES", "of a query tile", "TILE_Q // 128"
+    per_stage = "bytes of both CTAs" if traits.pair else "bytes per stage"
+    columns = "columns of tensor memory"
+    yield "HALVES", "of a query tile", "TILE_Q // HALF_ROWS"
     registers = _registers_at_launch(sizes)
     formula = f"{registers} - HALVES * SOFTMAX_REGS - CORRECTION_REGS"
     yield "OTHER_REGS", "per thread", formula
-    yield "CORRECTION_WARP", "the first of four", "4 * HALVES"
-    yield "LOAD_WARP", "warp", "CORRECTION_WARP + 4"
-    yield "MMA_WARP", "warp", "CORRECTION_WARP + 5"
-    yield "STORE_WARP", "warp", "CORRECTION_WARP + 6"
-    yield "THREADS", "per CTA", "128 * (HALVES + 2)"
+    yield "CORRECTION_WARP", "the first of four", "WARPGROUP_WARPS * HALVES"
+    yield "LOAD_WARP", "warp", "CORRECTION_WARP + WARPGROUP_WARPS"
+    yield "MMA_WARP", "warp", "LOAD_WARP + 1"
+    yield "STORE_WARP", "warp", "LOAD_WARP + 2"
+    yield "THREADS", "per CTA", "WARPGROUP_THREADS * (HALVES + 2)"
     yield "Q_STAGES", "tiles" if by_block else "halves", "HALVES"
     if by_block:
         yield "S_STAGES", "blocks", f"{sizes.s_stages}"
     if traits.pair:
-        yield "MMA_ROWS", "of both CTAs", "128 * CLUSTER_SIZE"
-    yield "Q_TX_BYTES", per_stage, f"{mma_rows} * HEAD_DIM_QK * 2"
-    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
+        yield "MMA_ROWS", "of both CTAs", "HALF_ROWS * CLUSTER_SIZE"
+    yield "Q_TX_BYTES", per_stage, f"{mma_rows} * HEAD_DIM_QK * ELEMENT_BYTES"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     if traits.uneven:
-        yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
+        yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
     if traits.multicast_k:
         yield "KV_RELEASES", "commits that free a stage", "CLUSTER_SIZE"
     threads = f"threads{whose}: "
@@ -252,8 +253,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "S_RELEASES", f"{threads}softmax and correction", f"2 * {mma_rows}"
     if traits.pair:
         yield "O_RELEASES", f"{threads}correction", mma_rows
-    tail = "of P, the last: PV begins without them"
-    yield "TAIL_COLUMNS", tail, f"max(TILE_KV // 4, {sm100.LOAD_COLUMNS})"
+    tail = "of P: PV begins without them"
+    yield "TAIL_COLUMNS", tail, "max(TILE_KV // 4, COLUMNS_AT_ONCE)"
     yield "S_COLUMNS", columns, "TILE_KV"
     yield "O_COLUMNS", columns, "HEAD_DIM_V"
     yield "O_FIRST", columns, f"{s_stages} * S_COLUMNS"

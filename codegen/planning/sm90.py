@@ -54,7 +54,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    numbers = tuple(derived(_derived(traits), chosen))
+    numbers = tuple(derived(_derived(traits), chosen, sm90.CONSTANTS))
     smem = _smem(traits)
     barriers = tuple(_barriers(traits))
     context = template_context(spec_file, sizes, chosen, numbers, barriers, total(smem))
@@ -211,7 +211,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
         ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
     ]
-    numbers = (*chosen, *derived(_derived(traits), chosen))
+    numbers = (*chosen, *derived(_derived(traits), chosen, sm90.CONSTANTS))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 
 
@@ -278,19 +278,20 @@ def _reason(spec: Spec, name: str) -> str:
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
-    per_thread, per_stage = "per thread", "bytes per stage"
-    frees = "warps that free a stage"
-    yield "WARPGROUPS", "that compute", "TILE_Q // 64"
-    yield "THREADS", "per CTA", "128 * (WARPGROUPS + 1)"
+    per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
+    frees = "warps that free it"
+    yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"
+    yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
     yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
     yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
-    yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * 2"
-    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * 2"
-    yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * 2"
-    yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else "4 * WARPGROUPS"
+    yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
+    yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
+    yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
+    warps = "WARPGROUP_WARPS * WARPGROUPS"
+    yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
         ctas = " * CLUSTER_SIZE" if shared else ""
-        yield f"{name}_RELEASES", frees, f"4 * WARPGROUPS{ctas}"
+        yield f"{name}_RELEASES", frees, f"{warps}{ctas}"
     along_q = traits.spec.cluster[0] > 1
     tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
     if traits.packed:
