@@ -10,7 +10,7 @@ build: $(INSTALLED)
 	$(VENV)/bin/fmha-gen build specs/
 
 test: $(INSTALLED)
-	$(VENV)/bin/pytest -n 2
+	$(VENV)/bin/pytest -n 2 --dist worksteal
 
 check: $(INSTALLED)
 	$(VENV)/bin/ruff check codegen tests

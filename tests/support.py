@@ -12,6 +12,7 @@ import tempfile
 import unittest.mock
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jinja2.meta
 import pytest
@@ -66,6 +67,29 @@ def shipped_plan(stem: str) -> KernelPlan:
     """Return the plan of a shipped kernel."""
     (spec,) = load_specs([SPECS / f"{stem}.yaml"])
     return plan.resolve(spec)
+
+
+@functools.cache
+def sample(arch: str) -> list[str]:
+    """Few shipped kernels with every flag, head dim and cluster that the others have.
+
+    For tests that take seconds a kernel, where a record stands for the others.
+    """
+    kernels = {stem: _traits(stem) for stem in SHIPPED if stem.startswith(f"{arch}_")}
+    left, chosen = set().union(*kernels.values()), []
+    while left:
+        chosen.append(max(kernels, key=lambda stem: len(left & kernels[stem])))
+        left -= kernels[chosen[-1]]
+    return chosen
+
+
+def _traits(stem: str) -> set[tuple[str, Any]]:
+    kernel = shipped_plan(stem)
+    spec, numbers = kernel.spec_file.spec, (*kernel.chosen, *kernel.derived)
+    fields = ("head_dim", "cluster", "multicast", "cta_group")
+    found = {(name, str(getattr(spec, name))) for name in fields}
+    found |= {(each.name, each.value) for each in numbers if each.name == "TILE_Q"}
+    return found | set(render.decided(kernel.context)[0].items())
 
 
 @functools.lru_cache(maxsize=64)

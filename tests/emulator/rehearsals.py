@@ -7,14 +7,16 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-import support
 from fmha_gen import captures
 from fmha_gen.cases import Case, cases_for, tiles_of
 from fmha_gen.coverage import rows_stored, walked
 from fmha_gen.emulator import lower, ptx, walk
+from fmha_gen.emulator.launch import Called
 from fmha_gen.kernel_text import read_constants
-from fmha_gen.rehearsal import Rehearsal
+from fmha_gen.rehearsal import Rehearsal, schedules
 from fmha_gen.tensors import arguments, make_problem
+
+from tests import support
 
 
 def emulated_cases(path: Path) -> list[Case]:
@@ -24,12 +26,33 @@ def emulated_cases(path: Path) -> list[Case]:
     return [case for case in cases if case.emulated]
 
 
+def tag_of(case: Case) -> str:
+    """Its name without the counts."""
+    return case.name.rpartition("_b")[0]
+
+
+def captured(path: Path, cases: Sequence[Case]) -> tuple[str, list[Called]]:
+    """A kernel's PTX and its launches for some cases.
+
+    Of a shipped one all its cases are captured by one compile, which tests share by the cache.
+    """
+    spec = read_constants(path.read_text(encoding="utf-8"))["SPEC"]
+
+    def of(some: Sequence[Case]) -> tuple[str, list[Called]]:
+        calls = [arguments(spec, case) for case in some]
+        return captures.capture(path, calls, arch=spec["arch"])
+
+    if path.parent == support.GENERATED:
+        of(emulated_cases(path))
+    return of(cases)
+
+
 def rehearsals(
     path: Path,
     tags: Iterable[str] | None = None,
     cases: Sequence[Case] | None = None,
 ) -> tuple[str, list[Rehearsal]]:
-    """The kernel's PTX, and each of its cases: one compile, which tests share by the cache.
+    """The kernel's PTX, and each of its cases.
 
     tags: of the cases, which are their names without the counts; None for all. cases: others than
     those of `emulate`.
@@ -37,12 +60,11 @@ def rehearsals(
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
     cases = emulated_cases(path) if cases is None else cases
-    calls = [arguments(spec, case) for case in cases]
-    text, called = captures.capture(path, calls, arch=spec["arch"])
+    text, called = captured(path, cases)
     programs, schedule = lower.lower_kernels(text), walk.prepare(ptx.parse(text))
     ready = []
     for case, each in zip(cases, called, strict=True):
-        if tags is not None and case.name.rpartition("_b")[0] not in tags:
+        if tags is not None and tag_of(case) not in tags:
             continue
         stored = None
         if case.clusters is not None:
@@ -62,6 +84,29 @@ def tagged(path: Path, tags: Iterable[str]) -> list[Rehearsal]:
     """Those of the cases whose names, without the counts, are among the tags."""
     _, ready = rehearsals(path, list(tags))
     return ready
+
+
+def damaged(
+    folder: Path, stem: str, right: str, wrong: str, *, once: bool = True
+) -> Path:
+    """A copy of a shipped kernel with another text in one place, or wherever it stands."""
+    text = (support.GENERATED / f"{stem}.py").read_text(encoding="utf-8")
+    assert right in text and (text.count(right) == 1 or not once), right
+    return written(folder, text.replace(right, wrong), stem)
+
+
+def written(folder: Path, text: str, stem: str = "candidate") -> Path:
+    """A kernel's file of this text."""
+    path = folder / f"{stem}.py"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def findings(path: Path, tag: str) -> list[str]:
+    """Of one case of a kernel, under the eager schedule."""
+    (case,) = (each for each in emulated_cases(path) if tag_of(each) == tag)
+    _, (kernel,) = rehearsals(path, cases=[case])
+    return kernel.run(schedules(0)[0]).findings
 
 
 def check_launches(stem: str, ready: Iterable[Rehearsal]) -> None:

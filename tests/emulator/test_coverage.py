@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import support
 from fmha_gen import captures
 from fmha_gen.cases import tiles_of, walks_for
 from fmha_gen.coverage import walked
@@ -12,7 +11,7 @@ from fmha_gen.kernel_text import read_constants
 from fmha_gen.rehearsal import schedules
 from fmha_gen.tensors import arguments
 
-from tests.emulator.rehearsals import tagged
+from tests.emulator.rehearsals import damaged, tagged
 
 STEM = "sm90_d64_bf16_full"
 STORE = "        cute.copy(out.atom, tOsO, tOgO[None, q_tile * WARPGROUPS + mma.warpgroup_idx])\n"
@@ -20,11 +19,7 @@ STORE = "        cute.copy(out.atom, tOsO, tOgO[None, q_tile * WARPGROUPS + mma.
 
 def findings(folder, right, wrong):
     """Of the case `ragged` of a damaged kernel."""
-    text = (support.GENERATED / f"{STEM}.py").read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    path = folder / f"{STEM}.py"
-    path.write_text(text.replace(right, wrong), encoding="utf-8")
-    (kernel,) = tagged(path, ["ragged"])
+    (kernel,) = tagged(damaged(folder, STEM, right, wrong), ["ragged"])
     return kernel.run(schedules(0)[0]).findings
 
 
@@ -43,15 +38,9 @@ def test_a_tile_in_another_ones_place_is_named_on_both_sides(tmp_path):
 
 def test_a_scheduler_that_does_not_end_is_found_in_seconds(tmp_path):
     """It counts work tiles in 16 bits, of which there are more."""
-    text = (support.GENERATED / f"{STEM}.py").read_text(encoding="utf-8")
-    right, wrong = (
-        "tile = wave * width + place",
-        "tile = (wave * width + place) & 0xFFFF",
-    )
-    assert text.count(right) == 1
-    path = tmp_path / f"{STEM}.py"
-    path.write_text(text.replace(right, wrong), encoding="utf-8")
-    constants = read_constants(text)
+    place = "wave * width + place"
+    path = damaged(tmp_path, STEM, f"tile = {place}", f"tile = ({place}) & 0xFFFF")
+    constants = read_constants(path.read_text(encoding="utf-8"))
     spec = constants["SPEC"]
     (case,) = (
         case

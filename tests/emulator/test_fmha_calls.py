@@ -15,6 +15,8 @@ from fmha_gen.emulator.launch import CaptureError, open_host_program
 from fmha_gen.emulator.tma import TensorMap
 from support import GENERATED
 
+from .rehearsals import damaged
+
 LSE = "sm90_d128_fp16_causal_lse_gqa4"
 PLAIN = "sm90_d128_fp16_full_c2x1_vmc_kv1000"  # of a fixed length, without LSE
 SM100 = "sm100_d128_bf16_causal_gqa4_lse"
@@ -268,11 +270,7 @@ DAMAGE = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damage_to_fmha_shows_in_what_is_captured(what, tmp_path):
     stem, old, new, options, shows = DAMAGE[what]
-    text = (GENERATED / f"{stem}.py").read_text(encoding="utf-8")
-    assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
-    path = tmp_path / f"{stem}.py"
-    path.write_text(text.replace(old, new), encoding="utf-8")
-    with opened(stem, path) as program:
+    with opened(stem, damaged(tmp_path, stem, old, new)) as program:
         _, wrong = Program(program).launch(call(told(stem), **options))
     assert wrong >= shows
 
@@ -286,11 +284,7 @@ def test_the_right_text_has_nothing_of_it(stem):
 
 
 def test_multiprocessors_miscounted(tmp_path):
-    text = (GENERATED / f"{LSE}.py").read_text(encoding="utf-8")
-    assert text.count(COUNT) == 1
-    path = tmp_path / f"{LSE}.py"
-    path.write_text(text.replace(COUNT, f"{COUNT} // 2"), encoding="utf-8")
-    with opened(LSE, path) as program:
+    with opened(LSE, damaged(tmp_path, LSE, COUNT, f"{COUNT} // 2")) as program:
         assert program.call(call(sm_count=14)).launched[0].grid == (7, 1, 1)
 
 

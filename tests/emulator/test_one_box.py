@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import cases, kernel_text, plan, rehearsal, render
+from fmha_gen import cases, kernel_text, plan, render
 from fmha_gen.planning import sm90_context, sm100_context
-from fmha_gen.processes import of_kind, read_events
 
-from .test_cases_find import findings
+from .rehearsals import findings, written
+from .walks import walks
 
 HEAD = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 64\ntile: {q: 128}\n"
 PAIR = "arch: sm100\ntile: {}\nhead_dim: 128\ncluster: [2, 1]\n"
@@ -62,15 +62,12 @@ def kernel(fields):
 
 def walk_findings(folder, text):
     """Of the walk on 132 SMs."""
-    path, events = folder / "candidate.py", folder / "events.jsonl"
-    path.write_text(text, encoding="utf-8")
-    events.unlink(missing_ok=True)
+    path = written(folder, text)
     constants = kernel_text.read_constants(text)
-    walks = cases.walks_for(constants["SPEC"], cases.tiles_of(constants))
-    (name,) = (case.name for case in walks if case.name.startswith("sms_132_"))
-    rehearsal.main([str(path), str(events), "--case", name])
-    (run,) = of_kind(read_events(events), "run")
-    return run["findings"]
+    every = cases.walks_for(constants["SPEC"], cases.tiles_of(constants))
+    (size,) = (case for case in every if case.name.startswith("sms_132_"))
+    ((_, found),) = walks(path, [size])
+    return found
 
 
 @pytest.mark.parametrize("fields", ONE_BOX.values(), ids=ONE_BOX)
@@ -78,10 +75,10 @@ def test_one_box_is_stored_once_or_it_is_a_race(fields, tmp_path, monkeypatch):
     planned = kernel(fields)
     assert planned.context["one_box"]
     text = render.render_kernel(planned)
-    assert findings(tmp_path, "candidate", text, "ragged") == []
+    assert findings(written(tmp_path, text), "ragged") == []
     monkeypatch.setattr(sm90_context.Traits, "one_box", property(lambda traits: False))
     text = render.render_kernel(kernel(fields))
-    found = findings(tmp_path, "candidate", text, "ragged")
+    found = findings(written(tmp_path, text), "ragged")
     assert any("TMA store writes bytes of out" in finding for finding in found), found
 
 
@@ -101,4 +98,4 @@ def test_other_lengths_need_nothing(fields, tmp_path):
     planned = kernel(fields)
     assert not planned.context["one_box"]
     text = render.render_kernel(planned)
-    assert findings(tmp_path, "candidate", text, "ragged") == []
+    assert findings(written(tmp_path, text), "ragged") == []

@@ -7,8 +7,10 @@ from collections import defaultdict
 
 import pytest
 import support
-from fmha_gen import kernel_text, rehearsal
+from fmha_gen import rehearsal
 from fmha_gen.emulator.copies import Copies
+
+from tests.emulator.rehearsals import emulated_cases, rehearsals
 
 ELEMENT_BYTES = 2
 KERNELS = (
@@ -26,23 +28,14 @@ class Enough(Exception):
 class Recorder:
     """Boxes of the first tiles, by tensor and CTA, and who received them."""
 
-    def __init__(self, monkeypatch, stem):
+    def __init__(self, monkeypatch, stem, problem):
         self.plan = support.shipped_plan(stem)
         self.boxes = defaultdict(set)  # (first row, rows, first column, columns)
         self.receivers = defaultdict(set)
-        self._names = {}
+        tensors = {name.upper(): getattr(problem, name) for name in "qkv"}
+        self._names = {tensor.address: name for name, tensor in tensors.items()}
         self._now = None
-        check, receive, rehearse = (
-            Copies._check_box,
-            Copies._receivers,
-            rehearsal.rehearse,
-        )
-
-        def start(ready, *arguments, **named):
-            problem = ready.problem
-            for name in "qkv":
-                self._names[getattr(problem, name).address] = name.upper()
-            return rehearse(ready, *arguments, **named)
+        check, receive = Copies._check_box, Copies._receivers
 
         def checked(copies, tensor_map, where):
             name = self._names.get(tensor_map.address)  # none: O, which is stored
@@ -54,7 +47,6 @@ class Recorder:
             self.add(cta.rank, [each.rank for each, _ in found])
             return found
 
-        monkeypatch.setattr(rehearsal, "rehearse", start)
         monkeypatch.setattr(Copies, "_check_box", checked)
         monkeypatch.setattr(Copies, "_receivers", received)
 
@@ -75,14 +67,12 @@ class Recorder:
 
 
 @pytest.mark.parametrize("stem", KERNELS)
-def test_loads(monkeypatch, tmp_path, stem):
-    kernel = support.GENERATED / f"{stem}.py"
-    constants = kernel_text.read_constants(kernel.read_text("utf-8"))
-    case = rehearsal.cases_for(constants["SPEC"], rehearsal.tiles_of(constants))[0]
-    recorder = Recorder(monkeypatch, stem)
-    options = ["--case", case.name, "--schedules", "0", "--completion", "eager"]
+def test_loads(monkeypatch, stem):
+    path = support.GENERATED / f"{stem}.py"
+    _, (ready,) = rehearsals(path, cases=emulated_cases(path)[:1])
+    recorder = Recorder(monkeypatch, stem, ready.problem)
     with pytest.raises(Enough):
-        rehearsal.main([str(kernel), str(tmp_path / "events"), *options])
+        ready.run(rehearsal.schedules(0)[0])
     for load in recorder.plan.kernels[0].loads:
         boxes = recorder.boxes[load.tensor, load.cta]
         assert recorder.receivers[load.tensor, load.cta] == {load.receivers}

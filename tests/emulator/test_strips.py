@@ -8,7 +8,7 @@ import support
 from fmha_gen import plan, render
 from fmha_gen.planning import sm90_context
 
-from .test_cases_find import findings
+from .rehearsals import findings, written
 
 HEAD = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nmask: causal\nhead_dim: 64\n"
 # (tile, stages): the last warpgroup sees that many blocks more than the first one.
@@ -34,7 +34,7 @@ def kernel(tile, stages):
 def test_what_fits_is_skipped_and_runs(sizes, tmp_path):
     strips, text = kernel(*sizes)
     assert strips and "skip_blocks" in text
-    assert findings(tmp_path, "candidate", text, "long_kv") == []
+    assert findings(written(tmp_path, text), "long_kv") == []
 
 
 @pytest.mark.parametrize("sizes", TOO_FEW.values(), ids=TOO_FEW)
@@ -43,9 +43,9 @@ def test_what_does_not_fit_is_not_skipped_or_it_is_a_deadlock(
 ):
     strips, text = kernel(*sizes)
     assert not strips and "skip_blocks" not in text
-    assert findings(tmp_path, "candidate", text, "long_kv") == []
+    assert findings(written(tmp_path, text), "long_kv") == []
     monkeypatch.setattr(sm90_context.Traits, "strips", property(lambda traits: True))
     strips, text = kernel(*sizes)
     assert strips and "skip_blocks" in text
-    found = findings(tmp_path, "candidate", text, "long_kv")
+    found = findings(written(tmp_path, text), "long_kv")
     assert any("deadlock" in finding for finding in found), found

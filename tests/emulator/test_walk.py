@@ -11,6 +11,7 @@ import pytest
 from fmha_gen.cases import Case, Tiles
 from fmha_gen.schedule_check import grid_finding, refusal, schedule_findings
 
+from .rehearsals import damaged
 from .walks import GENERATED, Size, read, walks
 
 # Several heads and batches; one SM, few, as many as some GPUs have, and more than tiles.
@@ -101,12 +102,8 @@ DAMAGES = {
 
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_scheduler_is_named(tmp_path, name):
-    (text, damaged), named = DAMAGES[name]
-    source = (GENERATED / f"{SMALL}.py").read_text(encoding="utf-8")
-    assert text in source
-    copy = tmp_path / f"{SMALL}.py"
-    copy.write_text(source.replace(text, damaged), encoding="utf-8")
-    ((_, found),) = walks(copy, [SHORT])
+    (right, wrong), named = DAMAGES[name]
+    ((_, found),) = walks(damaged(tmp_path, SMALL, right, wrong, once=False), [SHORT])
     assert any(named in each for each in found), found
 
 

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import fmha_gen
 import pytest
+import support
+from fmha_gen.arch import ARCHITECTURES
 
 from . import fake
 
@@ -160,10 +162,10 @@ def test_interpreter(build, expected, name: str) -> None:
     assert build(FEW, "--no-compile", python=found).files == expected
 
 
-def test_all_specs_with_everything_different(build, tmp_path: Path) -> None:
-    """Each spec alone, in reverse and elsewhere, against all of them at once."""
-    stems = sorted(path.stem for path in (ROOT / "specs").glob("*.yaml"))
-    together = build([ROOT / "specs"], "--no-compile", PYTHONHASHSEED="0", LC_ALL="C")
+def test_specs_with_everything_different(build, tmp_path: Path) -> None:
+    """In two parts, in reverse and elsewhere, against all of them at once."""
+    stems = [stem for arch in ARCHITECTURES for stem in support.sample(arch)]
+    together = build(stems, "--no-compile", PYTHONHASHSEED="0", LC_ALL="C")
     out, cache = tmp_path / "out", tmp_path / "cache"
     half = len(stems) // 2
     for some in (stems[half:][::-1], stems[:half][::-1]):

@@ -7,7 +7,6 @@ import ast
 import functools
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
@@ -16,10 +15,9 @@ import pytest
 import support
 from fmha_gen import masks, plan, render, specialise
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.spec import load_specs
+from test_unshipped import unshipped
 
 WINDOW = "{{arch: {arch}, op: fmha_fwd, dtype: bf16, head_dim: 128, mask: causal}}"
-UNSHIPPED = Path(__file__).parent / "specs"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
@@ -77,9 +75,9 @@ def stated(name: str) -> Stated:
 @functools.cache
 def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
     """The values that an architecture's templates get, for every spec of it we have."""
-    specs = load_specs([support.SPECS, UNSHIPPED])
     digest_line = {"digest_line": render.DIGEST_PLACEHOLDER}
-    plans = [plan.resolve(spec) for spec in specs if spec.spec.arch == arch]
+    every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
+    plans = [each for each in every if each.arch == arch]
     with support.causal_is(masks.window(1000, 7)):
         plans.append(plan.resolve(support.load_text(WINDOW.format(arch=arch))))
     return tuple({**each.context, **digest_line} for each in plans)
@@ -87,7 +85,7 @@ def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
 
 @functools.cache
 def rendered(name: str) -> tuple[str, ...]:
-    """The partial alone, for every spec that it is for, given only the inputs that it states."""
+    """Each text of the partial alone, of all specs, given only the inputs that it states."""
     inputs = stated(name).inputs
 
     def of(context: Mapping[str, Any]) -> str:
@@ -96,12 +94,13 @@ def rendered(name: str) -> tuple[str, ...]:
             return text
         return specialise.folded(text, *render.decided(context))
 
-    return tuple(
+    texts = (
         of(context)
         for arch, partials in PARTIALS_OF.items()
         if name in partials
         for context in contexts(arch)
     )
+    return tuple(dict.fromkeys(texts))
 
 
 def bound(text: str) -> Iterator[str]:
@@ -115,13 +114,18 @@ def bound(text: str) -> Iterator[str]:
             yield from (t.id for t in node.targets if isinstance(t, ast.Name))
 
 
-def borrowed(text: str) -> set[str]:
-    """The names that a partial reads and binds nowhere itself."""
-    nodes = list(ast.walk(ast.parse(text)))
-    names = [node for node in nodes if isinstance(node, ast.Name)]
-    read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
-    own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
-    return read - own - {node.arg for node in nodes if isinstance(node, ast.arg)}
+@functools.cache
+def borrowed(name: str) -> set[str]:
+    """The names that a text of the partial reads and binds nowhere itself."""
+    found = set()
+    for text in rendered(name):
+        nodes = list(ast.walk(ast.parse(text)))
+        names = [node for node in nodes if isinstance(node, ast.Name)]
+        read = {node.id for node in names if isinstance(node.ctx, ast.Load)}
+        own = {node.id for node in names if isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        found |= read - own
+    return found
 
 
 @each_partial
@@ -156,12 +160,7 @@ def test_states_what_others_use(name: str) -> None:
         return  # everything it binds is stated, in words
     names = {each for text in rendered(name) for each in bound(text)}
     neighbours = set().union(*(each for each in PARTIALS_OF.values() if name in each))
-    others = {
-        each
-        for other in neighbours - {name}
-        for text in rendered(other)
-        for each in borrowed(text)
-    }
+    others = set().union(*map(borrowed, neighbours - {name}))
     assert sorted((names & others) - stated(name).defines) == []
 
 

@@ -14,19 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import support
-from fmha_gen import plan, render, specialise
+from fmha_gen import render, specialise
 from fmha_gen.arch import ARCHITECTURES
 from test_partials import MODULES, PARTIALS, contexts, source_of
 
 MOST_TAGS = 10  # of Jinja in a partial
 NOT_PYTHON = frozenset({"common/header.py.j2"})  # a docstring's words
-
-# No spec that ships, or is tested whole, packs rows in a cluster along Q.
-PACKED = """
-{arch: sm90, op: fmha_fwd, dtype: bf16, head_dim: 128, heads: {q_per_kv: 8}, pack_gqa: true,
- cluster: [2, 1]}
-"""
 
 # What the specialiser knows beside flags.
 WORDS = f"""
@@ -70,9 +63,7 @@ def test_linters_read_every_branch(arch: str, tmp_path: Path) -> None:
 
 def unfolded(arch: str) -> str:
     """A module with all branches of its templates, and its flags and constants declared."""
-    every = [*contexts(arch)]
-    if arch == "sm90":
-        every.append(plan.resolve(support.load_text(PACKED)).context)
+    every = contexts(arch)
     context = next(each for each in every if each["lse"])
     text = render.render_template(MODULES[arch], {**context})
     names: set[str] = set()

@@ -18,14 +18,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fmha_gen import captures, kernel_text, rehearsal
+from fmha_gen import kernel_text, rehearsal
 from fmha_gen.cases import Case, cases_for
 from fmha_gen.emulator import lower
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.reference import Truth
-from fmha_gen.tensors import Problem, arguments, make_problem
+from fmha_gen.tensors import Problem, make_problem
+
+from tests.emulator.rehearsals import captured
 
 from . import ptx_mutants, source_mutants
 from .ptx_mutants import Mutant
@@ -125,8 +127,7 @@ class Subject:
         return self._whole[number]
 
     def _capture(self, path: Path) -> tuple[str, list[Launches]]:
-        calls = [arguments(self.spec, case) for case in self.cases]
-        text, called = captures.capture(path, calls, arch=self.spec["arch"])
+        text, called = captured(path, self.cases)
         return text, [each.launched for each in called]
 
     def mutants(self, kind: str) -> Iterator[Mutant]:

@@ -47,7 +47,6 @@ class Operator:
 
 
 _GROUPS = r"^Q_PER_KV = (?!1\b)"  # several query heads share a KV head
-_CAUSAL = r'"mask": "causal"'
 
 
 def _of(tensor: str, stride: str) -> str:

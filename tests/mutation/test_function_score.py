@@ -6,6 +6,9 @@ from __future__ import annotations
 import pytest
 from fmha_gen.emulator.launch import CaptureError
 
+from tests.emulator.rehearsals import emulated_cases
+
+from . import emulation
 from .campaign import SAME
 from .function_campaign import KIND, FunctionSubject
 from .ptx_mutants import Mutant
@@ -56,7 +59,11 @@ def test_what_is_no_other_kernel_is_told():
         subject.notice(KIND, broken)
 
 
-def test_a_whole_kernel_is_clean():
+def test_a_whole_kernel_is_clean(monkeypatch):
+    """In one case; its record says so of all."""
     subject = FunctionSubject("sm90_d64_bf16_causal_s512")
+    case = emulated_cases(subject.path)[0].name
+    stages = [(*options, f"--case={case}") for options in emulation.STAGES]
+    monkeypatch.setattr(emulation, "STAGES", stages)
     whole = changed(subject, "import math\n", "import math\n")
     assert subject.notice(KIND, whole) is None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Legal specs that nobody chose, built and emulated: a right kernel must not be refused.
 
-``python -m tests.property.random_specs LOG [--arch ARCH] [--count N] [--seed N]`` appends one JSON
-object per spec to LOG and prints a line for it. A spec whose kernel the compile's gate refuses, for
-its registers say, is replaced by the next one.
+``PYTHONPATH=tests python -m tests.property.random_specs LOG [--arch ARCH] [--count N] [--seed N]``
+appends one JSON object per spec to LOG and prints a line for it. A spec whose kernel the compile's
+gate refuses, for its registers say, is replaced by the next one.
 """
 
 from __future__ import annotations

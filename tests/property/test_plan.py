@@ -20,10 +20,10 @@ from fmha_gen.spec import Spec
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-many = settings(deadline=None, max_examples=300)
+many = settings(deadline=None, max_examples=120)
 few = settings(
     deadline=None,
-    max_examples=25,
+    max_examples=15,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     # Of two specs that differ in one field, often one is not legal.
     suppress_health_check=[HealthCheck.filter_too_much],

@@ -19,7 +19,7 @@ from fmha_gen.planning.kernel_plan import KernelPlan
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-many = settings(deadline=None, max_examples=300)
+many = settings(deadline=None, max_examples=120)
 few = settings(
     deadline=None,
     max_examples=8,

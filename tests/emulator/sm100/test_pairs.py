@@ -7,7 +7,7 @@ import pytest
 import support
 from fmha_gen import rehearsal
 
-from tests.emulator.rehearsals import tagged
+from tests.emulator.rehearsals import damaged, tagged
 
 MULTICAST = "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse"
 PAIR = "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse"
@@ -63,9 +63,6 @@ def test_it_holds(stem, tag):
 @pytest.mark.parametrize("name", DAMAGE)
 def test_damage_is_noticed(tmp_path, name):
     stem, tag, right, wrong = DAMAGE[name]
-    text = (support.GENERATED / f"{stem}.py").read_text(encoding="utf-8")
-    assert right in text
-    path = tmp_path / f"{stem}.py"
-    path.write_text(text.replace(right, wrong), encoding="utf-8")
+    path = damaged(tmp_path, stem, right, wrong, once=False)
     (kernel,) = tagged(path, [tag])
     assert any(kernel.run(schedule).findings for schedule in SCHEDULES)
