@@ -52,8 +52,8 @@ def test_the_launch_is_told_apart_from_its_words() -> None:
 def test_a_text_that_cannot_be_called_has_no_launch() -> None:
     text = changed(
         (
-            "    torch = sys.modules.get",
-            "    raise RuntimeError\n    torch = sys.modules.get",
+            "    torch: Any = sys.modules.get",
+            "    raise RuntimeError\n    torch: Any = sys.modules.get",
         )
     )
     report = captures.compile_kernel(text, STEM, "sm_90a")

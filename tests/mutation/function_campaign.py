@@ -43,7 +43,7 @@ TIMEOUT = emulate.DEFAULT_TIMEOUT  # [s] for all cases under one schedule
 HOST = frozenset(
     (
         *("launch", "tma", "reorder", "compile", "arguments", "fmha", "check"),
-        *("is_plain", "bind", "bind_one", "sm_count"),
+        *("run", "view_of", "check_tensors", "sm_count"),
     )
 )
 

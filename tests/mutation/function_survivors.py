@@ -13,7 +13,6 @@ CAUSAL = ".*_causal_.*"
 FULL = ".*_full_.*"
 BF16 = ".*_bf16_.*"
 TALL = "sm90_d128_bf16_causal_(lse|gqa8_c1x2_kvmc)"
-NO_LSE = "(?!.*_lse).*"
 
 _ORDER = """Every role of every CTA deals out the tiles of a wave in the same other order, and
 each tile of the wave is still one CTA's."""
@@ -34,7 +33,6 @@ _QUAD = """All threads of a quad have the row's statistics."""
 _ROUNDING = """Another legal order of two roundings, of the same size as before."""
 _ONE_MASKED = """TILE_KV is TILE_Q at least: of the blocks after the first, the diagonal of a
 tile's rows cuts one at most."""
-_NO_LSE = "The kernel has no lse."
 _NEVER_EMPTY = """Without a diagonal the masked block has a key that every row sees: -3e38 is below
 any score, and its exponential is 0."""
 
@@ -64,7 +62,6 @@ ACCEPTED = tuple(
         (ALL, r"order: .*: P in 16 bits before its sum", _ROUNDING),
         (FULL, r"scale: .*: the mask's value is scaled up", _NEVER_EMPTY),
         (TALL, r"residues: .*: masked: (the last one only|two at most)", _ONE_MASKED),
-        (NO_LSE, r"host: .*: strides of lse are those of a contiguous one", _NO_LSE),
     )
 )
 
