@@ -41,8 +41,8 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "192 up to head_dim 64, where a third warpgroup has registers enough",
     "TILE_KV": "the largest power of two that registers and two stages in shared memory take",
     "Q_STAGES": "2 where it fits: the next tile's first QK then overlaps this tile's end",
-    "K_STAGES": "3 where they fit, else 2",
-    "V_STAGES": "3 where they fit, else 2",
+    "K_STAGES": "3 where they fit, else 2; 2 for a single block",
+    "V_STAGES": "3 where they fit, else 2; 2 for a single block",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
@@ -105,7 +105,8 @@ def _choose(spec_file: SpecFile) -> Sizes:
     ]
     sizes = next(filter(fits, choices), choices[-1])
     k, v = spec.stages.kv, spec.stages.v or spec.stages.kv
-    depths = [(k or planned_k, v or planned_v) for planned_k, planned_v in KV_STAGES]
+    planned = KV_STAGES[-1:] if Traits(spec, sizes).one_block else KV_STAGES
+    depths = [(k or planned_k, v or planned_v) for planned_k, planned_v in planned]
     depths_of = [replace(sizes, k_stages=k, v_stages=v) for k, v in depths]
     sizes = next(filter(fits, depths_of), depths_of[-1])
     if not fits(sizes):

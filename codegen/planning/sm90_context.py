@@ -148,6 +148,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "strips": traits.strips,
+        "one_block": traits.one_block,
         "early_wait": traits.early_wait,
         "multicast_k": traits.multicast_k,
         "multicast_v": traits.multicast_v,

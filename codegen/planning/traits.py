@@ -131,6 +131,12 @@ class Traits:
         return self.mask.edges or self.kv_tail
 
     @property
+    def one_block(self) -> bool:
+        """Every query tile has one KV block, the first."""
+        kv = self.seqlen_kv
+        return not self.mask.edges and kv is not None and kv <= self.sizes.tile_kv
+
+    @property
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
         return self.mask.edges or self.seqlen_kv is None
