@@ -34,6 +34,10 @@ from ..trial import load_kernel
 from .gpu import MACHINE
 
 
+class Failed(Exception):
+    """A contender that does not run, or computes something else: it may have broken the GPU."""
+
+
 def play(
     request: Mapping[str, Any],
     folder: Path,
@@ -54,31 +58,47 @@ def play(
             kernels[name] = load_kernel(folder / file)
             kernels[name].compile()
         for one in request["problems"]:
-            problem = Problem(**one)
-            cell = Cell(problem, list(kernels))
-            turn(f"inputs of {problem}", request["limit"], MACHINE)
-            timed = partial(turn, str(problem), request["limit"])
-            time_cell(
-                *(cell, kernels, (), device, gauge, request["rounds"]),
-                dice=random.Random(f"{SEED} {problem} {' '.join(kernels)}"),
-                regimes=(GRAPH,),
-                turn=timed,
-            )
-            for name, why in cell.missing.items():
-                timed(name)  # the first may have broken the GPU for those after it
-                report({"event": "failed", "why": why})
-                return
-            taken = [timing.rounds[GRAPH] for timing in cell.timings.values()]
-            rounds = [
-                [one.seconds for one in each] for each in zip(*taken, strict=True)
-            ]
+            problem, limit = Problem(**one), request["limit"]
+            turn(f"inputs of {problem}", limit, MACHINE)
+            timed = partial(turn, str(problem), limit)
+            rounds = race(problem, kernels, device, gauge, request["rounds"], timed)
             report({"event": "rounds", "problem": str(problem), "rounds": rounds})
+    except Failed as failure:
+        report({"event": "failed", "why": str(failure)})
     except Exception as failure:  # of GPU, DSL or kernel
         report({"event": "failed", "why": one_line(failure)})
     else:
         report({"event": "end"})
     finally:
         signal.alarm(0)
+
+
+def race(
+    problem: Problem,
+    kernels: Mapping[str, Any],
+    device: CudaDevice,
+    gauge: Gauge,
+    rounds: int,
+    turn: Callable[[str], None],
+) -> list[list[float]]:
+    """Seconds per launch of every contender in every round; raises Failed for the first to fail."""
+    cell = Cell(problem, list(kernels))
+
+    def stop_after_failure(who: str | None) -> None:
+        for why in cell.missing.values():
+            raise Failed(why)
+        if who is not None:
+            turn(who)
+
+    dice = random.Random(f"{SEED} {problem} {' '.join(kernels)}")
+    time_cell(
+        *(cell, kernels, (), device, gauge, rounds, dice),
+        regimes=(GRAPH,),
+        turn=stop_after_failure,
+    )
+    stop_after_failure(None)
+    taken = [timing.rounds[GRAPH] for timing in cell.timings.values()]
+    return [[one.seconds for one in each] for each in zip(*taken, strict=True)]
 
 
 def main(request: str, events: str) -> None:

@@ -135,6 +135,10 @@ def test_a_contender_that_fails_ends_the_heat(
     (who, said), *others = judged(["old", "bad"], found).rejected.items()
     assert (who, others) == ("bad", [])
     assert said.startswith(f"{doing}: {why}") and "\n" not in said
+    # The GPU may be broken: the next one to use it would be blamed for that.
+    turns = [(e["who"], e["doing"]) for e in found if e["event"] == "turn"]
+    assert turns.count(("bad", doing)) == 1
+    assert turns[-1] == ("bad", doing)
 
 
 def test_inputs_that_do_not_fit_are_the_machines_fault(
