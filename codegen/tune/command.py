@@ -22,7 +22,7 @@ from ..validate import require_gpu
 from . import board
 from .board import Tuning
 from .candidates import Candidate, built, planned
-from .gpu import Kernel, OneGpu
+from .gpu import OneGpu
 from .halving import Gpu, Search, Standings
 from .journal import Journal, Terms, opened
 
@@ -141,7 +141,11 @@ def _tune(
     else:
         path = options.journals / name
     gpu = OneGpu(
-        kernels=kernels_of(candidates),
+        texts={
+            one.body: one.kernel.text
+            for one in candidates
+            if one.kernel is not None and one.rejection is None
+        },
         problems=tuning.problems,
         limit=options.limit,
         executor=machine.executor,
@@ -189,15 +193,6 @@ def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
         lengths = GRID_LENGTHS
     cells, _ = cells_for({spec["name"]: spec}, replace(choice, lengths=lengths), None)
     return [cell.problem for cell in cells]
-
-
-def kernels_of(candidates: Sequence[Candidate]) -> dict[str, Kernel]:
-    """The modules of those that can run, by body digest."""
-    return {
-        one.body: Kernel(f"{one.kernel.stem}_{number}", one.kernel.text)
-        for number, one in enumerate(candidates)
-        if one.kernel is not None and one.rejection is None
-    }
 
 
 def write_spec(spec_file: SpecFile, text: str) -> None:

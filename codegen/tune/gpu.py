@@ -10,7 +10,6 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from .. import validate
 from ..bench.problems import Problem
@@ -33,18 +32,11 @@ def worker_command(request: Path, events: Path, options: Sequence[str]) -> list[
     return [sys.executable, "-m", module, str(request), str(events), *options]
 
 
-class Kernel(NamedTuple):
-    """A contender's module: each has a name of its own, as modules need one."""
-
-    name: str
-    text: str
-
-
 @dataclass(frozen=True)
 class OneGpu:
-    """See `halving.Gpu`. kernels: by contender; limit: seconds to check or time one once."""
+    """See `halving.Gpu`. texts: by contender; limit: seconds to check or time one once."""
 
-    kernels: Mapping[str, Kernel]
+    texts: Mapping[str, str]
     problems: Sequence[Problem]
     limit: int
     executor: Executor  # on one GPU
@@ -55,36 +47,38 @@ class OneGpu:
         """See halving.Gpu."""
         tasks = []
         for name in names:
-            kernel = self.kernels[name]
-            files = {f"{kernel.name}.py": kernel.text}
-            options = [x for case in check_cases(kernel.text) for x in ("--case", case)]
+            text = self.texts[name]
+            options = [x for case in check_cases(text) for x in ("--case", case)]
             timeout = COMPILE_SECONDS + self.limit
-            arguments = (self.checker, files, timeout, options)
-            tasks.append(Task(kernel.name, run_worker, arguments))
+            arguments = (self.checker, {file_of(name): text}, timeout, options)
+            tasks.append(Task(file_of(name), run_worker, arguments))
         with closing(self.executor.run(tasks, gpu=True)) as results:
             for number, result in results:
-                name = names[number]
-                path = Path(f"{self.kernels[name].name}.py")
+                path = Path(file_of(names[number]))
                 found = validate.judge(path, *ran(result), driver="", case="")
-                yield name, "; ".join(f"{x.case}: {x.text}" for x in found.findings)
+                yield names[number], "; ".join(
+                    f"{x.case}: {x.text}" for x in found.findings
+                )
 
     def race(self, names: Sequence[str], rounds: int) -> Heat:
         """See halving.Gpu."""
         request = {
-            "contenders": {name: f"{self.kernels[name].name}.py" for name in names},
+            "contenders": {name: file_of(name) for name in names},
             "problems": [asdict(problem) for problem in self.problems],
             "rounds": rounds,
             "limit": self.limit,
         }
         files = {REQUEST: json.dumps(request)}
-        files |= {f"{kernel.name}.py": kernel.text for kernel in self._of(names)}
+        files |= {file_of(name): self.texts[name] for name in names}
         task = Task("heat", run_worker, (self.worker, files, WHOLE_SECONDS))
         with closing(self.executor.run([task], gpu=True)) as results:
             ((_, result),) = results
         return judge(names, *ran(result))
 
-    def _of(self, names: Sequence[str]) -> list[Kernel]:
-        return [self.kernels[name] for name in names]
+
+def file_of(name: str) -> str:
+    """The file of a contender: its stem is a module's name."""
+    return f"kernel_{name}.py"
 
 
 def check_cases(text: str) -> list[str]:

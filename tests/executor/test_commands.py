@@ -21,7 +21,7 @@ from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.executor import Executor, Local, opened
 from fmha_gen.processes import Ending
 from fmha_gen.tune import command
-from fmha_gen.tune.gpu import Kernel, OneGpu
+from fmha_gen.tune.gpu import OneGpu
 from typer.testing import CliRunner
 
 from . import work
@@ -261,7 +261,7 @@ def test_tune_takes_one_gpu(lasting: Processes) -> None:
         machine = command.find_machine(executor)
         assert (machine.gpu, machine.driver) == (ModelGauge.name, ModelGauge.driver)
         gpu = OneGpu(
-            kernels={name: Kernel(name, f"# {name}\n") for name in "iab"},
+            texts={name: f"# {name}\n" for name in "iab"},
             problems=[problem],
             limit=5,
             executor=machine.executor,

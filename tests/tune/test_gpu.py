@@ -21,7 +21,7 @@ from fmha_gen.executor import Local
 from fmha_gen.kernel_text import read_constants
 from fmha_gen.processes import Ending
 from fmha_gen.tune import gpu
-from fmha_gen.tune.gpu import MACHINE, Kernel, OneGpu, judge
+from fmha_gen.tune.gpu import MACHINE, OneGpu, judge
 
 PROBLEM = Problem("bf16", 1, 2, 2, 64, 80, 64, 64, False, False)
 TURN = {"event": "turn", "who": "a", "doing": "p", "limit": 60}
@@ -67,9 +67,8 @@ def process(given: Path, events: Path, options: Sequence[str]) -> list[str]:
 
 
 def one_gpu(**scripts: str) -> OneGpu:
-    scripts = {"i": "run", **scripts}
     return OneGpu(
-        kernels={name: Kernel(name, script) for name, script in scripts.items()},
+        texts={"i": "run", **scripts},
         problems=[PROBLEM],
         limit=1,
         executor=Local(2),
