@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One kernel on the GPU: every case, every misuse, in a process that may hang or crash.
 
-``python -m fmha_gen.trial KERNEL.py EVENTS [--case NAME | --memcheck]`` appends one JSON object per
-line to EVENTS: ``machine``, ``start`` before a case, ``case`` or ``misuse`` after one, ``end``;
+``python -m fmha_gen.trial KERNEL.py EVENTS [--case NAME ... | --memcheck]`` appends one JSON object
+per line to EVENTS: ``machine``, ``start`` before a case, ``case`` or ``misuse`` after one, ``end``;
 or only ``environment`` when this machine cannot run the kernel, ``unknown_case`` for a wrong NAME.
 """
 
@@ -543,20 +543,20 @@ def _padded(x: torch.Tensor, *, axis: int) -> torch.Tensor:
 
 
 def events(
-    kernel: Any, device: Device, *, only: str | None = None
+    kernel: Any, device: Device, *, only: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """All checks of a kernel, as they happen; ``only``: one case, or the misuses."""
+    """All checks of a kernel, as they happen; ``only``: these cases, `MISUSE` one of them."""
     spec = kernel.SPEC
     tiles = tiles_of(vars_of(kernel))
     cases = cases_for(spec, tiles)
     names = [*(case.name for case in cases), MISUSE]
-    if only is not None and only not in names:
+    if set(only) - set(names):
         yield {"event": "unknown_case", "names": names}
         return
     yield {"event": "start", "case": "compile"}
     kernel.compile()
     for case in cases:
-        if only in (None, case.name):
+        if not only or case.name in only:
             yield {"event": "start", "case": case.name}
             try:
                 result = check_case(kernel, case, device)
@@ -567,7 +567,7 @@ def events(
                 yield {"event": "environment", "message": message}
                 return
             yield {"event": "case", **asdict(result)}
-    if only in (None, MISUSE):
+    if not only or MISUSE in only:
         yield {"event": "start", "case": MISUSE}
         tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)
         good = {"q": tensors.q, "k": tensors.k, "v": tensors.v}
@@ -609,7 +609,7 @@ def write_events(path: Path, found: Iterator[dict[str, Any]]) -> None:
 
 
 def run_on_gpu(
-    path: Path, *, only: str | None, memcheck: bool
+    path: Path, *, only: Sequence[str], memcheck: bool
 ) -> Iterator[dict[str, Any]]:
     """All events of a kernel file on the current GPU."""
     try:
@@ -635,7 +635,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="fmha_gen.trial")
     parser.add_argument("kernel", type=Path)
     parser.add_argument("events", type=Path)
-    parser.add_argument("--case")
+    parser.add_argument("--case", action="append", default=[])
     parser.add_argument("--memcheck", action="store_true")
     given = parser.parse_args(argv)
     found = run_on_gpu(given.kernel, only=given.case, memcheck=given.memcheck)

@@ -21,7 +21,16 @@ from ..validate import require_gpu
 from . import grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
-from .timing import SEED, Gauge, Timing, host_seconds, measure, prepare
+from .timing import (
+    EAGER,
+    REGIMES,
+    SEED,
+    Gauge,
+    Timing,
+    host_seconds,
+    measure,
+    prepare,
+)
 
 if TYPE_CHECKING:
     from .cuda import CudaDevice
@@ -368,8 +377,13 @@ def time_cell(
     gauge: Gauge,
     rounds: int,
     dice: random.Random,
+    regimes: Sequence[str] = REGIMES,
+    turn: Callable[[str], object] = lambda name: None,
 ) -> None:
-    """Fill a cell's timings, and why others are missing. Raises what nobody can be blamed for."""
+    """Fill a cell's timings, and why others are missing. Raises what no contender is to blame for.
+
+    turn: called with the contender before each use of the GPU.
+    """
     from . import contenders
 
     inputs = contenders.make_inputs(cell.problem, device.name)
@@ -381,6 +395,7 @@ def time_cell(
 
     ready = {}
     for name in (*cell.ours, *peers):
+        turn(name)
         try:
             launch = launch_of(name)
             error = contenders.error_of(launch, cell.problem, inputs)
@@ -393,10 +408,16 @@ def time_cell(
             cell.missing[name] = one_line(failure)
         else:
             cell.timings[name] = Timing(error)
-    found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    found = measure(
+        *(ready, device, gauge),
+        rounds=rounds,
+        dice=dice,
+        regimes=regimes,
+        turn=turn,
+    )
     for name, by_regime in found.items():
         cell.timings[name].rounds = by_regime
-        if name in modules:
+        if name in modules and EAGER in regimes:
             cell.timings[name].bare_host_seconds = host_seconds(
                 contenders.bare(modules[name], inputs), device, rounds
             )

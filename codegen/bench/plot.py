@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A picture of a run: TFLOPS over sequence length, columns by head dim, rows by mask.
+"""Charts of measurements: TFLOPS over sequence length, beside peers, and over the best peer.
 
-Contenders differ in marker and dash as well as in grey, so that it prints in black and white.
+Contenders differ in marker, dash or hatch as well as in grey, so that all print in black and white.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import io
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -25,6 +25,8 @@ DPI: Final = 160
 PANEL_INCHES: Final = (2.3, 2.1)
 MARGIN_INCHES: Final = 0.7  # for what stands above and below all panels
 MOST_COLUMNS: Final = 5  # then a page's width is full
+ROWS_INCHES: Final = 3.9  # the width of a chart of rows, which fits a phone
+ROW_INCHES: Final = 0.17
 MASKS: Final = ("none", "causal")  # from the top
 STYLES: Final[dict[str, dict[str, Any]]] = {
     name: {
@@ -42,6 +44,13 @@ STYLES: Final[dict[str, dict[str, Any]]] = {
     )
 }
 
+BARS: Final = {  # colour and hatch
+    OURS: ("0.35", ""),
+    "fa4": ("0.75", "///"),
+    "fa3": ("0.75", "..."),
+    "cudnn": ("white", ""),
+}
+
 
 class Panel(NamedTuple):
     """One small multiple. column: (variant, what its problems share). lines: by contender."""
@@ -57,9 +66,14 @@ def require(file: Path) -> None:
         raise UsageProblem(
             f"--plot {file}: the name must end in {' or '.join(SUFFIXES)}"
         )
+    require_matplotlib("--plot")
+
+
+def require_matplotlib(what: str) -> None:
+    """Raise EnvironmentProblem when ``what`` cannot be drawn because matplotlib is missing."""
     if importlib.util.find_spec("matplotlib") is None:
         raise EnvironmentProblem(
-            "--plot needs matplotlib: pip install 'fmha-gen[plot]'"
+            f"{what} needs matplotlib: pip install 'fmha-gen[plot]'"
         )
 
 
@@ -98,23 +112,37 @@ def _runs(problems: Sequence[Problem]) -> dict[str, set[Problem]]:
 
 
 def draw(report: Report, file: Path) -> None:
-    """Write the picture; see `require` for what must hold."""
+    """Write the picture of a run; see `require` for what must hold."""
+    files.replace(file, image(figure_of(report), file.suffix[1:]))
+
+
+def image(figure: Any, form: str) -> bytes:
+    """A figure as ``png`` or ``svg``: the same bytes each time, with one version of matplotlib."""
     import matplotlib
 
-    # Text stays text, and ids stay the same from run to run.
+    # Text stays text, ids stay the same, and neither date nor version is in it.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fmha-gen"}):
-        undated = {"Date": None} if file.suffix == ".svg" else None
-        image = io.BytesIO()
-        figure_of(report).savefig(image, format=file.suffix[1:], metadata=undated)
-    files.replace(file, image.getvalue())
+        unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        file = io.BytesIO()
+        metadata = unsaid if form == "svg" else None
+        figure.savefig(file, format=form, metadata=metadata)
+    return file.getvalue()
 
 
 def figure_of(report: Report) -> Any:
-    """The picture as a matplotlib Figure."""
+    """The picture of a run as a matplotlib Figure."""
+    machine = report.machine
+    taken = f"CUDA graphs, median of {report.rounds} rounds"
+    where = f"{machine.gpu}, driver {machine.driver}, {taken}"
+    return speeds(lines(report.cells), where)
+
+
+def speeds(found: Lines, caption: str) -> Any:
+    """TFLOPS over sequence length as a Figure: columns by head dim, rows by mask, one scale."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    drawn = panels(lines(report.cells))
+    drawn = panels(found)
     shown = {(panel.column, panel.mask): panel for panel in drawn}
     masks = [mask for mask in MASKS if any(mask == panel.mask for panel in drawn)]
     columns = sorted({panel.column for panel in drawn}, key=by_number)
@@ -139,12 +167,7 @@ def figure_of(report: Report) -> Any:
         ncols=len(STYLES),
         frameon=False,
     )
-    machine = report.machine
-    figure.supxlabel(
-        f"sequence length (keys)\n{machine.gpu}, driver {machine.driver}, CUDA graphs, "
-        f"median of {report.rounds} rounds",
-        fontsize="small",
-    )
+    figure.supxlabel(f"sequence length (keys)\n{caption}", fontsize="small")
     figure.supylabel("TFLOPS", fontsize="small")
     return figure
 
@@ -164,15 +187,58 @@ def _draw_panel(place: Any, panel: Panel) -> None:
     place.set_title(f"{variant}, {panel.mask}\n{shared}", fontsize="small")
 
 
+def ratios(found: Mapping[str, Sequence[float]]) -> Any:
+    """A Figure with a row for each kernel, by stem: a dot for each problem, at its ratio."""
+    from matplotlib.figure import Figure
+
+    size = (ROWS_INCHES, ROW_INCHES * len(found) + MARGIN_INCHES)
+    figure = Figure(figsize=size, dpi=DPI, layout="constrained")
+    place = figure.subplots()
+    for stem, each in found.items():
+        place.plot(each, [stem] * len(each), "o", color="black", fillstyle="none")
+    place.axvline(1, color="black", linewidth=1)
+    place.invert_yaxis()
+    place.margins(y=0.5 / len(found))
+    _clean(place, "x")
+    return figure
+
+
+def bars(found: Mapping[str, Mapping[str, float]]) -> Any:
+    """A Figure of TFLOPS by problem and contender, ours first: a bar for each."""
+    from matplotlib.figure import Figure
+
+    every = [(problem, name) for problem, timed in found.items() for name in timed]
+    height = ROW_INCHES * (len(every) + len(found)) + MARGIN_INCHES
+    figure = Figure(figsize=(ROWS_INCHES, height), dpi=DPI, layout="constrained")
+    place = figure.subplots()
+    ticks: dict[str, float] = {}
+    y = 0.0
+    for problem, timed in found.items():
+        ticks[problem] = y + (len(timed) + 1) / 2
+        for name, tflops in timed.items():
+            y += 1
+            grey, hatch = BARS[name]
+            bar = place.barh(y, tflops, 0.9, color=grey, edgecolor="black", hatch=hatch)
+            place.bar_label(bar, [f"{tflops:.0f} {name}"], padding=3, fontsize=6)
+        y += 1
+    place.set_yticks(list(ticks.values()), list(ticks))
+    place.invert_yaxis()
+    place.margins(x=0.15, y=0.5 / (y + 1))
+    _clean(place, "x")
+    return figure
+
+
+def _clean(place: Any, axis: str) -> None:
+    place.tick_params(labelsize="x-small", left=False)
+    place.grid(axis=axis, color="0.85", linewidth=0.6)
+    place.set_axisbelow(True)
+    place.spines[["top", "right", "left"]].set_visible(False)
+
+
 def in_order(names: Iterable[str]) -> list[str]:
     """As in `STYLES`, so that ours is drawn first and named first."""
     known = set(names)
     return [name for name in STYLES if name in known]
-
-
-def order(panel: Panel) -> tuple[Any, ...]:
-    """By column, then from the top."""
-    return *by_number(panel.column), MASKS.index(panel.mask)
 
 
 def by_number(column: tuple[str, str]) -> tuple[list[tuple[int, str]], str]:

@@ -275,17 +275,21 @@ def measure(
     *,
     rounds: int,
     dice: random.Random,
+    regimes: Sequence[str] = REGIMES,
+    turn: Callable[[str], object] = lambda name: None,
 ) -> dict[str, dict[str, list[Round]]]:
     """All rounds of everyone, by contender and regime; one sustained round, ``rounds`` of the rest.
 
-    Everyone has a turn in each round, in an order of its own, so that all meet the same heat.
+    Everyone has a turn in each round, in an order of its own, so that all meet the same heat. turn:
+    called with the contender before each.
     """
     found: dict[str, dict[str, list[Round]]] = {name: {} for name in contenders}
-    for regime in REGIMES:
+    for regime in regimes:
         for order in turns(
             list(contenders), 1 if regime == SUSTAINED else rounds, dice
         ):
             for name in order:
+                turn(name)
                 one = TAKE[regime](contenders[name], device, gauge)
                 found[name].setdefault(regime, []).append(one)
     return found

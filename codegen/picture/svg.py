@@ -53,11 +53,6 @@ text { fill: #1a1a1a; font: 12px system-ui, "Segoe UI", "Noto Sans", sans-serif;
 .tip { fill: #444; }
 .open { stroke: #444; stroke-width: 1.2; fill: #fff; }
 .page { fill: #fff; }
-.curve { stroke: #1a1a1a; stroke-width: 1.3; fill: none; }
-.ours { stroke-width: 2.4; }
-.dashed { stroke-dasharray: 6 3; }
-.dashdot { stroke-dasharray: 7 2.5 1.5 2.5; }
-.dotted { stroke-dasharray: 1.5 3; }
 @media (prefers-color-scheme: dark) {
   text { fill: #e8e8e8; }
   .muted { fill: #adadad; }
@@ -76,11 +71,10 @@ text { fill: #1a1a1a; font: 12px system-ui, "Segoe UI", "Noto Sans", sans-serif;
   .tip { fill: #bdbdbd; }
   .open { stroke: #bdbdbd; fill: #16181c; }
   .page { fill: #16181c; }
-  .curve { stroke: #e8e8e8; }
 }
 @media print {
   text, .muted { fill: #000; }
-  .box, .arrow, .open, .curve { stroke: #000; }
+  .box, .arrow, .open { stroke: #000; }
   .tip { fill: #000; }
   .page, .band, .wait, .free, .open { fill: #fff; }
   .tma, .k { fill: #f2f2f2; }

@@ -1,17 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a tuning shows: while it runs, at its end, and to machines."""
+"""How a tuning is shown: as tables and as JSON."""
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from rich.console import Console, Group
-from rich.live import Live
 from rich.table import Table
 
 from .. import evaluation, evidence
@@ -19,15 +16,11 @@ from ..bench.problems import Problem
 from ..errors import shown
 from ..spec import SpecFile
 from .candidates import Candidate
+from .halving import MIN_GAIN, Standing, Standings, winner
 from .journal import Terms
-from .rounds import MIN_GAIN, seconds
-from .search import CLOSE, Standing, Standings
-from .space import FIELDS, Point
+from .space import FIELDS
 
 Columns = dict[str, Literal["left", "right"]]
-
-LIVE_ROWS = 12  # of the best, while it runs
-WAITING = "waiting"
 
 
 @dataclass(frozen=True)
@@ -50,96 +43,61 @@ class Tuning:
 
     @property
     def winner(self) -> Candidate | None:
-        """Who takes the incumbent's place, if anybody."""
-        body = self.standings.winner if self.standings else None
+        """The candidate that takes the incumbent's place; None: the incumbent stays."""
+        body = winner(self.standings or {})
         return next((one for one in self.candidates if body and one.body == body), None)
 
     @property
     def diff(self) -> str:
-        """What the winner changes in the spec; empty when the incumbent stays."""
+        """The winner's changes to the spec; empty when the incumbent stays."""
         if self.winner is None:
             return ""
-        path = self.spec_file.path
+        old, new, path = self.spec_file.text, self.winner.text, self.spec_file.path
         lines = difflib.unified_diff(
-            self.spec_file.text.splitlines(),
-            self.winner.text.splitlines(),
-            f"a/{path}",
-            f"b/{path}",
-            lineterm="",
+            *(old.splitlines(), new.splitlines(), f"a/{path}", f"b/{path}"), lineterm=""
         )
         return "\n".join(lines)
 
     def standing(self, candidate: Candidate) -> Standing:
         """Of a candidate; an empty one when it has not run."""
-        if self.standings is None or candidate.rejection:
-            return Standing()
-        return self.standings.of.get(candidate.body, Standing())
-
-
-# --- while it runs ------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def live(
-    tuning: Callable[[Standings], Tuning],
-) -> Iterator[Callable[[Standings], None]]:
-    """A table on a terminal's standard error that is drawn anew at each call; elsewhere nothing."""
-    console = Console(stderr=True, markup=False)
-    if not console.is_terminal:
-        yield lambda standings: None
-        return
-    with Live(console=console, auto_refresh=False, transient=True) as view:
-
-        def show(standings: Standings) -> None:
-            view.update(_live_view(tuning(standings)), refresh=True)
-
-        yield show
-
-
-def _live_view(tuning: Tuning) -> Group:
-    rows = _ranked(tuning)
-    waiting = [one for one in rows if _verdict(tuning, one) == WAITING]
-    shown_rows = [tuning.incumbent, *(one for one in rows if one not in waiting)]
-    left = f", {len(waiting)} still to run" if waiting else ""
-    title = f"{tuning.spec_file.stem}: {len(rows)} candidates{left}"
-    return Group(title, _table(tuning, shown_rows[: LIVE_ROWS + 1], plain=False))
-
-
-# --- at its end ---------------------------------------------------------------------------
+        return (self.standings or {}).get(candidate.body, Standing())
 
 
 def print_tuning(tuning: Tuning) -> None:
-    """Print who ran and how they stand, or in a dry run who would and why the others would not."""
+    """Print all candidates and how they stand; in a dry run those to run and why others are not."""
     print(_headline(tuning))
-    rows = [tuning.incumbent, *_ranked(tuning)]
-    evaluation.print_table(lambda plain: _table(tuning, rows, plain=plain))
+    evaluation.print_table(lambda plain: _table(tuning, plain=plain))
     refused = [one for one in tuning.candidates if one.rejection]
     if tuning.standings is None and refused:
         evaluation.print_table(lambda plain: _refusals(refused, plain=plain))
     print(_counts(tuning))
-    if tuning.standings is None:
-        return
     if tuning.winner is not None:
         evaluation.print_table(lambda plain: _by_problem(tuning, plain=plain))
-    print(conclusion(tuning))
+    if tuning.standings is not None:
+        print(conclusion(tuning))
 
 
 def _headline(tuning: Tuning) -> str:
-    names = ", ".join(str(problem) for problem in tuning.problems)
-    where = "not run"
-    if tuning.terms is not None:
-        where = f"{tuning.terms.gpu}, driver {tuning.terms.driver}"
+    names = ", ".join(map(str, tuning.problems))
+    terms = tuning.terms
+    where = f"{terms.gpu}, driver {terms.driver}" if terms else "not run"
     return f"{tuning.spec_file.stem} ({where}): {names}"
 
 
-def _table(tuning: Tuning, rows: Iterable[Candidate], *, plain: bool) -> Table:
-    """time: over the incumbent's, of all problems; slowest at: the least good of them."""
+def _table(tuning: Tuning, *, plain: bool) -> Table:
+    """time: over the incumbent's, of all problems; the candidates that came furthest first."""
+
+    def rank(candidate: Candidate) -> tuple[bool, bool, int, float]:
+        one = tuning.standing(candidate)
+        time = one.score.time if one.score else 0.0
+        return candidate is not tuning.winner, bool(one.rejected), -one.rounds, time
+
     columns: Columns = dict.fromkeys((*FIELDS, "shared memory", "registers"), "right")
     if tuning.standings is not None:
         columns |= dict.fromkeys(("rounds", "time", "spread"), "right")
-        columns |= {"slowest at": "left"}
-    cells = [_row(tuning, one) for one in rows]
-    return _wrapping(columns | {"verdict": "left"}, cells, plain=plain)
+    able = [one for one in tuning.candidates[1:] if not one.rejection]
+    rows = [_row(tuning, one) for one in (tuning.incumbent, *sorted(able, key=rank))]
+    return _wrapping(columns | {"verdict": "left"}, rows, plain=plain)
 
 
 def _wrapping(columns: Columns, rows: Iterable[Sequence[str]], *, plain: bool) -> Table:
@@ -150,62 +108,29 @@ def _wrapping(columns: Columns, rows: Iterable[Sequence[str]], *, plain: bool) -
 
 
 def _row(tuning: Tuning, candidate: Candidate) -> tuple[str, ...]:
+    assert (
+        candidate.plan and candidate.kernel and candidate.kernel.report
+    )  # it was built
+    found, figures = tuning.standing(candidate), ["-"] * 3
+    if found.score is not None:
+        score = found.score
+        figures = [str(found.rounds), f"{score.time:.3f}", f"{score.spread:.3f}"]
+    verdict = "final" if found.final else ""
+    if candidate is tuning.incumbent:
+        verdict = "incumbent"
+    elif candidate is tuning.winner:
+        verdict = "winner"
+    elif found.rejected:
+        verdict = f"rejected: {found.rejected}"
+    elif tuning.standings is None:
+        verdict = "to run"
     return (
         *(shown(candidate.point[field]) for field in FIELDS),
-        str(candidate.plan.smem_bytes) if candidate.plan else "-",
-        _registers(candidate),
-        *_figures(tuning, candidate),
-        _verdict(tuning, candidate),
+        str(candidate.plan.smem_bytes),
+        evidence.registers(candidate.kernel.report.to_json()),
+        *(figures if tuning.standings is not None else ()),
+        verdict,
     )
-
-
-def _figures(tuning: Tuning, candidate: Candidate) -> tuple[str, ...]:
-    """rounds, time, spread and slowest at; none at all in a dry run."""
-    standing = tuning.standing(candidate)
-    score = standing.score
-    if tuning.standings is None:
-        return ()
-    if candidate is tuning.incumbent:
-        return ("-", "1.000", "-", "-")
-    if score is None:
-        return ("-", "-", "-", "-")
-    slowest = max(score.problems, key=lambda name: score.problems[name])
-    worst = f"{slowest}: {score.problems[slowest]:.3f}"
-    return (str(standing.rounds), f"{score.time:.3f}", f"{score.spread:.3f}", worst)
-
-
-def _registers(candidate: Candidate) -> str:
-    report = candidate.kernel.report if candidate.kernel else None
-    if report is None:
-        return "-"
-    return evidence.registers(report.to_json())
-
-
-def _verdict(tuning: Tuning, candidate: Candidate) -> str:
-    standing = tuning.standing(candidate)
-    if candidate is tuning.incumbent:
-        return "incumbent"
-    if candidate is tuning.winner:
-        return "winner"
-    if candidate.rejection or standing.rejected:
-        return f"rejected: {candidate.rejection or standing.rejected}"
-    if tuning.standings is None:
-        return "to run"
-    if standing.score is None:
-        return WAITING
-    return "final" if standing.final else ""
-
-
-def _ranked(tuning: Tuning) -> list[Candidate]:
-    """Those that the plan and the build let through: who came furthest first, then by time."""
-
-    def rank(candidate: Candidate) -> tuple[bool, bool, int, float]:
-        standing = tuning.standing(candidate)
-        time = standing.score.time if standing.score else 0.0
-        failed = bool(standing.rejected)
-        return candidate is not tuning.winner, failed, -standing.rounds, time
-
-    return sorted((one for one in tuning.candidates[1:] if not one.rejection), key=rank)
 
 
 def _refusals(refused: Sequence[Candidate], *, plain: bool) -> Table:
@@ -226,7 +151,7 @@ def _any_of(values: Iterable[int]) -> str:
 
 
 def _counts(tuning: Tuning) -> str:
-    """How many there were, and who rejected how many before any run."""
+    """How many there were, and how many of them plan and build rejected."""
     by = Counter(one.rejection.by for one in tuning.candidates if one.rejection)
     counts = [f"{len(tuning.candidates)} candidates with the incumbent"]
     counts += [f"{count} rejected by the {who}" for who, count in by.items()]
@@ -235,16 +160,16 @@ def _counts(tuning: Tuning) -> str:
 
 
 def _by_problem(tuning: Tuning, *, plain: bool) -> Table:
-    """TFLOPS of the incumbent in its first run, and of the winner by its ratio to it."""
-    assert tuning.standings is not None and tuning.winner is not None
+    """TFLOPS of incumbent and winner in the last step."""
+    assert tuning.winner is not None
     score = tuning.standing(tuning.winner).score
     assert score is not None  # of a winner
-    taken = seconds(tuning.standings.played, tuning.incumbent.body)
     rows = []
     for problem in tuning.problems:
         name = str(problem)
-        tflops, ratio = problem.flops / taken[name] / 1e12, score.problems[name]
-        figures = (f"{tflops:.0f}", f"{tflops / ratio:.0f}", f"{1 / ratio - 1:+.1%}")
+        tflops = problem.flops / score.seconds[name] / 1e12
+        ratio = score.problems[name]
+        figures = (f"{tflops * ratio:.0f}", f"{tflops:.0f}", f"{1 / ratio - 1:+.1%}")
         rows.append((name, *figures))
     columns: Columns = {"TFLOPS": "left"}
     columns |= dict.fromkeys(("incumbent", "winner", "faster"), "right")
@@ -252,72 +177,60 @@ def _by_problem(tuning: Tuning, *, plain: bool) -> Table:
 
 
 def conclusion(tuning: Tuning) -> str:
-    """The outcome in words, by the rule of `rounds.Score.proven`."""
+    """The outcome in words, by the rule of `halving.Score.proven`."""
     if tuning.winner is not None:
-        won = tuning.standing(tuning.winner)
+        won, old = tuning.standing(tuning.winner), tuning.incumbent.point
         assert won.score is not None
-        changes = ", ".join(_changes(tuning.incumbent.point, tuning.winner.point))
+        changes = ", ".join(
+            f"{field} {shown(old[field])} to {shown(value)}"
+            for field, value in tuning.winner.point.items()
+            if old[field] != value
+        )
         return (
             f"winner: {changes}: {won.score.gain:.1%} less time than the incumbent, "
             f"spread {won.score.spread:.1%}, {won.rounds} rounds"
         )
-    standings = (tuning.standing(one) for one in tuning.candidates)
+    standings = map(tuning.standing, tuning.candidates)
     finals = [one.score for one in standings if one.final and one.score]
     if not finals:
-        return f"the incumbent stays: nobody came within {CLOSE - 1:.0%} of it"
-    best = min(finals, key=lambda one: one.time)
+        return "the incumbent stays: no candidate was timed to the end"
+    best = min(finals, key=lambda score: score.time)
     return (
         f"the incumbent stays: the best candidate takes {best.time:.3f} of its time, spread "
         f"{best.spread:.1%}, and has to save more than its spread and {MIN_GAIN:.1%}"
     )
 
 
-def _changes(old: Point, new: Point) -> Iterator[str]:
-    for field in FIELDS:
-        if old[field] != new[field]:
-            yield f"{field} {shown(old[field])} to {shown(new[field])}"
-
-
-# --- to machines --------------------------------------------------------------------------
-
-
 def as_json(tuning: Tuning) -> dict[str, Any]:
     """Plain data: every candidate with its time or the reason of its rejection."""
+    terms = tuning.terms
     return {
         "kernel": tuning.spec_file.stem,
         "spec": tuning.spec_file.path,
-        "machine": _machine(tuning.terms),
+        "machine": terms
+        and {"gpu": terms.gpu, "driver": terms.driver, "dsl": terms.dsl},
         "problems": [str(problem) for problem in tuning.problems],
         "candidates": [_candidate_json(tuning, one) for one in tuning.candidates],
         "incumbent": dict(tuning.incumbent.point),
         "winner": dict(tuning.winner.point) if tuning.winner else None,
         "diff": tuning.diff,
-        "conclusion": conclusion(tuning) if tuning.standings else None,
+        "conclusion": conclusion(tuning) if tuning.standings is not None else None,
     }
 
 
-def _machine(terms: Terms | None) -> Mapping[str, str] | None:
-    if terms is None:
-        return None
-    return {"gpu": terms.gpu, "driver": terms.driver, "dsl": terms.dsl}
-
-
 def _candidate_json(tuning: Tuning, candidate: Candidate) -> dict[str, Any]:
-    standing = tuning.standing(candidate)
-    report = candidate.kernel.report if candidate.kernel else None
+    found = tuning.standing(candidate)
     rejected: Mapping[str, str] | None = None
     if candidate.rejection:
         rejected = asdict(candidate.rejection)
-    elif standing.rejected:
-        rejected = {"by": "run", "why": standing.rejected, "code": ""}
+    elif found.rejected:
+        rejected = {"by": "run", "why": found.rejected, "code": ""}
     return {
         "values": dict(candidate.point),
         "body_sha256": candidate.body or None,
         "shared_bytes": candidate.plan.smem_bytes if candidate.plan else None,
-        "setmaxnreg": report
-        and sorted({n for kernel in report.kernels for n in kernel.setmaxnreg}),
         "rejected": rejected,
-        "score": asdict(standing.score) if standing.score else None,
-        "rounds": standing.rounds,
-        "final": standing.final,
+        "score": asdict(found.score) if found.score else None,
+        "rounds": found.rounds,
+        "final": found.final,
     }

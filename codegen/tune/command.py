@@ -20,23 +20,23 @@ from ..kernel_text import read_constants
 from ..spec import SpecFile, load_specs
 from ..validate import require_gpu
 from . import board
-from .arena import GpuArena, Kernel
 from .board import Tuning
 from .candidates import Candidate, built, planned
-from .journal import SOURCES, Journal, Terms
-from .search import Arena, Standings, Tournament
+from .gpu import OneGpu
+from .halving import Gpu, Search, Standings
+from .journal import Journal, Terms, opened
 
 # The lengths of decision 0013's grid, each with as many sequences as make 16,384 tokens.
 GRID_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-DEFAULT_LIMIT = 60  # [s] for a phase on the GPU, which takes one or two
-FIRST_RUNS = 6  # side by side at most: they take the GPU in turn
+DEFAULT_LIMIT = 60  # [s] to check or time a kernel once, which takes one or two
+CHECKS = 4  # side by side at most: most of their time is imports and compiling
 
 
 @dataclass(frozen=True)
 class Options:
     """choice: the problems, as in bench. fixed: as `space.fixed_values` returns it.
 
-    limit: seconds of a phase on the GPU. journals: a folder, None means `<out>/records`.
+    limit: seconds to check or time a kernel once. journals: a folder, None means `<out>/records`.
     """
 
     choice: Choice = field(default_factory=Choice)
@@ -112,10 +112,11 @@ def _planned(
 
 def _tune(
     spec_file: SpecFile,
-    candidates: list[Candidate],
+    candidates: Sequence[Candidate],
     options: Options,
     machine: Machine | None,
 ) -> Tuning:
+    """Build the candidates and search; the winner is then in the spec, and all in the journal."""
     able = sum(one.rejection is None for one in candidates)
     # Each is rendered, then compiled.
     with evaluation.progress_bar("make", 2 * able) as advance:
@@ -132,27 +133,44 @@ def _tune(
         driver=machine.driver,
         dsl=str(toolchain.dsl_distributions()),
         problems=tuple(str(problem) for problem in tuning.problems),
-        method=cache.source_digest(*SOURCES),
+        source=cache.source_digest(),
     )
     name = f"{spec_file.stem}.tune.jsonl"
     if options.journals is None:
         path = tree.place(options.out, f"{records.FOLDER}/{name}")
     else:
         path = options.journals / name
-    with Journal(path) as journal:
-        arena = GpuArena(
-            arch=spec_file.spec.arch,
-            kernels=kernels_of(candidates),
-            problems=tuning.problems,
-            limit=options.limit,
-            executor=machine.executor,
-        )
-        return compete(replace(tuning, terms=terms), arena, journal)
+    gpu = OneGpu(
+        texts={
+            one.body: one.kernel.text
+            for one in candidates
+            if one.kernel is not None and one.rejection is None
+        },
+        problems=tuning.problems,
+        limit=options.limit,
+        executor=machine.executor,
+    )
+    with opened(path) as journal:
+        tuning = replace(tuning, terms=terms)
+        tuning = replace(tuning, standings=_search(tuning, gpu, journal))
+        journal.note(event="result", **board.as_json(tuning))
+    if tuning.winner is not None:
+        write_spec(spec_file, tuning.winner.text)
+    return tuning
+
+
+def _search(tuning: Tuning, gpu: Gpu, journal: Journal) -> Standings:
+    assert tuning.terms is not None
+    for one in tuning.candidates:
+        why = vars(one.rejection) if one.rejection else None
+        journal.note(event="candidate", values=one.point, body=one.body, rejected=why)
+    incumbent, *names = [one.body for one in tuning.candidates if not one.rejection]
+    return Search(incumbent, gpu, journal, tuning.terms).run(names)
 
 
 def find_machine(executor: Executor) -> Machine:
     """The GPU to tune on: all is timed on this one. Raises EnvironmentProblem without one."""
-    on_gpu = executor.on_one_gpu(FIRST_RUNS)
+    on_gpu = executor.on_one_gpu(CHECKS)
     with closing(on_gpu.run([Task("GPU", gpu_here, ())], gpu=True)) as results:
         ((_, found),) = results
     if isinstance(found, CheckFailed):
@@ -166,23 +184,6 @@ def gpu_here() -> tuple[str, str]:
     return find_gpu().name, driver
 
 
-def compete(tuning: Tuning, arena: Arena, journal: Journal) -> Tuning:
-    """Search in an arena, note everything in a journal, and write the winner into the spec."""
-    assert tuning.terms is not None
-    for one in tuning.candidates:
-        why = vars(one.rejection) if one.rejection else None
-        journal.note(event="candidate", values=one.point, body=one.body, rejected=why)
-    names = [one.body for one in tuning.candidates if not one.rejection]
-    with board.live(lambda standings: replace(tuning, standings=standings)) as show:
-        tournament = Tournament(names[0], arena, journal, tuning.terms, changed=show)
-        standings: Standings = tournament.run(names[1:])
-    tuning = replace(tuning, standings=standings)
-    journal.note(event="result", **board.as_json(tuning))
-    if tuning.winner is not None:
-        write_spec(tuning.spec_file, tuning.winner.text)
-    return tuning
-
-
 def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
     """What to time a spec at: as asked for, or `GRID_LENGTHS`. CheckFailed when that is nothing."""
     assert incumbent.kernel is not None
@@ -194,17 +195,8 @@ def problems_of(incumbent: Candidate, choice: Choice) -> list[Problem]:
     return [cell.problem for cell in cells]
 
 
-def kernels_of(candidates: Sequence[Candidate]) -> dict[str, Kernel]:
-    """The modules of those that can run, by body digest."""
-    return {
-        one.body: Kernel(f"{one.kernel.stem}_{number}", one.kernel.text)
-        for number, one in enumerate(candidates)
-        if one.kernel is not None and one.rejection is None
-    }
-
-
 def write_spec(spec_file: SpecFile, text: str) -> None:
-    """Replace a spec's text at once. CheckFailed when somebody else changed it meanwhile."""
+    """Replace a spec's text at once. CheckFailed when it was changed meanwhile."""
     path = Path(spec_file.path)
     if path.read_bytes() != spec_file.text.encode():
         raise CheckFailed(

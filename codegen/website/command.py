@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Final
 
 from .. import tree
+from ..bench import plot
 from ..errors import CheckFailed
-from ..picture import bench, page
+from ..picture import page
 from ..picture.svg import STYLE
 from ..spec import load_specs
 from . import decisions, speed
-from .kernels import HEADS, Kernel, context, groups, load
-from .pages import figure, template
+from .kernels import HEADS, Kernel, context, groups, load, ratio
+from .pages import CHART_STYLE, Charts, template
 
 LOCK: Final = "SITE.lock"
 
@@ -47,14 +48,26 @@ def write(specs: Sequence[Path], generated: Path, folder: Path) -> int:
 
 def files(kernels: Sequence[Kernel]) -> dict[str, str]:
     """Return every file of the site but its lock, by path."""
-    timed = {kernel.stem: kernel.cells for kernel in kernels if kernel.cells}
+    timed = {
+        kernel.stem: [ratio(cell) for cell in kernel.cells]
+        for kernel in kernels
+        if kernel.cells
+    }
+    charts, title = (
+        Charts(),
+        "Times as fast as the best peer: the pages have the figures",
+    )
+    if timed:
+        plot.require_matplotlib("site")
     found = {
-        "style.css": template("style.css.j2", svg_style=STYLE),
+        "style.css": template("style.css.j2", svg_style=STYLE + CHART_STYLE),
         "index.html": template(
             "index.html.j2",
             groups=groups(kernels),
             heads=HEADS,
-            speeds=[figure(bench.speeds(timed))] if timed else [],
+            speeds=(
+                [charts.add("ratios.svg", title, plot.ratios(timed))] if timed else []
+            ),
             decision=decisions.link,
         ),
         "decisions.html": template(
@@ -64,7 +77,7 @@ def files(kernels: Sequence[Kernel]) -> dict[str, str]:
     if timed:
         found["speed.html"] = template(
             "speed.html.j2",
-            machines=speed.sections(kernels),
+            machines=speed.sections(kernels, charts),
             decision=decisions.link,
         )
     for decision in decisions.shipped().values():
@@ -73,12 +86,12 @@ def files(kernels: Sequence[Kernel]) -> dict[str, str]:
         )
     for kernel in kernels:
         place = f"kernels/{kernel.stem}"
-        found[f"{place}.html"] = template("kernel.html.j2", **context(kernel))
+        found[f"{place}.html"] = template("kernel.html.j2", **context(kernel, charts))
         found[f"{place}.svg"] = page.render(kernel.plan)
         found[f"{place}.py"] = kernel.text
         found[f"{place}.yaml"] = kernel.plan.spec_file.text
         found[f"{place}.json"] = kernel.record_text
-    return found
+    return found | charts.files
 
 
 def _lock(desired: Mapping[str, str]) -> str:

@@ -11,13 +11,15 @@ from typing import Any, Final
 
 from .. import evidence, explain, plan, records, render, tree
 from ..arch import ARCHITECTURES
+from ..bench import plot
+from ..bench.results import OURS
 from ..errors import CheckFailed
-from ..picture import bench, page
+from ..picture import page
 from ..planning.kernel_plan import DevicePlan, KernelPlan
 from ..spec import SpecFile
 from ..verify import SPEC_DIGITS
 from . import decisions
-from .pages import figure
+from .pages import Charts, figure
 
 HEADS: Final = (*evidence.TITLES, "of best peer")
 
@@ -29,6 +31,7 @@ _IN_WORDS: Final = (
 _ROOT: Final = "../"  # from a kernel's page
 
 Row = tuple[str, ...]
+Cell = Mapping[str, Any]  # of a benchmark, as its record has it
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Kernel:
         return self.plan.stem
 
     @property
-    def cells(self) -> Sequence[bench.Cell]:
+    def cells(self) -> Sequence[Cell]:
         """What was timed; empty when nothing was."""
         return [cell for run in self.runs for cell in run["cells"]]
 
@@ -99,16 +102,16 @@ def _index_row(kernel: Kernel) -> dict[str, Any]:
     }
 
 
-def _speed(cells: Sequence[bench.Cell]) -> str:
+def _speed(cells: Sequence[Cell]) -> str:
     """The least and the most of its best peer, over all cells."""
     if not cells:
         return evidence.NOTHING
-    ratios = sorted(bench.ratio(cell) for cell in cells)
-    ends = dict.fromkeys(f"{ratio:.2f}" for ratio in (ratios[0], ratios[-1]))
+    ratios = sorted(ratio(cell) for cell in cells)
+    ends = dict.fromkeys(f"{one:.2f}" for one in (ratios[0], ratios[-1]))
     return " to ".join(ends)
 
 
-def context(kernel: Kernel) -> dict[str, Any]:
+def context(kernel: Kernel, charts: Charts) -> dict[str, Any]:
     """What the template of a kernel's page reads."""
     found = kernel.plan
     body = render.body_digest(kernel.text)
@@ -131,7 +134,10 @@ def context(kernel: Kernel) -> dict[str, Any]:
         ],
         "instructions": _instructions(kernel.record),
         "emulated": _emulated(kernel.record),
-        "runs": [_run(run) for run in kernel.runs],
+        "runs": [
+            _run(run, f"kernels/{kernel.stem}.speed{number}.svg", charts)
+            for number, run in enumerate(kernel.runs, start=1)
+        ],
     }
 
 
@@ -181,16 +187,42 @@ def _emulated(record: records.Record) -> list[Row]:
     return rows
 
 
-def _cell(cell: bench.Cell) -> Row:
-    name, _ = bench.best_peer(cell)
+def ratio(cell: Cell) -> float:
+    """How many times as fast as its best peer the kernel was, by graph."""
+    return float(cell["graph_tflops"] / cell["peers"][_best_peer(cell)]["graph_tflops"])
+
+
+def _best_peer(cell: Cell) -> str:
+    """The fastest of the peers that were timed in the same run."""
+    peers = cell["peers"]
+    return str(max(peers, key=lambda name: peers[name]["graph_tflops"]))
+
+
+def _contenders(cell: Cell) -> dict[str, float]:
+    """TFLOPS by graph, ours first."""
+    peers = {name: of["graph_tflops"] for name, of in sorted(cell["peers"].items())}
+    return {OURS: cell["graph_tflops"], **peers}
+
+
+def _problem(cell: Cell) -> str:
+    """The problem of a cell, in short."""
+    heads, length = str(cell["heads"]), str(cell["q"])
+    if cell["kv_heads"] != cell["heads"]:
+        heads += f"/{cell['kv_heads']}"
+    if cell["q"] != cell["kv"]:
+        length += f" x {cell['kv']}"
+    return f"batch {cell['batch']}, heads {heads}, length {length}"
+
+
+def _cell(cell: Cell) -> Row:
     peers = ", ".join(
         f"{peer} {of['graph_tflops']:.0f}" for peer, of in sorted(cell["peers"].items())
     )
     return (
-        bench.problem(cell),
+        _problem(cell),
         f"{cell['graph_tflops']:.0f}",
         peers,
-        f"{bench.ratio(cell):.2f} of {name}",
+        f"{ratio(cell):.2f} of {_best_peer(cell)}",
         _of_host(cell, "eager_tflops", ".0f"),
         f"{cell['burst_tflops']:.0f}",
         f"{cell['sustained_tflops']:.0f}",
@@ -198,18 +230,20 @@ def _cell(cell: bench.Cell) -> Row:
     )
 
 
-def _of_host(cell: bench.Cell, name: str, form: str) -> str:
+def _of_host(cell: Cell, name: str, form: str) -> str:
     """A figure that is known while the host section is the one that was timed."""
     return format(cell[name], form) if name in cell else evidence.NOTHING
 
 
-def _run(run: Mapping[str, Any]) -> dict[str, Any]:
+def _run(run: Mapping[str, Any], path: str, charts: Charts) -> dict[str, Any]:
     """What was timed on one GPU."""
     versions = run["versions"].items()
+    title = "TFLOPS by CUDA graph: the table has the figures"
+    timed = {_problem(cell): _contenders(cell) for cell in run["cells"]}
     return {
         "about": run,
         "cells": [_cell(cell) for cell in run["cells"]],
-        "bench": [figure(bench.bench(run["cells"]))] if run["cells"] else [],
+        "bench": [charts.add(path, title, plot.bars(timed), _ROOT)] if timed else [],
         # Peers that could not be timed.
         "absent": sorted(name for name, version in versions if version is None),
     }

@@ -10,10 +10,8 @@ from typing import Any
 from ..bench import plot
 from ..bench.problems import Problem
 from ..bench.results import OURS, Lines
-from ..picture import bench, curves
-from ..picture.svg import Panel
-from .kernels import Kernel
-from .pages import figure
+from .kernels import Cell, Kernel
+from .pages import Charts
 
 
 @dataclass
@@ -47,8 +45,8 @@ class Machine:
         return sorted(names - {OURS})
 
 
-def sections(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
-    """What the template reads: for each machine its pictures, and a row for each problem."""
+def sections(kernels: Sequence[Kernel], charts: Charts) -> list[dict[str, Any]]:
+    """What the template reads: for each machine its chart, and a row for each problem."""
     machines: dict[str, Machine] = {}
     for kernel in kernels:
         for timed in kernel.runs:
@@ -59,11 +57,17 @@ def sections(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
         {
             "title": machine.title,
             "absent": machine.absent,
-            "pictures": [figure(panel) for panel in _pictures(machine)],
+            "pictures": [
+                charts.add(
+                    f"speed{number}.svg",
+                    f"TFLOPS over sequence length, {machine.title}: the table has the figures",
+                    plot.speeds(_lines(machine), "CUDA graphs"),
+                )
+            ],
             "peers": machine.peers,
             "rows": list(_rows(machine)),
         }
-        for machine in machines.values()
+        for number, machine in enumerate(machines.values(), start=1)
     ]
 
 
@@ -75,7 +79,7 @@ def _title(timed: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {version}"
 
 
-def _problem(kernel: Kernel, cell: bench.Cell) -> Problem:
+def _problem(kernel: Kernel, cell: Cell) -> Problem:
     """With and without LSE it is the same here, as in the plot of a run."""
     spec = kernel.plan.spec_file.spec
     counts = {name: cell[name] for name in ("batch", "heads", "kv_heads", "q", "kv")}
@@ -89,23 +93,13 @@ def _problem(kernel: Kernel, cell: bench.Cell) -> Problem:
     )
 
 
-def _pictures(machine: Machine) -> list[Panel]:
-    """All to the same scale."""
+def _lines(machine: Machine) -> Lines:
     lines: Lines = {}
     for problem, timed in machine.tflops.items():
         for name, tflops in timed.items():
             line = lines.setdefault(problem.family, {}).setdefault(name, {})
             line[problem] = problem.flops / tflops / 1e12
-    top = max(max(timed.values()) for timed in machine.tflops.values())
-    panels = sorted(plot.panels(lines), key=plot.order)
-    return [
-        curves.draw(
-            f"{panel.column[0]}, mask {panel.mask}, {panel.column[1]}",
-            {name: panel.lines[name] for name in plot.in_order(panel.lines)},
-            top,
-        )
-        for panel in panels
-    ]
+    return lines
 
 
 def _rows(machine: Machine) -> Iterator[dict[str, Any]]:

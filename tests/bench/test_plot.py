@@ -117,6 +117,34 @@ def test_contenders_differ_without_colour() -> None:
     assert {style["color"] for style in plot.STYLES.values()} <= greys
 
 
+def test_a_row_for_each_kernel_with_its_ratios() -> None:
+    figure = plot.ratios({"a": [1.1, 0.9], "b": [1.3]})
+    (place,) = figure.axes
+    a, b, one = place.lines
+    assert (list(a.get_xdata()), list(a.get_ydata())) == ([1.1, 0.9], ["a", "a"])
+    assert (list(b.get_xdata()), list(b.get_ydata())) == ([1.3], ["b"])
+    assert list(one.get_xdata()) == [1, 1]
+    bottom, top = place.get_ylim()
+    assert bottom > top  # the first kernel is above
+
+
+def test_a_bar_for_each_contender_from_zero() -> None:
+    found = {"s512": {"ours": 600.0, "fa4": 500.0}, "s1k": {"ours": 610.0}}
+    (place,) = plot.bars(found).axes
+    assert [bar.get_width() for bar in place.patches] == [600, 500, 610]
+    assert {bar.get_x() for bar in place.patches} == {0}
+    words = [text.get_text() for text in place.texts]
+    assert words == ["600 ours", "500 fa4", "610 ours"]
+    assert [tick.get_text() for tick in place.get_yticklabels()] == ["s512", "s1k"]
+    fills = {(bar.get_facecolor(), bar.get_hatch()) for bar in place.patches}
+    assert len(fills) == 2
+
+
+def test_contenders_have_bars_as_they_have_lines() -> None:
+    assert plot.BARS.keys() == plot.STYLES.keys()
+    assert len(set(plot.BARS.values())) == len(plot.BARS)
+
+
 def test_a_png(tmp_path: Path) -> None:
     plot.draw(run(), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")

@@ -47,7 +47,7 @@ from fmha_gen.bench import plot, results
 from fmha_gen.matrix import cells, document
 from fmha_gen.render import body_digest
 from fmha_gen.tune import command as tune
-from tune.model import ModelArena
+from tune.model import ModelGpu
 from vendor.test_vendor import rebuild
 
 from . import fake
@@ -261,12 +261,12 @@ def events(*given: Any) -> Any:
     return found, processes.Ending(0, "", 60)
 
 
-def model_arena(**given: Any) -> ModelArena:
+def model_gpu(**given: Any) -> ModelGpu:
     """A TILE_KV of 96 is fastest; without noise, so that a run that is resumed ends alike."""
     truth = {}
-    for body, kernel in given["kernels"].items():
-        truth[body] = 1e-3 if "\nTILE_KV = 96 " in kernel.text else 2e-3
-    return ModelArena(truth, problems=[str(problem) for problem in given["problems"]])
+    for body, text in given["texts"].items():
+        truth[body] = 1e-3 if "\nTILE_KV = 96 " in text else 2e-3
+    return ModelGpu(truth, problems=[str(problem) for problem in given["problems"]])
 
 
 def load(paths: list[Path]) -> list[bench.Kernel]:
@@ -312,7 +312,7 @@ def models(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "require_gpu", lambda **_: "580.1")
     for module in (bench, tune):
         monkeypatch.setattr(module, "find_gpu", ModelGauge)
-    monkeypatch.setattr(tune, "GpuArena", model_arena)
+    monkeypatch.setattr(tune, "OneGpu", model_gpu)
     monkeypatch.setattr(bench, "load", load)
     monkeypatch.setattr(bench, "cells_for", lambda *_: ([], []))
     monkeypatch.setattr(bench, "race", race)

@@ -21,7 +21,7 @@ from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.executor import Executor, Local, opened
 from fmha_gen.processes import Ending
 from fmha_gen.tune import command
-from fmha_gen.tune.arena import GpuArena, Kernel
+from fmha_gen.tune.gpu import OneGpu
 from typer.testing import CliRunner
 
 from . import work
@@ -260,20 +260,17 @@ def test_tune_takes_one_gpu(lasting: Processes) -> None:
     with opened(lasting.where, None) as executor:
         machine = command.find_machine(executor)
         assert (machine.gpu, machine.driver) == (ModelGauge.name, ModelGauge.driver)
-        arena = GpuArena(
-            arch="sm90",
-            kernels={name: Kernel(name, f"# {name}\n") for name in "iab"},
+        gpu = OneGpu(
+            texts={name: f"# {name}\n" for name in "iab"},
             problems=[problem],
             limit=5,
             executor=machine.executor,
             worker=work.heat_process,
         )
-        heats = dict(arena.alone("i", ["a", "b"], 2))
-        together = arena.together("i", ["a", "b"], 3)
-    assert {name: heat.rejected for name, heat in heats.items()} == {"a": {}, "b": {}}
+        heat = gpu.race(["i", "a", "b"], 3)
     pid = lasting.workers["gpu"].pid
-    assert heats["a"].played == {f"# i|# a on {pid}": [{"i": 1.0, "a": 1.0}] * 2}
-    assert list(together.played) == [f"# i|# a|# b on {pid}"]
+    assert heat.rounds == {f"# i|# a|# b on {pid}": [[1.0, 1.0, 1.0]] * 3}
+    assert heat.rejected == {}
 
 
 @pytest.mark.parametrize("name", ["build", "emulate", "validate", "tune"])

@@ -69,11 +69,10 @@ import json, os, sys
 from pathlib import Path
 request, events = map(Path, sys.argv[1:])
 asked = json.loads(request.read_text())
-names = list(asked["contenders"])
 texts = [request.with_name(file).read_text().strip() for file in asked["contenders"].values()]
 problem = f"{'|'.join(texts)} on {os.getppid()}"
 with events.open("a") as file:
-    rounds = [dict.fromkeys(names, 1.0)] * asked["rounds"]
+    rounds = [[1.0] * len(texts)] * asked["rounds"]
     for event in ({"event": "rounds", "problem": problem, "rounds": rounds}, {"event": "end"}):
         print(json.dumps(event), file=file)
 """

@@ -14,7 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import support
 from fmha_gen.cli import app
-from fmha_gen.picture import curves, lanes, maps, page
+from fmha_gen.picture import lanes, maps, page
 from fmha_gen.picture.svg import SIZES, Panel, document, width_of
 from typer.testing import CliRunner
 
@@ -219,49 +219,3 @@ def test_text_is_escaped() -> None:
     root = parse(document(hostile))
     assert root.get("aria-label") == '<b> & "'
     assert root.findtext(f"{SVG}desc") == "<script>"
-
-
-LINES = {
-    "ours": [(256, 10.0), (1000, 500.0), (1024, 640.0), (16384, 790.0)],
-    "fa4": [(1024, 400.0)],
-    "fa3": [(256, 9.0), (16384, 600.0)],
-    "cudnn": [(1000, 300.0), (1024, 310.0)],
-}
-
-
-@pytest.mark.parametrize("top", [8.0, 79.0, 790.0, 1234.0])
-@pytest.mark.parametrize("only", [(), ("fa4",)])
-def test_curves_are_to_scale_and_no_label_is_over_another(
-    top: float, only: tuple[str, ...]
-) -> None:
-    lines = {
-        name: [(length, tflops * top / 790) for length, tflops in line]
-        for name, line in LINES.items()
-        if not only or name in only
-    }
-    panel = curves.draw("d128x64 bf16 GQA 8, mask causal, 16384 tokens", lines, top)
-    root = parse(document(panel, style=False))
-    found = list(texts(root))
-    for one, other in itertools.combinations(found, 2):
-        assert not one.meets(other), f"{one.what!r} is over {other.what!r}"
-    for each in found:
-        assert each.left >= 0 and each.right <= panel.width, each
-        assert each.top >= 0 and each.bottom <= panel.height, each
-    ends = {
-        kind: [
-            [tuple(map(float, point.split(","))) for point in points.split()]
-            for each in root.iter(f"{SVG}polyline")
-            if (each.get("class") or "").startswith(kind)
-            and (points := each.get("points", ""))
-        ]
-        for kind in ("rule", "curve")
-    }
-    heights = sorted(points[0][1] for points in ends["rule"])
-    scale = [float(each.what) for each in found if each.right < ends["rule"][0][0][0]]
-    assert len(heights) == len(scale) <= 7 and min(scale) == 0 and max(scale) >= top
-    samples, curves_ = ends["curve"][::2], ends["curve"][1::2]
-    assert len(samples) == len(curves_) == len(lines)
-    for line, points in zip(lines.values(), curves_, strict=True):
-        for (_, tflops), (_, y) in zip(line, points, strict=True):
-            part = tflops / max(scale)
-            assert abs(y - heights[-1] + part * (heights[-1] - heights[0])) < 0.11

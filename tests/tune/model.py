@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An arena whose contenders take a known time on a card that drifts and jitters."""
+"""A GPU whose kernels take a known time, on a card that drifts and jitters."""
 
 from __future__ import annotations
 
@@ -7,66 +7,57 @@ import random
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fmha_gen.bench.timing import turns
 from fmha_gen.tune.journal import Heat, Terms
-from fmha_gen.tune.rounds import play
 
 INCUMBENT = "incumbent"
 TERMS = Terms("NVIDIA H200", "580", "4.8.1", ("short", "long"), "one")
 
 
 @dataclass
-class ModelArena:
-    """truth: seconds of each contender; faults: why one is rejected, when it first runs.
+class ModelGpu:
+    """truth: seconds of each kernel; faults, late_faults: why one fails its check, or a heat.
 
-    later_faults: the same, in heats together. lucky: the truth in heats of so many rounds. heats:
-    what was asked for, contenders first.
+    lucky: the truth in heats of so many rounds. checked, heats: what was asked for.
     """
 
     truth: Mapping[str, float]
     drift: float = 0.0  # of the card's speed, per turn
     jitter: float = 0.0  # of one turn, either way
     faults: Mapping[str, str] = field(default_factory=dict)
-    later_faults: Mapping[str, str] = field(default_factory=dict)
+    late_faults: Mapping[str, str] = field(default_factory=dict)
     lucky: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     problems: Sequence[str] = TERMS.problems
+    checked: list[str] = field(default_factory=list)
     heats: list[tuple[tuple[str, ...], int]] = field(default_factory=list)
     dice: random.Random = field(default_factory=lambda: random.Random(7))
-    turns: int = 0
+    taken: int = 0
     running: bool = False
 
-    def take(self, name: str) -> float:
-        self.turns += 1
-        noise = 1 + self.dice.uniform(-self.jitter, self.jitter)
-        return self.truth[name] * (1 + self.drift * self.turns) * noise
-
-    def _play(
-        self, names: Sequence[str], rounds: int, faults: Mapping[str, str]
-    ) -> Heat:
-        self.heats.append((tuple(names), rounds))
-        if failed := [name for name in names if name in faults]:
-            why = faults[failed[0]]
-            return Heat({}, {failed[0]: why}, lasting=why.startswith("wrong"))
-        truth, self.truth = self.truth, {**self.truth, **self.lucky.get(rounds, {})}
-        played = {
-            problem: list(play(names, self.take, rounds, self.dice))
-            for problem in self.problems
-        }
-        self.truth = truth
-        return Heat(played, {})
-
-    def alone(
-        self, incumbent: str, names: Sequence[str], rounds: int
-    ) -> Generator[tuple[str, Heat], None, None]:
+    def check(self, names: Sequence[str]) -> Generator[tuple[str, str], None, None]:
         self.running = True
         try:
             for name in names:
-                pair = list(dict.fromkeys([incumbent, name]))
-                blamed = self.faults.get(name, "")
-                who = incumbent if blamed.startswith("incumbent") else name
-                faults = {who: blamed} if blamed else {}
-                yield name, self._play(pair, rounds, faults)
+                self.checked.append(name)
+                yield name, self.faults.get(name, "")
         finally:
             self.running = False
 
-    def together(self, incumbent: str, names: Sequence[str], rounds: int) -> Heat:
-        return self._play([incumbent, *names], rounds, self.later_faults)
+    def race(self, names: Sequence[str], rounds: int) -> Heat:
+        self.heats.append((tuple(names), rounds))
+        for name in names:
+            if name in self.late_faults:
+                return Heat(names, rejected={name: self.late_faults[name]})
+        truth = {**self.truth, **self.lucky.get(rounds, {})}
+        found: dict[str, list[list[float]]] = {}
+        for problem in self.problems:
+            found[problem] = []
+            for order in turns(names, rounds, self.dice):
+                took = {name: self.take(truth[name]) for name in order}
+                found[problem].append([took[name] for name in names])
+        return Heat(names, found)
+
+    def take(self, seconds: float) -> float:
+        self.taken += 1
+        noise = 1 + self.dice.uniform(-self.jitter, self.jitter)
+        return seconds * (1 + self.drift * self.taken) * noise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A journal survives its writer's death, and knows only what was found in the same place."""
+"""A journal survives its writer's death, and is read only by what it was written by."""
 
 from __future__ import annotations
 
@@ -11,34 +11,33 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import support
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
-from fmha_gen.tune.journal import Heat, Journal
+from fmha_gen.tune.journal import opened
 
 from .model import TERMS
 
-HEAT = Heat({"short": [{"i": 1.0, "a": 0.5}, {"a": 0.25, "i": 2.0}]}, {})
+ENTRY = {"event": "heat", "key": "k", "rounds": {"short": [[1.0, 0.5]]}}
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     file = tmp_path / "records" / "k.tune.jsonl"
-    with Journal(file) as journal:
+    with opened(file) as journal:
         journal.note(event="candidate", values={"tile.q": 64})
-        journal.note_heat(TERMS, ["i", "a"], 2, HEAT)
+        journal.note(**ENTRY)
     return file
 
 
-def test_what_was_noted_is_there_again(path: Path) -> None:
-    with Journal(path) as journal:
-        assert journal.heat(TERMS.key(["i", "a"], 2)) == HEAT
-    first, heat = (json.loads(line) for line in path.read_text().splitlines())
-    assert (first["event"], heat["event"]) == ("candidate", "heat")
-    assert heat["rounds"] == {"short": [[1.0, 0.5], [2.0, 0.25]]}
-
-
-def test_the_same_entry_is_noted_once(path: Path) -> None:
+def test_an_entry_is_there_again_and_noted_once(path: Path) -> None:
     before = path.read_text()
-    with Journal(path) as journal:
+    assert [json.loads(line)["event"] for line in before.splitlines()] == [
+        "candidate",
+        "heat",
+    ]
+    with opened(path) as journal:
+        assert journal.known("k") == ENTRY
+        assert journal.known("another") is None
         journal.note(event="candidate", values={"tile.q": 64})
         assert path.read_text() == before
         journal.note(event="candidate", values={"tile.q": 65})
@@ -46,73 +45,80 @@ def test_the_same_entry_is_noted_once(path: Path) -> None:
     assert len(path.read_text()) > len(before)
 
 
-def test_a_heat_is_known_by_all_that_it_depends_on() -> None:
-    key = TERMS.key(["i", "a", "b"], 2)
-    assert key == TERMS.key(["i", "b", "a"], 2)
-    others = [
-        TERMS.key(["a", "i", "b"], 2),  # another incumbent
-        TERMS.key(["i", "a"], 2),
-        TERMS.key(["i", "a", "b"], 3),
-        replace(TERMS, gpu="NVIDIA H100").key(["i", "a", "b"], 2),
-        replace(TERMS, driver="581").key(["i", "a", "b"], 2),
-        replace(TERMS, dsl="4.8.2").key(["i", "a", "b"], 2),
-        replace(TERMS, problems=("short",)).key(["i", "a", "b"], 2),
-        replace(TERMS, method="another").key(["i", "a", "b"], 2),
+def test_a_key_is_of_all_that_a_measurement_depends_on() -> None:
+    keys = [
+        TERMS.key("heat", "2", "i", "a"),
+        TERMS.key("heat", "4", "i", "a"),
+        TERMS.key("heat", "2", "a", "i"),  # another incumbent
+        TERMS.key("check", "2", "i", "a"),
+        *(
+            replace(TERMS, **{name: other}).key("heat", "2", "i", "a")
+            for name, other in (
+                ("gpu", "NVIDIA H100"),
+                ("driver", "581"),
+                ("dsl", "4.8.2"),
+                ("problems", ("short",)),
+                ("source", "another"),
+            )
+        ),
     ]
-    assert len({key, *others}) == len(others) + 1
+    assert len(set(keys)) == len(keys)
 
 
 def test_half_a_line_is_dropped_and_written_over(path: Path) -> None:
     whole = path.read_text()
     path.write_text(whole + '{"event": "heat", "rounds": {"sho')
-    with Journal(path) as journal:
-        assert journal.heat(TERMS.key(["i", "a"], 2)) == HEAT
+    with opened(path) as journal:
+        assert journal.known("k") == ENTRY
         journal.note(event="result")
     assert path.read_text() == whole + '{"event": "result"}\n'
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "no json\n",
-        "[1]\n",
-        "3\n",
-        '{"event": "heat", "key": "k"}\n',
-        '{"key": "k", "contenders": ["i"], "rounds": [], "rejected": {}}\n',
-        '{"key": "k", "contenders": ["i"], "rounds": {"p": [[1, 2]]}, "rejected": {}}\n',
-        '{"key": [], "contenders": [], "rounds": {}, "rejected": {}}\n',
-    ],
-)
+@pytest.mark.parametrize("text", ["no json\n", "[1]\n", "3\n"])
 def test_another_file_is_left_alone(path: Path, text: str) -> None:
     path.write_text(text)
-    with pytest.raises(CheckFailed, match="not a journal"):
-        Journal(path)
+    with pytest.raises(CheckFailed, match="not a journal"), opened(path):
+        pass
     assert path.read_text() == text
 
 
 def test_one_writer_at_a_time(path: Path) -> None:
-    with Journal(path), pytest.raises(CheckFailed, match="another tune is writing it"):
-        Journal(path)
-    Journal(path).__exit__(None, None, None)
+    busy = pytest.raises(CheckFailed, match="another tune is writing it")
+    with opened(path), busy, opened(path):
+        pass
+    with opened(path):
+        pass
 
 
 def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(EnvironmentProblem, match="cannot be written"):
-        Journal(tmp_path / "file" / "k.jsonl")
+    refused = pytest.raises(EnvironmentProblem, match="cannot be written")
+    with refused, opened(tmp_path / "file" / "k.jsonl"):
+        pass
+
+
+def test_shipped_journals_are_read_and_not_changed(tmp_path: Path) -> None:
+    shipped = sorted((support.GENERATED / "records").glob("*.tune.jsonl"))
+    assert shipped
+    for path in shipped:
+        copy = tmp_path / path.name
+        copy.write_bytes(path.read_bytes())
+        with opened(copy):
+            pass
+        assert copy.read_bytes() == path.read_bytes()
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from fmha_gen.tune.journal import Journal
-journal = Journal(Path(sys.argv[1]))
-n = 0
-while True:
-    journal.note(event="candidate", number=n)
-    n += 1
-    if n == 20:
-        print("many", flush=True)
+from fmha_gen.tune.journal import opened
+with opened(Path(sys.argv[1])) as journal:
+    n = 0
+    while True:
+        journal.note(event="candidate", number=n)
+        n += 1
+        if n == 20:
+            print("many", flush=True)
 """
 
 
@@ -124,7 +130,7 @@ def test_a_writer_that_is_killed_leaves_whole_entries(tmp_path: Path) -> None:
         assert writer.stdout is not None
         assert writer.stdout.readline() == "many\n"
         writer.send_signal(signal.SIGKILL)
-    with Journal(path) as journal:
+    with opened(path) as journal:
         journal.note(event="result")
     entries = [json.loads(line) for line in path.read_text().splitlines()]
     numbers = [entry["number"] for entry in entries[:-1]]

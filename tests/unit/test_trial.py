@@ -164,7 +164,7 @@ def test_what_the_kernel_allocates_is_judged() -> None:
 
 def misuse_findings(fault: str = "", **changes: Any) -> dict[str, str]:
     kernel = FakeKernel(spec(**changes), fault)
-    found = trial.events(kernel, CpuDevice(), only=trial.MISUSE)
+    found = trial.events(kernel, CpuDevice(), only=[trial.MISUSE])
     return {
         event["name"]: event["finding"] for event in found if event["event"] == "misuse"
     }
@@ -214,7 +214,7 @@ def test_lse_may_be_a_parameter_that_does_not_exist() -> None:
     kernel = Without(spec(lse=False))
     found = [
         e
-        for e in trial.events(kernel, CpuDevice(), only="misuse")
+        for e in trial.events(kernel, CpuDevice(), only=["misuse"])
         if e["event"] == "misuse"
     ]
     assert [event["finding"] for event in found if event["finding"]] == []
@@ -253,10 +253,10 @@ def test_events_of_a_right_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_one_case_can_be_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "cases_for", small_cases)
-    found = list(trial.events(FakeKernel(spec()), CpuDevice(), only="dense"))
+    found = list(trial.events(FakeKernel(spec()), CpuDevice(), only=["dense"]))
     assert [event["case"] for event in found if event["event"] == "case"] == ["dense"]
     assert not any(event["event"] == "misuse" for event in found)
-    (unknown,) = trial.events(FakeKernel(spec()), CpuDevice(), only="nonsense")
+    (unknown,) = trial.events(FakeKernel(spec()), CpuDevice(), only=["nonsense"])
     assert unknown == {
         "event": "unknown_case",
         "names": ["small", "dense", "many", "misuse"],
@@ -273,7 +273,7 @@ def test_a_good_call_that_is_refused_is_a_finding(
             return super().fmha(q, k, v, **options)
 
     monkeypatch.setattr(trial, "cases_for", small_cases)
-    found = list(trial.events(Picky(spec()), CpuDevice(), only="small"))
+    found = list(trial.events(Picky(spec()), CpuDevice(), only=["small"]))
     (case,) = [event for event in found if event["event"] == "case"]
     assert case["findings"] == ["refused: q: batch must be 1"]
 
