@@ -10,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-ENTRIES: Final = ("fmha", "compile")
+from .ops import FUNCTIONS
+
+ENTRIES: Final = (*FUNCTIONS, "compile")
 DSL_DECORATORS: Final = frozenset({"jit", "kernel"})  # of cutlass.cute
 
 # What a node says beside its meaning, or only to some versions of Python.
@@ -44,7 +46,7 @@ def read_constants(text: str) -> dict[str, Any]:
 def host_digest(text: str) -> str:
     """The sha256 of a kernel's host section, whatever its comments, docstrings and format.
 
-    Those are the functions that a call of `fmha` runs in Python, with the constants and imports
+    Those are the functions that a call of its entry runs in Python, with the constants and imports
     that they read. Functions of the DSL, `launch` with what it calls, are not among them: what they
     do is seen in what is launched. The digest is the same for every version of Python that can read
     the text. Raises SyntaxError.

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
+from .ops import FUNCTIONS
 from .render import body_digest, stated_digests
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
@@ -27,7 +28,8 @@ FORBIDDEN_NAMES: Mapping[str, str] = {
     "_mlir": "is private to the DSL",
     "const_expr": "decides at trace time what the generator has decided already",
 }
-PUBLIC = frozenset({"SPEC", "__all__", "compile", "fmha"})  # used by the file's readers
+# Used by the file's readers.
+PUBLIC = frozenset({"SPEC", "__all__", "compile"}) | FUNCTIONS
 SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 
 from .errors import CheckFailed
+from .ops.operation import OF_SPEC
 from .specialise import Flag, FoldError, specialise
 from .verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from .verify import Digests as Digests
@@ -26,6 +27,7 @@ from .verify import body_digest as body_digest
 from .verify import stated_digests as stated_digests
 
 if TYPE_CHECKING:
+    from .ops.operation import Tensor
     from .planning.kernel_plan import KernelPlan, Number
 
 # A header template writes this line where the digests belong.
@@ -55,8 +57,33 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         autoescape=False,
     )
     env.globals.clear()
-    env.filters |= {"literal": repr, "constant": constant}
+    env.filters |= {
+        **{"literal": repr, "constant": constant, "tuple": tuple_of},
+        **{"element": element, "has_rank": has_rank, "allocated": allocated},
+    }
     return env
+
+
+def tuple_of(items: Sequence[str]) -> str:
+    """Return a tuple of names or calls."""
+    return f"({', '.join(items)}{',' * (len(items) == 1)})"
+
+
+def element(tensor: Tensor) -> str:
+    """Return a tensor's element type as the DSL says it."""
+    return {OF_SPEC: "DTYPE", "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
+
+
+def has_rank(tensor: Tensor) -> str:
+    """Return the test of a tensor's number of dimensions."""
+    return f"{tensor.name}.ndim == {len(tensor.axes)}"
+
+
+def allocated(tensor: Tensor) -> str:
+    """Return the arguments of PyTorch's `new_empty`, called on a tensor of the SPEC's type."""
+    sizes = [x.symbol if x.constant else x.letter for x in tensor.axes]
+    types = {OF_SPEC: [], "fp32": ["dtype=torch.float32"]}
+    return ", ".join([*sizes, *types[tensor.dtype]])
 
 
 def constant(number: Number) -> str:

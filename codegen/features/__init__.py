@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
+from ..ops import OPERATIONS
 from . import cluster, gqa, lse, mask, problem, tiling
 from .feature import Feature
 
@@ -32,7 +33,7 @@ def flags(spec: Spec) -> Mapping[str, Any]:
 def title(spec: Spec) -> str:
     """Return the kernel in a line."""
     parts = [part for each in FEATURES if (part := each.title(spec))]
-    return f"FMHA forward for {spec.arch}: {', '.join(parts)}"
+    return f"{OPERATIONS[spec.op].title} for {spec.arch}: {', '.join(parts)}"
 
 
 def contract(spec: Spec) -> list[str]:

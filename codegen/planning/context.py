@@ -11,6 +11,7 @@ from typing import Any
 
 from .. import features, toolchain
 from ..arch import ARCHITECTURES
+from ..ops import OPERATIONS
 from ..spec import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
@@ -30,19 +31,20 @@ def common_context(
     roles: the lines of the header that say who does what, and what it takes.
     """
     spec = spec_file.spec
-    group = spec.heads.q_per_kv
+    own_items = _spec_items(spec_file)
     return {
         **features.flags(spec),
         "title": features.title(spec),
         "contract": features.contract(spec),
         "spec_name": f"{spec_file.stem}.yaml",
-        "heads_kv_text": f"heads / {group}" if group > 1 else "heads",
+        "operation": OPERATIONS[spec.op],
+        "spec": dict(own_items),
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
         "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
         "ffi_wanted": f"{toolchain.FFI}{toolchain.FFI_RANGE}",
-        "spec_items": [*_spec_items(spec_file), *spec_items],
+        "spec_items": [*own_items, *spec_items],
         "chosen": chosen,
         "derived": derived,
         "fixed_q": traits.seqlen_q is not None,
@@ -50,8 +52,6 @@ def common_context(
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
-        "seqlen_q_text": str(traits.seqlen_q or "seqlen_q"),
-        "seqlen_kv_text": str(traits.seqlen_kv or "seqlen_kv"),
         **_units(traits),
     }
 

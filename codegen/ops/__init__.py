@@ -1,0 +1,17 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Operations: one file each, found by the `op` of a SPEC."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from .forward import FORWARD
+from .operation import Operation, Spec
+
+OPERATIONS: Final = {each.name: each for each in (FORWARD,)}
+FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
+
+
+def operation_of(spec: Spec) -> Operation:
+    """Return the operation of a SPEC; raises KeyError for one that is not generated."""
+    return OPERATIONS[spec["op"]]

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha_fwd`: O = softmax(scale Q K^T) V for each head, and the log-sum-exp of each row."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .. import masks, reference
+from ..compare import Verdict, judge_lse, judge_output
+from ..likeness import Inputs, ending
+from ..masks import Lengths
+from .operation import Array, Axis, Given, Operation, Scalar, Sizes, Spec, Tensor
+
+
+def _length(side: str, spec: Spec) -> int | None:
+    length = spec["seqlen"][side]
+    return length if isinstance(length, int) else None
+
+
+BATCH: Final = Axis("batch", "b", "b", lambda spec, sizes: sizes.batch)
+HEADS: Final = Axis(
+    "heads", "h", "h", lambda spec, sizes: sizes.kv_heads * int(spec["q_per_kv"])
+)
+HEADS_KV: Final = Axis(
+    *("heads_kv", "g", "h", lambda spec, sizes: sizes.kv_heads),
+    part_of="heads",
+    ratio=lambda spec: int(spec["q_per_kv"]),
+)
+SEQLEN_Q: Final = Axis(
+    *("seqlen_q", "s", "s", lambda spec, sizes: sizes.q),
+    fixed=lambda spec: _length("q", spec),
+)
+SEQLEN_KV: Final = Axis(
+    *("seqlen_kv", "t", "s", lambda spec, sizes: sizes.kv),
+    fixed=lambda spec: _length("kv", spec),
+    cached=True,
+)
+HEAD_DIM_QK: Final = Axis(
+    *("head_dim_qk", "d", "d", lambda spec, sizes: int(spec["head_dim"]["qk"])),
+    fixed=lambda spec: int(spec["head_dim"]["qk"]),
+    constant=True,
+)
+HEAD_DIM_V: Final = Axis(
+    *("head_dim_v", "e", "d", lambda spec, sizes: int(spec["head_dim"]["v"])),
+    fixed=lambda spec: int(spec["head_dim"]["v"]),
+    constant=True,
+)
+
+Q: Final = Tensor("q", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_QK))
+K: Final = Tensor("k", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_QK))
+V: Final = Tensor("v", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_V))
+OUT: Final = Tensor("out", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_V))
+LSE: Final = Tensor(
+    *("lse", (BATCH, HEADS, SEQLEN_Q), "fp32"),
+    tma=False,
+    words="natural log",
+    when="lse",
+    receives="log(sum(exp(scaled scores)))",
+)
+
+
+def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
+    spec = given.spec
+    return reference.truth(
+        *(given.inputs[x.name] for x in (Q, K, V)),
+        scale=given.scale,
+        mask=masks.of_spec(spec),
+        dtype=spec["dtype"],
+        exp_error=reference.EXP_ERRORS[spec["arch"]],
+        wanted=wanted,
+    )
+
+
+def _judge(
+    given: Given,
+    outputs: Mapping[str, Array],
+    truth: reference.Truth,
+    tile: int,
+    wanted: Array | None = None,
+) -> dict[str, Verdict]:
+    """Verdicts by output; a finding about a row of O ends with what the row is like."""
+    out = outputs[OUT.name]
+    verdict = judge_output(out, truth, wanted)
+    if verdict.row is not None:
+        q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
+        inputs = Inputs(q, k, v, given.scale, masks.of_spec(given.spec), tile)
+        arrays = map(_numpy, (out, truth.out, truth.out_bound))
+        found, right, bound = arrays
+        likeness = ending(verdict.row, found, inputs, right, bound)
+        verdict = replace(verdict, finding=verdict.finding + likeness)
+    verdicts = {OUT.name: verdict}
+    if (lse := outputs.get(LSE.name)) is not None:
+        of_lse = None if wanted is None else wanted.swapaxes(1, 2)
+        verdicts[LSE.name] = judge_lse(lse, truth, of_lse)
+    return verdicts
+
+
+def _numpy(x: Array) -> NDArray[Any]:
+    return x if isinstance(x, np.ndarray) else x.double().cpu().numpy()
+
+
+def _flops(spec: Spec, sizes: Sizes) -> float:
+    """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`."""
+    pairs = masks.of_spec(spec).pairs(Lengths(sizes.q, sizes.kv))
+    dims = sum(spec["head_dim"].values())
+    return float(2 * sizes.batch * HEADS.size(spec, sizes) * pairs * dims)
+
+
+FORWARD: Final = Operation(
+    name="fmha_fwd",
+    function="fmha",
+    title="FMHA forward",
+    noun="Attention",
+    reads=(Q, K, V),
+    writes=(OUT, LSE),
+    scalars=(
+        Scalar(
+            *("softmax_scale", "1 / sqrt(head_dim)"),
+            value=lambda spec: float(spec["head_dim"]["qk"] ** -0.5),
+        ),
+    ),
+    truth=_truth,
+    judge=_judge,
+    flops=_flops,
+)

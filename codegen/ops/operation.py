@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parts of an operation: axes, tensors and scalars of its public function, and its reference.
+
+The header and the entry of a generated file, the tensors of a case in the emulator and on a GPU,
+the calls that must be refused and the problems of a benchmark are derived from these.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple, Protocol
+
+Spec = Mapping[str, Any]  # the SPEC of a generated file
+Array = Any  # numpy.ndarray or torch.Tensor
+
+OF_SPEC: Final = "dtype"  # in place of an element type: the SPEC's
+BYTES: Final[Mapping[str, int]] = {"bf16": 2, "fp16": 2, "fp32": 4, "int32": 4}
+
+
+class Sizes(Protocol):
+    """The counts of a call; a Case and a benchmark's Problem have them."""
+
+    @property
+    def batch(self) -> int:
+        """Batches."""
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads; query heads are ``kv_heads * q_per_kv``."""
+
+    @property
+    def q(self) -> int:
+        """[rows]"""
+
+    @property
+    def kv(self) -> int:
+        """[rows]"""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension; of one name, the sizes are equal in all tensors of a call.
+
+    letter: its name in the allocations of a kernel. kind: what it counts, by which layouts order
+    axes: b (batches), s (rows), h (heads), d (elements of a head), or a letter of its own; no two
+    axes of a tensor have the same. size: in a call. fixed: the size that a SPEC decides, None where
+    a call does. constant: every SPEC decides it. part_of: another axis, of which each element of
+    this one stands for so many as `ratio` says. cached: its tensors may be the first rows of longer
+    ones.
+    """
+
+    name: str
+    letter: str
+    kind: str
+    size: Callable[[Spec, Sizes], int]
+    fixed: Callable[[Spec], int | None] = lambda spec: None
+    constant: bool = False
+    part_of: str = ""
+    ratio: Callable[[Spec], int] = lambda spec: 1
+    cached: bool = False
+
+    @property
+    def is_free(self) -> bool:
+        """No SPEC decides its size, nor does another axis."""
+        return not self.part_of and self.fixed is Axis.fixed
+
+    def words(self, spec: Spec) -> str:
+        """Return its size for a reader of the kernel."""
+        if (fixed := self.fixed(spec)) is not None:
+            return str(fixed)
+        ratio = self.ratio(spec)
+        return f"{self.part_of} / {ratio}" if ratio > 1 else self.part_of or self.name
+
+    @property
+    def symbol(self) -> str:
+        """What `arguments()` of a kernel calls its size."""
+        return self.name.upper() if self.constant else self.name
+
+    def known_as(self, spec: Spec) -> str:
+        """Return the constant or the other axis that gives its size; "" where a call does."""
+        if self.fixed(spec) is not None:
+            return self.name.upper()
+        return self.part_of if self.ratio(spec) == 1 else ""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor of the public function.
+
+    dtype: bf16, fp16, fp32, int32 or `OF_SPEC`. tma: moved by TMA, so the last axis is contiguous
+    and the other strides are multiples of 16 bytes; else strides are free. words: a remark in the
+    header. when: the field of the SPEC without which it is not there; "" for always. receives: what
+    an output holds, for the function's docstring; "" where that goes without saying.
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    dtype: str = OF_SPEC
+    tma: bool = True
+    words: str = ""
+    when: str = ""
+    receives: str = ""
+
+    def type(self, spec: Spec) -> str:
+        """Return the element type."""
+        return str(spec["dtype"]) if self.dtype == OF_SPEC else self.dtype
+
+    def sizes(self, spec: Spec, sizes: Sizes) -> dict[str, int]:
+        """Return the shape in a call by kinds of axes, in their order."""
+        return {axis.kind: axis.size(spec, sizes) for axis in self.axes}
+
+    def shape(self, spec: Spec, sizes: Sizes) -> tuple[int, ...]:
+        """Return the shape in a call."""
+        return tuple(self.sizes(spec, sizes).values())
+
+    def header(self, spec: Spec) -> str:
+        """Return shape, element type and words for a reader of the kernel."""
+        shape = ", ".join(axis.words(spec) for axis in self.axes)
+        words = f", {self.words}" if self.words else ""
+        return f"[{shape}] {self.type(spec)}{words}"
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of its axes in their order, such as ``bshd``."""
+        return "".join(axis.kind for axis in self.axes)
+
+    @property
+    def cached(self) -> bool:
+        """It may be the first rows of a longer tensor."""
+        return any(axis.cached for axis in self.axes)
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """A number of the public function, fp32 in the kernel. words: its default, value: of a SPEC."""
+
+    name: str
+    words: str
+    value: Callable[[Spec], float]
+
+
+class Place(NamedTuple):
+    """An axis of a tensor: the tensor's name and number, the axis' number."""
+
+    name: str
+    tensor: int
+    axis: int
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a call computes with: inputs by name, in NumPy or PyTorch, and the softmax scale."""
+
+    spec: Spec
+    inputs: Mapping[str, Array]
+    scale: float
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One public function.
+
+    name: of the spec's `op`. function: in the generated file; it takes what the operation reads in
+    this order, and returns what it writes in this order, a tuple where there are several. title,
+    noun: in the header and in the function's docstring. truth: the float64 reference of a `Given`,
+    with bounds; a bool array of rows may follow, to which it is limited. judge: by output, a
+    Verdict; of a `Given`, the outputs by name, their truth, the keys of a KV block, and perhaps the
+    rows. flops: of a call.
+    """
+
+    name: str
+    function: str
+    title: str
+    noun: str
+    reads: tuple[Tensor, ...]
+    writes: tuple[Tensor, ...]
+    scalars: tuple[Scalar, ...]
+    truth: Callable[..., Any]
+    judge: Callable[..., Mapping[str, Any]]
+    flops: Callable[[Spec, Sizes], float]
+
+    def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
+        """Return the tensors that a SPEC's kernel reads."""
+        return tuple(x for x in self.reads if not x.when or spec[x.when])
+
+    def outputs(self, spec: Spec) -> tuple[Tensor, ...]:
+        """Return the tensors that a SPEC's kernel writes."""
+        return tuple(x for x in self.writes if not x.when or spec[x.when])
+
+    def header(self, spec: Spec) -> list[str]:
+        """Return a line about each tensor for a reader of the kernel."""
+        width = max(len(x.name) for x in self.tensors(spec)) + 2
+        return [f"{x.name + ':':{width}}{x.header(spec)}" for x in self.tensors(spec)]
+
+    def axes(self, spec: Spec) -> tuple[list[Axis], list[Axis]]:
+        """Return the axes that are no constants: the free ones, then parts, then lengths."""
+        axes = dict.fromkeys(axis for x in self.tensors(spec) for axis in x.axes)
+        others = [x for x in axes if not x.constant and not x.is_free]
+        others.sort(key=lambda axis: not axis.part_of)
+        return [x for x in axes if x.is_free], others
+
+    def sources(self, spec: Spec) -> list[Tensor]:
+        """Return the inputs whose shapes decide those of the outputs."""
+        return [x for x in self.inputs(spec) if {*self.unpacked(spec, x)} != {"_"}]
+
+    def unpacked(self, spec: Spec, source: Tensor) -> list[str]:
+        """Return an input's axes as allocations name them; "_" for those of no use there."""
+        inputs = self.inputs(spec)
+        before = {a for x in inputs[: inputs.index(source)] for a in x.axes}
+        wanted = {a for x in self.outputs(spec) for a in x.axes if not a.constant}
+        return [a.letter if a in wanted - before else "_" for a in source.axes]
+
+    def parts(self, spec: Spec) -> Iterator[tuple[Place, Place]]:
+        """Yield where each axis that is part of another one is first, and where the other is."""
+        places: dict[str, Place] = {}
+        for number, tensor in enumerate(self.tensors(spec)):
+            for at, axis in enumerate(tensor.axes):
+                places.setdefault(axis.name, Place(tensor.name, number, at))
+        for axis in self.axes(spec)[1]:
+            if axis.part_of:
+                yield places[axis.name], places[axis.part_of]
+
+    def tensors(self, spec: Spec) -> tuple[Tensor, ...]:
+        """Return the inputs, then the outputs."""
+        return self.inputs(spec) + self.outputs(spec)
+
+    def nbytes(self, spec: Spec, sizes: Sizes) -> dict[str, int]:
+        """Return the bytes of each tensor of a call."""
+        return {
+            x.name: math.prod(x.shape(spec, sizes)) * BYTES[x.type(spec)]
+            for x in self.tensors(spec)
+        }
