@@ -49,6 +49,8 @@ COMPILE_SOURCES = (
     "cases.py",
     "inputs.py",
     "tensors.py",
+    "ops/operation.py",
+    "ops/forward.py",
     *captures.SOURCES,
     "sass.py",
     "arch/architecture.py",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Launches of kernels, captured once: what the same text does again is remembered.
 
-A generated kernel is called by its `fmha`, as its users do (`capture`).
+A generated kernel is called by its public function, as its users do (`capture`).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def capture(
     arch: str,
     compiler: Compiler | None = None,
 ) -> tuple[str, list[Called]]:
-    """Return a generated kernel's PTX and what each call of its `fmha` did.
+    """Return a generated kernel's PTX and what each call of its public function did.
 
     arch: the SPEC's. compiler: whose DSL compiles; ours when None. Raises CaptureError when it does
     not compile, or neither launches nor refuses; EnvironmentProblem when the DSL is missing or the
     machine takes too long.
     """
-    text, found = _captured(kernel, calls, arch, compiler, "fmha")
+    text, found = _captured(kernel, calls, arch, compiler, "call")
     return text, [Called.from_json(data) for data in found]
 
 
@@ -62,7 +62,7 @@ def capture_launches(
     arch: str,
     compiler: Compiler | None = None,
 ) -> tuple[str, list[tuple[Launch, ...]]]:
-    """The same for a module without `fmha`: the arguments of its host function, by name."""
+    """The same for a module without ``__all__``: the arguments of its host function, by name."""
     text, found = _captured(kernel, calls, arch, compiler, "launch")
     return text, [tuple(map(Launch.from_json, launches)) for launches in found]
 
@@ -74,7 +74,7 @@ def _captured(
     compiler: Compiler | None,
     kind: str,
 ) -> tuple[str, list[Any]]:
-    """PTX and plain data by call. kind: fmha or launch."""
+    """PTX and plain data by call. kind: call or launch."""
     text = kernel.read_text(encoding="utf-8")
     compiler = compiler or toolchain.own_compiler()
     parts = [text, arch, compiler.dsl, cache.source_digest(*SOURCES)]
@@ -102,7 +102,7 @@ def _captured(
 
 
 def _run(program: HostProgram, kind: str, call: Any) -> Any:
-    if kind == "fmha":
+    if kind == "call":
         return program.call(call).to_json()
     return [launch.to_json() for launch in program.launch(call)]
 
@@ -114,7 +114,7 @@ def checked(
     arch: str,
     compiler: Compiler | None = None,
 ) -> tuple[str, list[tuple[Launch, ...]]]:
-    """PTX, and by call the launches, of calls that are right, where `fmha` does nothing wrong.
+    """PTX, and by call the launches, of calls that are right, where the host does nothing wrong.
 
     Raises CaptureError for what `wrong_host` finds, and as `capture` does.
     """
@@ -132,19 +132,20 @@ def checked(
 def wrong_host(call: Call, called: Called) -> Iterator[str]:
     """Findings about what a kernel's run does not show: stream, returned tensors, allocations.
 
-    call: one that is right, of a kernel whose `fmha` returns its outputs in order.
+    call: one that is right.
     """
+    function = call["function"]
     if not called.launches:
-        yield f"fmha refused a call that is right: {called.refusal}"
+        yield f"{function} refused a call that is right: {called.refusal}"
         return
     stream = expected_stream(call)
     for other in dict.fromkeys(each.stream for each in called.launches):
         if other != stream:
             yield f"launched to stream {other:#x}, not {stream:#x}"
     given = called.allocated | call["tensors"]
-    outputs = [name for name in ("out", "lse") if name in given]
-    if "out" not in given:
-        yield "out was neither given nor allocated"
+    outputs = [*call["outputs"]]
+    if missing := [name for name in outputs if name not in given]:
+        yield f"{missing[0]} was neither given nor allocated"
         return
     for name in called.allocated.keys() & call["tensors"].keys():
         yield f"{name} was given, and allocated all the same"
@@ -155,11 +156,11 @@ def wrong_host(call: Call, called: Called) -> Iterator[str]:
         names, others = (
             ", ".join(map(hex, each)) for each in (called.returned, wanted)
         )
-        yield f"fmha returned tensors at {names}, not {' and '.join(outputs)} at {others}"
+        yield f"{function} returned tensors at {names}, not {' and '.join(outputs)} at {others}"
 
 
 def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
-    """Compile a generated kernel's text and report on it, and on what its `fmha` launches.
+    """Compile a generated kernel's text and report on it, and on what its calls launch.
 
     The latter is not known of texts that are not called like those of today. Raises as
     `toolchain.listing` does.

@@ -8,7 +8,9 @@ heads; an empty one means that the check held.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from .reference import Array, Truth, namespace
 
@@ -31,6 +33,14 @@ class Verdict:
     absolute: float
     finding: str = ""
     row: tuple[int, int, int] | None = None
+
+
+def note_errors(result: Any, verdicts: Mapping[str, Verdict]) -> None:
+    """Put the errors of outputs into what a run showed; but the first have their names in front."""
+    for number, (name, verdict) in enumerate(verdicts.items()):
+        prefix = f"{name}_" if number else ""
+        setattr(result, f"{prefix}of_bound", verdict.of_bound)
+        setattr(result, f"{prefix}absolute", verdict.absolute)
 
 
 def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdict:

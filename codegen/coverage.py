@@ -24,12 +24,14 @@ from .emulator.lower import Program
 from .emulator.report import NAMELESS, Names
 from .emulator.writes import Writes
 from .inputs import place_tensors
+from .ops import operation_of
+from .ops.operation import Spec
 from .schedule_check import blocks_of, extent
 from .tensors import Tensor, locate, view_of
 
 
 def tiles_of_tensors(
-    tiles: Tiles, addresses: Mapping[str, int]
+    tiles: Tiles, spec: Spec, addresses: Mapping[str, int]
 ) -> dict[int, tuple[int, ...]]:
     """By address, what a tile takes of dimensions 0 (of a head) and 1 (rows) of a tensor.
 
@@ -40,9 +42,9 @@ def tiles_of_tensors(
     group = (1,) if tiles.packed > 1 else ()
     queries, keys = (1, *group, tiles.cluster_rows), (1, tiles.kv)
     return {
-        address: keys if name in ("k", "v") else queries
-        for name, address in addresses.items()
-        if name != "lse"
+        addresses[tensor.name]: keys if tensor.cached else queries
+        for tensor in operation_of(spec).tensors(spec)
+        if tensor.tma
     }
 
 
@@ -56,15 +58,19 @@ def write_counts(tensor: Tensor, writes: Writes) -> NDArray[np.uint8]:
 
 def written_once(
     tensor: Tensor,
-    most: NDArray[np.uint8],
-    least: NDArray[np.uint8],
+    kinds: str,
     stored: NDArray[np.bool_] | None,
     writes: Writes,
 ) -> Iterator[str]:
     """Findings about rows [batch, q, heads] that were not written exactly once.
 
-    most, least: of a row's elements. stored: the rows that the CTAs that ran store; None for all.
+    kinds: of the tensor's axes. stored: the rows that the CTAs that ran store; None for all.
     """
+    counts = write_counts(tensor, writes)
+    if "d" not in kinds:
+        counts, kinds = counts[..., None], f"{kinds}d"
+    rows = counts.transpose([kinds.index(kind) for kind in "bshd"])
+    most, least = rows.max(-1), rows.min(-1)
     if stored is None:
         stored = np.ones_like(most, np.bool_)
     if (missing := stored & (least == 0)).any():
@@ -73,7 +79,8 @@ def written_once(
         yield f"{rows_named(foreign)} of {tensor.name}: written by a CTA that does not own it"
     if (twice := most > 1).any():
         b, row, head = place(twice)
-        index = (b, head, row) if tensor.name == "lse" else (b, row, head, 0)
+        at = {"b": b, "s": row, "h": head, "d": 0}
+        index = [at[kind] for kind in kinds][: tensor.view.ndim]
         offset = sum(
             n * step for n, step in zip(index, tensor.placed.strides, strict=True)
         )
@@ -100,7 +107,7 @@ def walked(
     program: of `walk.prepare`. names: for findings.
     """
     spec, cut = constants["SPEC"], tiles_of(constants)
-    located = locate(spec, place_tensors(spec, case))
+    located = locate(place_tensors(spec, case))
     blocks = blocks_of(cut, spec, case) * share_that_runs(case, spec, cut)
     addresses = {name: x.address for name, x in located.items()}
     return walk.walk(
@@ -111,16 +118,22 @@ def walked(
             for name, x in located.items()
         ],
         clusters=case.clusters,
-        tiles=tiles_of_tensors(cut, addresses),
+        tiles=tiles_of_tensors(cut, spec, addresses),
         max_steps=STEPS + int(STEPS_OF_WALKED_BLOCK * blocks),
         names=names,
     )
 
 
-def rows_stored(seen: walk.Walk, case: Case, heads: int) -> NDArray[np.bool_]:
-    """Bool [batch, q, heads]: the rows of out that a walk stored."""
-    rows = np.zeros((case.batch, case.q, heads), np.bool_)
-    boxes = seen.stores["out"]
+def shape_of_rows(spec: Spec, case: Case) -> tuple[int, int, int]:
+    """(batch, rows, heads) of the first output."""
+    dims = operation_of(spec).outputs(spec)[0].sizes(spec, case)
+    return dims["b"], dims["s"], dims["h"]
+
+
+def rows_stored(seen: walk.Walk, spec: Spec, case: Case) -> NDArray[np.bool_]:
+    """Bool [batch, q, heads]: the rows of the first output that a walk stored."""
+    rows = np.zeros(shape_of_rows(spec, case), np.bool_)
+    boxes = seen.stores[operation_of(spec).outputs(spec)[0].name]
     for begin, end in zip(boxes.begin, boxes.end, strict=True):
         rows[tuple(slice(*span) for span in zip(begin[:3], end[:3], strict=True))] = (
             True

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from . import masks
 from .cases import Case, Tiles
 from .masks import Lengths
+from .ops import operation_of
+from .ops.operation import Tensor
 
 F32 = NDArray[np.float32]
 Dims = dict[str, int]
@@ -53,9 +55,10 @@ RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the 
 
 @dataclass(frozen=True)
 class Placed:
-    """Where a tensor lies: offset and strides in elements of its storage."""
+    """Where a tensor lies: offset and strides in elements of its storage, which has its dtype."""
 
     name: str
+    dtype: str
     storage: str
     shape: tuple[int, ...]
     offset: int
@@ -73,115 +76,113 @@ class Layout:
 
 
 def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
-    """Where q, k, v, out and, if the kernel has it, lse lie.
+    """Where the tensors of the SPEC's operation lie.
 
     ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
-    and strides of its own; lse steps over elements. ``fused``: q, k and v are slices of one
-    tensor. ``cache``: k and v are the first rows of longer ones. ``far``: strides and addresses
-    are beyond 2^31; ``farther``: beyond 2^33, where nothing runs. ``plain``: contiguous, and fmha
-    makes out and lse.
+    and strides of its own; those that TMA does not move step over elements. ``fused``: inputs with
+    as many rows are slices of one tensor. ``cache``: K and V are the first rows of longer ones.
+    ``far``: strides and addresses are beyond 2^31; ``farther``: beyond 2^33, where nothing runs.
+    ``plain``: contiguous, and the kernel's function makes the outputs.
     """
-    shapes = _shapes(spec, case)
-    if case.layout == "fused":
-        return _fused(spec, case, shapes)
-    if case.layout in ("far", "farther"):
-        return _far(shapes, FAR if case.layout == "far" else FARTHER)
-    made = [
-        _place(name, dims, number, case.layout)
-        for number, (name, dims) in enumerate(shapes.items())
+    operation = operation_of(spec)
+    tensors = [
+        _Sized(x, x.type(spec), x.sizes(spec, case)) for x in operation.tensors(spec)
     ]
+    # Of the inputs that TMA moves some are slices of one storage.
+    shared = [x for x in tensors if x.tensor in operation.inputs(spec) and x.tensor.tma]
+    if case.layout == "fused":
+        return _fused(tensors, shared)
+    if case.layout in ("far", "farther"):
+        return _far(tensors, shared, FAR if case.layout == "far" else FARTHER)
+    made = [_place(x, number, case.layout) for number, x in enumerate(tensors)]
     return Layout(
         {placed.name: placed for placed, _ in made},
         {placed.storage: size for placed, size in made},
     )
 
 
-# The order of the axes in memory, the slowest first: of q, k, v, out and lse.
-_ORDERS: Mapping[str, tuple[str, ...]] = {
-    "own": ("bsh", "bsh", "bsh", "bsh", "bhs"),
-    "plain": ("bsh", "bsh", "bsh", "bsh", "bhs"),
-    "cache": ("bsh", "bsh", "bsh", "bsh", "bsh"),
-    "fused": ("bsh", "bsh", "bsh", "bsh", "bsh"),
-    "bhsd": ("bhs", "bhs", "bhs", "bhs", "hbs"),
-    "mixed": ("sbh", "bhs", "bsh", "hbs", "shb"),
+class _Sized(NamedTuple):
+    """A tensor of a call. dims: sizes by kind of axis."""
+
+    tensor: Tensor
+    dtype: str
+    dims: Dims
+
+    def placed(self, storage: str, offset: int, strides: Dims) -> Placed:
+        shape, steps = self.dims.values(), (strides[kind] for kind in self.dims)
+        name = self.tensor.name
+        return Placed(name, self.dtype, storage, (*shape,), offset, (*steps,))
+
+
+# The order of the axes in memory, the slowest first, of one tensor after the other in turn: of
+# those that TMA moves, and of the others. Axes that it does not name are the slowest.
+_ORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "own": (("bsh",), ("bhs",)),
+    "plain": (("bsh",), ("bhs",)),
+    "cache": (("bsh",), ("bsh",)),
+    "fused": (("bsh",), ("bsh",)),
+    "bhsd": (("bhs",), ("hbs",)),
+    "mixed": (("sbh", "bhs", "bsh", "hbs"), ("shb",)),
 }
+_FAR_AXES = "bhbs"  # of one tensor after the other in turn
 
 
-def _shapes(spec: Mapping[str, Any], case: Case) -> dict[str, Dims]:
-    """Of each tensor, its axes in the order in which `fmha` takes them."""
-    heads, dim = case.kv_heads * spec["q_per_kv"], spec["head_dim"]
-    q, kv = {"b": case.batch, "s": case.q}, {"b": case.batch, "s": case.kv}
-    shapes = {
-        "q": {**q, "h": heads, "d": dim["qk"]},
-        "k": {**kv, "h": case.kv_heads, "d": dim["qk"]},
-        "v": {**kv, "h": case.kv_heads, "d": dim["v"]},
-        "out": {**q, "h": heads, "d": dim["v"]},
-    }
-    if spec["lse"]:
-        shapes["lse"] = {"b": case.batch, "h": heads, "s": case.q}
-    return shapes
-
-
-def _place(name: str, dims: Dims, number: int, layout: str) -> tuple[Placed, int]:
+def _place(x: _Sized, number: int, layout: str) -> tuple[Placed, int]:
     """One tensor in a storage of its own, and its size; number: makes its strides its own."""
-    order = _ORDERS[layout][number]
+    orders = _ORDERS[layout][0 if x.tensor.tma else 1]
+    named = orders[number % len(orders)]
+    order = sorted((axis for axis in x.dims if axis != "d"), key=named.find)
     if layout == "plain":
-        return _stacked(
-            name, dims, [(axis, 0, 0) for axis in order], (0, 0), DENSE_GUARD
-        )
-    spare = CACHE_SPARE_ROWS if layout == "cache" and name in "kv" else 1
+        return _stacked(x, [(axis, 0, 0) for axis in order], (0, 0), DENSE_GUARD)
+    spare = CACHE_SPARE_ROWS if layout == "cache" and x.tensor.cached else 1
     guards = [(axis, 1, spare if axis == "s" else 1) for axis in order]
-    if name == "lse":
-        return _stacked(name, dims, guards, (0, 0) if layout == "own" else (1, 1), 0)
-    return _stacked(name, dims, guards, (GUARD, GUARD * (1 + number)), 0)
+    inner = (GUARD, GUARD * (1 + number))
+    if not x.tensor.tma:
+        inner = (0, 0) if layout == "own" else (1, 1)
+    return _stacked(x, guards, inner, 0)
 
 
 def _stacked(
-    name: str,
-    dims: Dims,
-    guards: list[tuple[str, int, int]],
-    inner: tuple[int, int],
-    ends: int,
+    x: _Sized, guards: list[tuple[str, int, int]], inner: tuple[int, int], ends: int
 ) -> tuple[Placed, int]:
     """guards: of each axis, the slowest first, what lies before and after it; inner: elements
     around the innermost axis, or around each element where there is none; ends: around all.
     """
-    width = dims.get("d", 1) + sum(inner)
+    width = x.dims.get("d", 1) + sum(inner)
     offset, step, strides = ends + inner[0], width, {"d": 1}
     for axis, before, after in reversed(guards):
         strides[axis] = step
         offset += before * step
-        step *= before + dims[axis] + after
-    shape, steps = tuple(dims.values()), tuple(strides[axis] for axis in dims)
-    return Placed(name, name, shape, offset, steps), step + 2 * ends
+        step *= before + x.dims[axis] + after
+    return x.placed(x.tensor.name, offset, strides), step + 2 * ends
 
 
-def _fused(spec: Mapping[str, Any], case: Case, shapes: dict[str, Dims]) -> Layout:
-    groups = [("q", "k", "v")] if case.q == case.kv else [("q",), ("k", "v")]
-    tensors: dict[str, Placed] = {}
+def _fused(tensors: list[_Sized], shared: list[_Sized]) -> Layout:
+    placed: dict[str, Placed] = {}
     storages: dict[str, int] = {}
-    for names in groups:
-        widths = [shapes[name]["h"] * shapes[name]["d"] for name in names]
-        storage, row, start = "".join(names), sum(widths), 0
-        rows = shapes[names[0]]["s"]
-        for name, width in zip(names, widths, strict=True):
-            dims = shapes[name]
-            strides = (rows * row, row, dims["d"], 1)
-            tensors[name] = Placed(name, storage, tuple(dims.values()), start, strides)
-            start += width
-        storages[storage] = case.batch * rows * row
-    for number, name in enumerate(shapes):
-        if name not in tensors:
-            tensors[name], storages[name] = _place(name, shapes[name], number, "fused")
-    return Layout(tensors, storages)
+    for rows in dict.fromkeys(x.dims["s"] for x in shared):
+        group = [x for x in shared if x.dims["s"] == rows]
+        storage = "".join(x.tensor.name for x in group)
+        row, start = sum(x.dims["h"] * x.dims["d"] for x in group), 0
+        for x in group:
+            strides = {"b": rows * row, "s": row, "h": x.dims["d"], "d": 1}
+            placed[x.tensor.name] = x.placed(storage, start, strides)
+            start += x.dims["h"] * x.dims["d"]
+        storages[storage] = group[0].dims["b"] * rows * row
+    for number, x in enumerate(tensors):
+        if (name := x.tensor.name) not in placed:
+            placed[name], storages[name] = _place(x, number, "fused")
+    return Layout({x.tensor.name: placed[x.tensor.name] for x in tensors}, storages)
 
 
-def _far(shapes: dict[str, Dims], distance: int) -> Layout:
-    """Batches of q and v, heads of k and rows of out lie a distance [elements] apart."""
-    tensors: dict[str, Placed] = {}
-    storages = {"qkv": 0}
-    for number, (name, dims) in enumerate(shapes.items()):
-        far = {"k": "h", "out": "s"}.get(name, "b")
+def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
+    """Along one axis of each tensor elements lie a distance [elements] apart, of which all rows
+    together make one."""
+    placed: dict[str, Placed] = {}
+    storages: dict[str, int] = {}
+    for number, x in enumerate(tensors):
+        dims, far = x.dims, _FAR_AXES[number % len(_FAR_AXES)]
+        far = far if far in dims else next(iter(dims))
         # So few rows may be far apart, so many lie as far as that together.
         parts = max(dims[far] - 1, 1) if far == "s" else 1
         step = distance // parts // GUARD * GUARD
@@ -189,29 +190,31 @@ def _far(shapes: dict[str, Dims], distance: int) -> Layout:
         strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
             strides[axis], near = near, near * (dims[axis] + 1)
-        storage = "qkv" if name in ("q", "k", "v") else name
+        storage = "".join(y.tensor.name for y in (shared if x in shared else [x]))
         offset = storages.get(storage, 0)
-        steps = tuple(strides[axis] for axis in dims)
-        tensors[name] = Placed(name, storage, tuple(dims.values()), offset, steps)
+        placed[x.tensor.name] = x.placed(storage, offset, strides)
         storages[storage] = offset + near
-    for placed in tensors.values():
-        last = sum(
-            (n - 1) * s for n, s in zip(placed.shape, placed.strides, strict=True)
-        )
-        storages[placed.storage] = max(
-            storages[placed.storage], placed.offset + last + 1
-        )
-    return Layout(tensors, storages, guarded=False)
+    for made in placed.values():
+        last = sum((n - 1) * s for n, s in zip(made.shape, made.strides, strict=True))
+        size = max(storages[made.storage], made.offset + last + 1)
+        storages[made.storage] = size
+    return Layout(placed, storages, guarded=False)
 
 
 def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
-    """q, k and v of a case."""
+    """The inputs of a case by name; integers, which are indices, are 0."""
     random = np.random.default_rng(case.seed)
-    shapes = _shapes(spec, case)
-    q, k, v = (
-        random.standard_normal(tuple(shapes[name].values()), np.float32)
-        for name in ("q", "k", "v")
-    )
+    drawn = {
+        x.name: (
+            np.zeros(x.shape(spec, case), np.float32)
+            if x.dtype == "int32"
+            else random.standard_normal(x.shape(spec, case), np.float32)
+        )
+        for x in operation_of(spec).inputs(spec)
+    }
+    if case.data == "normal":
+        return drawn
+    q, k, v = (drawn[name] for name in "qkv")  # of which all other kinds speak
     if case.data == "edges":
         _edges(spec, tiles, q, k, random)
     if case.data == "peaks":
@@ -257,7 +260,7 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
             random.uniform(-LARGE_INPUT, LARGE_INPUT, x.shape).astype(np.float32)
             for x in (q, k, v)
         )
-    return {"q": q, "k": k, "v": v}
+    return {**drawn, "q": q, "k": k, "v": v}
 
 
 def _edges(

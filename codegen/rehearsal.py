@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from . import captures, masks, toolchain
+from . import captures, toolchain
 from .cases import (
     FUSED,
     STEPS,
@@ -39,8 +39,14 @@ from .cases import (
     tiles_of,
     walks_for,
 )
-from .compare import judge_lse, judge_output, same_bits
-from .coverage import rows_stored, tiles_of_tensors, walked, write_counts, written_once
+from .compare import note_errors, same_bits
+from .coverage import (
+    rows_stored,
+    shape_of_rows,
+    tiles_of_tensors,
+    walked,
+    written_once,
+)
 from .emulator import lower, machine, ptx, timeline, walk
 from .emulator.launch import CaptureError, Launch
 from .emulator.lower import UnsupportedInstruction
@@ -50,11 +56,12 @@ from .emulator.writes import Writes
 from .errors import EnvironmentProblem
 from .finding_names import names_of
 from .kernel_text import read_constants
-from .likeness import Inputs, ending
+from .ops import operation_of
+from .ops.operation import Given
 from .processes import take_in_turn
-from .reference import EXP_ERRORS, Truth, truth
+from .reference import Truth
 from .schedule_check import grid_finding, refusal, schedule_findings
-from .tensors import FROM_BITS, Problem, arguments, make_problem, scale_of
+from .tensors import Problem, arguments, make_problem, scale_of
 from .toolchain import Compiler
 
 # In the order in which the random schedules take them.
@@ -65,7 +72,7 @@ COMPLETIONS = (
     Completion.EAGER,
 )
 
-MOST_ELEMENTS = 2**27  # of a tensor: 256 MiB
+MOST_BYTES = 2**28  # of a tensor
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 # Runs a module; tests put something else in its place.
@@ -179,17 +186,12 @@ class Rehearsal:
         """What the outputs must be close to, in wanted rows (bool [batch, q, heads]) at least."""
         key = b"" if wanted is None else wanted.tobytes()
         if key not in self.truths:
-            dtype = self.spec["dtype"]
-            q, k, v = (FROM_BITS[dtype](x.view) for x in self.problem.inputs)
-            self.truths[key] = truth(
-                *(q, k, v),
-                scale=scale_of(self.spec, self.case),
-                mask=masks.of_spec(self.spec),
-                dtype=dtype,
-                exp_error=EXP_ERRORS[self.spec["arch"]],
-                wanted=wanted,
-            )
+            self.truths[key] = operation_of(self.spec).truth(self._given(), wanted)
         return self.truths[key]
+
+    def _given(self) -> Given:
+        inputs = {tensor.name: tensor.numbers() for tensor in self.problem.inputs}
+        return Given(self.spec, inputs, scale_of(self.spec, self.case))
 
     def run(
         self,
@@ -231,43 +233,29 @@ class Rehearsal:
         )
 
     def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
-        problem = self.problem
-        tensors = (*problem.inputs, *problem.outputs)
-        return tiles_of_tensors(self.tiles, {x.name: x.address for x in tensors})
+        addresses = {name: x.address for name, x in self.problem.tensors.items()}
+        return tiles_of_tensors(self.tiles, self.spec, addresses)
 
     def _compare(self, result: RunEvent, writes: Writes) -> None:
-        spec, out, lse = self.spec, self.problem.out, self.problem.lse
-        counts = write_counts(out, writes)
+        operation, outputs = operation_of(self.spec), self.problem.outputs
         wanted = self.expected
-        result.of_rows = math.prod(counts.shape[:3])
+        result.of_rows = math.prod(shape_of_rows(self.spec, self.case))
         result.rows = result.of_rows if wanted is None else int(wanted.sum())
         if result.rows == 0:
-            result.findings.append("the clusters that ran store no row of out")
-        result.findings += written_once(
-            out, counts.max(-1), counts.min(-1), wanted, writes
+            result.findings.append(
+                f"the clusters that ran store no row of {outputs[0].name}"
+            )
+        verdicts = operation.judge(
+            self._given(),
+            {output.name: output.numbers().astype(np.float64) for output in outputs},
+            *(self.truth(wanted), self.tiles.kv, wanted),
         )
-        truth = self.truth(wanted)
-        values = FROM_BITS[spec["dtype"]](out.view).astype(np.float64)
-        verdict = judge_output(values, truth, wanted)
-        result.of_bound, result.absolute = verdict.of_bound, verdict.absolute
-        finding = verdict.finding
-        if verdict.row is not None:
-            q, k, v = (FROM_BITS[spec["dtype"]](x.view) for x in self.problem.inputs)
-            mask, scale = masks.of_spec(spec), scale_of(spec, self.case)
-            inputs = Inputs(q, k, v, scale, mask, self.tiles.kv)
-            finding += ending(verdict.row, values, inputs, truth.out, truth.out_bound)
-        found = [finding]
-        if lse is not None:
-            counts = write_counts(lse, writes).swapaxes(1, 2)
-            result.findings += written_once(lse, counts, counts, wanted, writes)
-            of_lse = None if wanted is None else wanted.swapaxes(1, 2)
-            bits = np.ascontiguousarray(lse.view).view(np.float32)
-            verdict = judge_lse(bits.astype(np.float64), truth, of_lse)
-            result.lse_of_bound = verdict.of_bound
-            result.lse_absolute = verdict.absolute
-            found.append(verdict.finding)
-        found += [output.outside() for output in self.problem.outputs]
-        result.findings += filter(None, found)
+        note_errors(result, verdicts)
+        for tensor, output in zip(operation.outputs(self.spec), outputs, strict=True):
+            result.findings += written_once(output, tensor.kinds, wanted, writes)
+            result.findings += filter(None, [verdicts[output.name].finding])
+        outside = (output.outside() for output in outputs)
+        result.findings += filter(None, outside)
 
 
 def rehearse(
@@ -394,7 +382,7 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         expected = None
         if case.clusters is not None:
             seen = walked(constants, case, launch, schedule)
-            expected = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
+            expected = rows_stored(seen, spec, case)
         problem = make_problem(spec, tiles, case)
         rehearse(
             Rehearsal(
@@ -447,11 +435,11 @@ def _walk(
     """What the schedule of all CTAs showed."""
     begin = time.perf_counter()
     seen = walked(constants, case, launch, program, names)
-    findings = schedule_findings(seen, tiles_of(constants), constants["SPEC"], case)
-    heads = case.kv_heads * constants["SPEC"]["q_per_kv"]
-    of_rows = rows = case.batch * case.q * heads
+    spec = constants["SPEC"]
+    findings = schedule_findings(seen, tiles_of(constants), spec, case)
+    of_rows = rows = math.prod(shape_of_rows(spec, case))
     if case.clusters is not None and not findings:
-        rows = int(rows_stored(seen, case, heads).sum())
+        rows = int(rows_stored(seen, spec, case).sum())
     return RunEvent(
         case.name,
         WALK,
@@ -465,13 +453,12 @@ def _walk(
 
 def _too_large(spec: Mapping[str, Any], case: Case) -> str:
     """Why a case is not emulated; empty when it is."""
-    rows = case.batch * case.kv_heads * max(case.q * spec["q_per_kv"], case.kv)
-    elements = rows * max(spec["head_dim"].values())
-    if elements <= MOST_ELEMENTS:
+    most = max(operation_of(spec).nbytes(spec, case).values())
+    if most <= MOST_BYTES:
         return ""
     return (
-        f"seqlen {case.q} x {case.kv} is too long for the emulator: a tensor of {elements} "
-        f"elements is more than {MOST_ELEMENTS}; nothing was run"
+        f"seqlen {case.q} x {case.kv} is too long for the emulator: a tensor of {most} bytes "
+        f"is more than {MOST_BYTES}; nothing was run"
     )
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,8 @@ from . import masks
 from .cases import Case, Tiles, most_clusters, work_tiles
 from .emulator.walk import Boxes, Extent, Walk
 from .masks import Lengths
+from .ops import operation_of
+from .ops.operation import Sizes
 
 I64 = NDArray[np.int64]
 
@@ -28,26 +30,6 @@ MOST_CTAS = 16  # of a cluster
 MOST_FINDINGS = 8  # of each check, that are worded
 MOST_BLOCKS = 10_000
 """(work tile, KV block) pairs that are walked in seconds: one takes about a millisecond."""
-
-
-class Sizes(Protocol):
-    """Of a problem; a rehearsal's Case has them."""
-
-    @property
-    def batch(self) -> int:
-        """Batches."""
-
-    @property
-    def kv_heads(self) -> int:
-        """KV heads; query heads are ``kv_heads * q_per_kv``."""
-
-    @property
-    def q(self) -> int:
-        """[rows]"""
-
-    @property
-    def kv(self) -> int:
-        """[rows]"""
 
 
 def extent(
@@ -121,8 +103,9 @@ class _Plan:
         self.tiles, self.sizes = tiles, sizes
         self.group = int(spec["q_per_kv"])
         self.lengths, self.mask = Lengths(sizes.q, sizes.kv), masks.of_spec(spec)
-        self.lse = bool(spec["lse"])
-        self.columns = spec["head_dim"]
+        operation = operation_of(spec)
+        self.outputs = [tensor.name for tensor in operation.outputs(spec)]
+        self.dims = {x.name: x.sizes(spec, sizes) for x in operation.tensors(spec)}
         self.pair = spec.get("cta_group", 1) == 2
         self.heads = sizes.kv_heads * self.group
 
@@ -140,18 +123,12 @@ class _Plan:
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(batch, rows, heads) of a tensor."""
-        keys = name in ("k", "v")
-        return (
-            self.sizes.batch,
-            self.sizes.kv if keys else self.sizes.q,
-            self.sizes.kv_heads if keys else self.heads,
-        )
+        dims = self.dims[name]
+        return dims["b"], dims["s"], dims["h"]
 
     def width(self, name: str) -> int:
         """Columns of a tensor."""
-        if name == "lse":
-            return 1
-        return int(self.columns["qk" if name in ("q", "k") else "v"])
+        return self.dims[name].get("d", 1)
 
 
 @dataclass(frozen=True)
@@ -185,7 +162,7 @@ class _Check:
             yield "no row of out is stored"
             return
         before = 0
-        for name in ("out", "lse") if self.plan.lse else ("out",):
+        for name in self.plan.outputs:
             for text in self._stored_once(name, self._stored(name)):
                 before += 1
                 yield text
@@ -197,9 +174,9 @@ class _Check:
         if before:
             return  # what a CTA has to load is what it stores
         yield from islice(self._owned("q", loads["q"], stored), MOST_FINDINGS)
-        if self.plan.lse:
-            lse = self._stored("lse")
-            yield from islice(self._owned("lse", lse, stored), MOST_FINDINGS)
+        for name in self.plan.outputs[1:]:
+            boxes = self._stored(name)
+            yield from islice(self._owned(name, boxes, stored), MOST_FINDINGS)
         problems = list(islice(self._blocks(loads, stored), MOST_FINDINGS))
         yield from problems
         if not problems:
@@ -208,10 +185,12 @@ class _Check:
     def _named(self, boxes: Mapping[str, Boxes], name: str) -> Boxes | None:
         """Of a tensor as (batch, row, head, column)."""
         found = boxes.get(name)
-        if found is None or name != "lse":
+        order = [*self.plan.dims[name]]
+        if found is None or order == [*"bshd"]:
             return found
+        places = [order.index(kind) for kind in "bsh"]
         begin, end = (
-            np.concatenate([x[:, [0, 2, 1]], np.full((len(x), 1), last)], axis=1)
+            np.concatenate([x[:, places], np.full((len(x), 1), last)], axis=1)
             for x, last in ((found.begin, 0), (found.end, 1))
         )
         return Boxes(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a rehearsal: bits in NumPy arrays, at addresses that no memory backs.
 
-16-bit values are uint16 and fp32 values uint32, because NumPy has no bf16 and because NaN must
+16-bit values are uint16 and 32-bit values uint32, because NumPy has no bf16 and because NaN must
 equal itself. Memory that a kernel has no business with is NaN beside inputs, and a pattern beside
 outputs that shows when it was written.
 """
@@ -21,6 +21,8 @@ from .compare import outside_touched
 from .emulator import launch, numerics
 from .emulator.memory import GlobalMemory
 from .inputs import GUARD, Layout, Placed, place_tensors, values
+from .ops import operation_of
+from .ops.operation import BYTES
 
 Bits = NDArray[Any]
 
@@ -37,10 +39,14 @@ NAN32 = 0x7FC0_0000
 TO_BITS: Mapping[str, Callable[[Any], Any]] = {
     "bf16": numerics.bf16_rn,
     "fp16": numerics.f16_rn,
+    "fp32": lambda x: np.ascontiguousarray(x, np.float32).view(np.uint32),
+    "int32": lambda x: np.asarray(x).astype(np.uint32),
 }
 FROM_BITS: Mapping[str, Callable[[Any], Any]] = {
     "bf16": numerics.bf16_to_f32,
     "fp16": numerics.f16_to_f32,
+    "fp32": lambda bits: np.ascontiguousarray(bits).view(np.float32),
+    "int32": lambda bits: bits.astype(np.int32),
 }
 
 
@@ -57,6 +63,11 @@ class Tensor:
     storage: Bits | None
     view: Bits
     address: int
+
+    def numbers(self) -> NDArray[Any]:
+        """The elements' values, in fp32 or int32."""
+        found: NDArray[Any] = FROM_BITS[self.placed.dtype](self.view)
+        return found
 
     def poison(self) -> None:
         """Guards outside and NaN inside: an element nobody writes is seen."""
@@ -78,29 +89,25 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of one case. lse is None when the kernel has none."""
+    """The tensors of one case: what is read, and what is written."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    out: Tensor
-    lse: Tensor | None
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        """What is read."""
-        return self.q, self.k, self.v
+    def tensors(self) -> Mapping[str, Tensor]:
+        """All of them, by name."""
+        return {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
 
-    @property
-    def outputs(self) -> tuple[Tensor, ...]:
-        """What is written."""
-        return (self.out,) if self.lse is None else (self.out, self.lse)
+    def __getitem__(self, name: str) -> Tensor:
+        """One of them."""
+        return self.tensors[name]
 
     def memory(self) -> GlobalMemory:
         """All storages at their addresses; inputs cannot be written, outputs hold nothing."""
         memory = GlobalMemory()
         added: set[str] = set()
-        for tensor in (*self.inputs, *self.outputs):
+        for tensor in self.tensors.values():
             output = tensor in self.outputs
             kind = {"writable": output, "uninitialised": output}
             placed, width = tensor.placed, tensor.view.itemsize
@@ -121,13 +128,12 @@ class Located:
     """A tensor of a case without its memory. address: of its first element."""
 
     placed: Placed
-    dtype: str  # bf16, fp16 or fp32
     address: int
 
     @property
     def itemsize(self) -> int:
         """[bytes]"""
-        return 4 if self.dtype == "fp32" else 2
+        return BYTES[self.placed.dtype]
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -138,8 +144,8 @@ class Located:
         )
 
 
-def locate(spec: Mapping[str, Any], layout: Layout) -> dict[str, Located]:
-    """The tensors of a case by name, in the order of `fmha`'s arguments."""
+def locate(layout: Layout) -> dict[str, Located]:
+    """The tensors of a case by name, in their order."""
     far = not layout.guarded
     names = list(layout.tensors if far else layout.storages)
     # Fixed lengths of many batches are longer than a step.
@@ -147,13 +153,12 @@ def locate(spec: Mapping[str, Any], layout: Layout) -> dict[str, Located]:
     step = max(ADDRESS_STEP, 1 << largest.bit_length())
     located = {}
     for name, placed in layout.tensors.items():
-        dtype = "fp32" if name == "lse" else spec["dtype"]
         if far:
             address = FAR_FIRST_ADDRESS + names.index(name) * FAR_ADDRESS_STEP
         else:
             address = FIRST_ADDRESS + names.index(placed.storage) * step
-            address += placed.offset * (4 if name == "lse" else 2)
-        located[name] = Located(placed, dtype, address)
+            address += placed.offset * BYTES[placed.dtype]
+        located[name] = Located(placed, address)
     return located
 
 
@@ -162,22 +167,25 @@ def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     layout = place_tensors(spec, case)
     storages: dict[str, Bits] = {}
     tensors: dict[str, Tensor] = {}
-    for name, located in locate(spec, layout).items():
-        kind = np.uint32 if located.itemsize == 4 else np.uint16
+    for name, located in locate(layout).items():
+        kind, nan = (np.uint32, NAN32) if located.itemsize == 4 else (np.uint16, NAN16)
         placed, storage = located.placed, None
         if layout.guarded:
             storage = storages.get(placed.storage)
             if storage is None:
-                storage = np.full(layout.storages[placed.storage], NAN16, kind)
+                storage = np.full(layout.storages[placed.storage], nan, kind)
                 storages[placed.storage] = storage
             view = view_of(storage, placed)
         else:
-            view = np.full(placed.shape, NAN16, kind)
+            view = np.full(placed.shape, nan, kind)
         tensors[name] = Tensor(name, placed, storage, view, located.address)
     for name, numbers in values(spec, tiles, case).items():
-        tensors[name].view[...] = TO_BITS[spec["dtype"]](numbers)
-    q, k, v, out = (tensors[name] for name in ("q", "k", "v", "out"))
-    return Problem(q, k, v, out, tensors.get("lse"))
+        tensors[name].view[...] = TO_BITS[tensors[name].placed.dtype](numbers)
+    operation = operation_of(spec)
+    return Problem(
+        tuple(tensors[x.name] for x in operation.inputs(spec)),
+        tuple(tensors[x.name] for x in operation.outputs(spec)),
+    )
 
 
 def view_of(storage: Bits, placed: Placed) -> Bits:
@@ -187,31 +195,36 @@ def view_of(storage: Bits, placed: Placed) -> Bits:
 
 
 def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
-    """The call of a generated kernel's `fmha` with a case's tensors.
+    """The call of a generated kernel's function with a case's tensors.
 
     It goes to a stream of its own; those with layout ``plain`` are PyTorch's, which makes the
     outputs and has a current stream.
     """
-    located = locate(spec, place_tensors(spec, case))
+    located, operation = locate(place_tensors(spec, case)), operation_of(spec)
     tensors = {
-        name: launch.tensor_at(x.dtype, x.address, x.placed.shape, x.strides)
+        name: launch.tensor_at(x.placed.dtype, x.address, x.placed.shape, x.strides)
         for name, x in located.items()
     }
+    outputs = {x.name: len(x.axes) for x in operation.outputs(spec)}
     options: dict[str, Any] = {"stream": STREAM}
     # Of one element the two ways of calling pass other strides, which nothing reads.
-    if case.layout == "plain" and 1 not in located["out"].placed.shape:
-        made = {
-            name: tensors.pop(name)["address"]
-            for name in ("out", "lse")
-            if name in tensors
-        }
+    if case.layout == "plain" and 1 not in located[next(iter(outputs))].placed.shape:
+        made = {name: tensors.pop(name)["address"] for name in outputs}
         options = {"torch": {"stream": STREAM, **made}}
     if case.scale_factor != 1:
-        options["softmax_scale"] = scale_of(spec, case)
-    options["keywords"] = case.layout == "bhsd"
-    return launch.call(tensors, sm_count=case.sm_count or DEFAULT_SMS, **options)
+        (scalar,) = operation.scalars
+        options["scalars"] = {scalar.name: scale_of(spec, case)}
+    return launch.call(
+        tensors,
+        function=operation.function,
+        outputs=outputs,
+        sm_count=case.sm_count or DEFAULT_SMS,
+        keywords=case.layout == "bhsd",
+        **options,
+    )
 
 
 def scale_of(spec: Mapping[str, Any], case: Case) -> float:
     """The softmax scale of a case."""
-    return float(spec["head_dim"]["qk"] ** -0.5) * case.scale_factor
+    (scalar,) = operation_of(spec).scalars
+    return scalar.value(spec) * case.scale_factor

@@ -16,14 +16,13 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
-from . import masks
 from .arch import ARCHITECTURES
 from .cases import (
     DYNAMIC,
@@ -34,12 +33,17 @@ from .cases import (
     smallest_ragged,
     tiles_of,
 )
-from .compare import judge_lse, judge_output, outside_touched, same_bits
+from .compare import note_errors, outside_touched, same_bits
 from .inputs import Placed, place_tensors, values
-from .likeness import Inputs, ending
-from .reference import EXP_ERRORS, truth
+from .ops import operation_of
+from .ops.operation import Axis, Given, Operation, Tensor
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "int32": torch.int32,
+}
 
 MISUSE = "misuse"  # the name under which they are replayed
 
@@ -133,13 +137,16 @@ class Guarded:
 
 @dataclass(frozen=True)
 class Tensors:
-    """Views of a case's q, k and v with the memory that they are views of, and its outputs."""
+    """A case's inputs by name with the memory that they are views of, and its outputs."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
+    inputs: Mapping[str, torch.Tensor]
     given: tuple[torch.Tensor, ...]
     outputs: tuple[Guarded, ...]
+
+    @property
+    def into(self) -> dict[str, torch.Tensor]:
+        """The outputs by name."""
+        return {output.name: output.view for output in self.outputs}
 
 
 @dataclass
@@ -195,21 +202,20 @@ def make_tensors(
     layout = place_tensors(spec, case)
     storages: dict[str, torch.Tensor] = {}
     for placed in layout.tensors.values():
-        dtype = torch.float32 if placed.name == "lse" else DTYPES[spec["dtype"]]
         if placed.storage not in storages:
-            size = layout.storages[placed.storage]
+            size, dtype = layout.storages[placed.storage], DTYPES[placed.dtype]
             storages[placed.storage] = torch.empty(size, dtype=dtype, device=device)
-            if layout.guarded:
+            if layout.guarded and dtype.is_floating_point:
                 storages[placed.storage].fill_(math.nan)
-    inputs = {
-        name: _view(storages[layout.tensors[name].storage], layout.tensors[name])
-        for name in ("q", "k", "v")
-    }
+    inputs = {}
     for name, numbers in values(spec, tiles, case).items():
+        inputs[name] = _view(
+            storages[layout.tensors[name].storage], layout.tensors[name]
+        )
         inputs[name].copy_(torch.from_numpy(numbers))
     read = {layout.tensors[name].storage for name in inputs}
     return Tensors(
-        **inputs,
+        inputs,
         # What lies beside inputs that are far apart is not looked at: it is gigabytes.
         given=tuple(
             (storages[name] for name in sorted(read))
@@ -260,12 +266,13 @@ def _check_case(
     tensors = make_tensors(spec, tiles, case, device.name)
     given = [bits(x).clone() for x in tensors.given]
     outputs = tensors.outputs
-    scale = spec["head_dim"]["qk"] ** -0.5 * case.scale_factor
-    options: dict[str, Any] = {} if case.scale_factor == 1 else {"softmax_scale": scale}
-    into = {output.name: output.view for output in outputs}
+    operation, (leading, *others) = operation_of(spec), tensors.inputs.values()
+    function = getattr(kernel, operation.function)
+    scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
+    options: dict[str, Any] = {} if case.scale_factor == 1 else scales
 
-    def launch(q: torch.Tensor = tensors.q) -> object:
-        return kernel.fmha(q, tensors.k, tensors.v, **options, **into)
+    def launch(source: torch.Tensor = leading) -> object:
+        return function(source, *others, **options, **tensors.into)
 
     def poison() -> None:
         for output in outputs:
@@ -285,7 +292,11 @@ def _check_case(
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    _judge(result, spec, tiles, tensors, scale=scale)
+    call = Given(spec, tensors.inputs, *scales.values())
+    written = {name: x.double() for name, x in tensors.into.items()}
+    verdicts = operation.judge(call, written, operation.truth(call), tiles.kv)
+    note_errors(result, verdicts)
+    result.findings += filter(None, (each.finding for each in verdicts.values()))
 
     result.repeats = 1
     if first_launch_only:
@@ -304,14 +315,15 @@ def _check_case(
     compare("under graph replay")
 
     if case.repeats == REPEATS:
-        late = torch.full_like(tensors.q, math.nan)
+        late = torch.full_like(leading, math.nan)
         poison()
-        device.on_late_stream(lambda: launch(late.copy_(tensors.q)))
-        compare("on another stream, whose earlier work writes q")
+        device.on_late_stream(lambda: launch(late.copy_(leading)))
+        name = next(iter(tensors.inputs))
+        compare(f"on another stream, whose earlier work writes {name}")
     if case.layout == "plain":
-        returned = kernel.fmha(tensors.q, tensors.k, tensors.v, **options)
+        returned = function(leading, *others, **options)
         device.synchronize()
-        result.findings += _judge_returned(returned, outputs, first)
+        result.findings += _judge_returned(operation, returned, outputs, first)
 
     result.findings += filter(None, (output.outside() for output in outputs))
     for x, before in zip(tensors.given, given, strict=True):
@@ -326,52 +338,22 @@ def vars_of(kernel: Any) -> Mapping[str, Any]:
     return {name: getattr(kernel, name) for name in dir(kernel) if name.isupper()}
 
 
-def _judge(
-    result: CaseResult,
-    spec: Mapping[str, Any],
-    tiles: Tiles,
-    tensors: Tensors,
-    *,
-    scale: float,
-) -> None:
-    mask = masks.of_spec(spec)
-    expected = truth(
-        *(tensors.q, tensors.k, tensors.v),
-        scale=scale,
-        mask=mask,
-        dtype=spec["dtype"],
-        exp_error=EXP_ERRORS[spec["arch"]],
-    )
-    out, *rest = tensors.outputs
-    output = judge_output(out.view.double(), expected)
-    result.of_bound, result.absolute = output.of_bound, output.absolute
-    finding = output.finding
-    if output.row is not None:
-        given = (tensors.q, tensors.k, tensors.v)
-        q, k, v = (x.double().cpu().numpy() for x in given)
-        results = (out.view.double(), expected.out, expected.out_bound)
-        values, right, bound = (x.cpu().numpy() for x in results)
-        inputs = Inputs(q, k, v, scale, mask, tiles.kv)
-        finding += ending(output.row, values, inputs, right, bound)
-    result.findings += filter(None, [finding])
-    for lse in rest:
-        verdict = judge_lse(lse.view.double(), expected)
-        result.lse_of_bound, result.lse_absolute = verdict.of_bound, verdict.absolute
-        result.findings += filter(None, [verdict.finding])
-
-
 def _judge_returned(
-    returned: Any, outputs: Sequence[Guarded], expected: Sequence[torch.Tensor]
+    operation: Operation,
+    returned: Any,
+    outputs: Sequence[Guarded],
+    expected: Sequence[torch.Tensor],
 ) -> Iterator[str]:
-    """What fmha returns when it allocates: its outputs, a tuple where there are several."""
+    """What a kernel returns when it allocates: its outputs, a tuple where there are several."""
     found = returned if isinstance(returned, tuple) else (returned,)
+    name = operation.function
     if len(found) != len(outputs):
-        yield f"fmha returned {len(found)} tensors, not {len(outputs)}"
+        yield f"{name} returned {len(found)} tensors, not {len(outputs)}"
         return
     for x, output, wanted in zip(found, outputs, expected, strict=True):
         if x.shape != output.view.shape or x.dtype != output.view.dtype:
             yield (
-                f"fmha returned {output.name} as {x.dtype} {list(x.shape)} "
+                f"{name} returned {output.name} as {x.dtype} {list(x.shape)} "
                 f"instead of {output.view.dtype} {list(output.view.shape)}"
             )
         else:
@@ -392,109 +374,118 @@ def misuse_case(spec: Mapping[str, Any]) -> Case:
 
 
 def misuses(
-    spec: Mapping[str, Any], good: Mapping[str, torch.Tensor], device: Device
+    operation: Operation,
+    spec: Mapping[str, Any],
+    good: Mapping[str, torch.Tensor],
+    device: Device,
 ) -> Iterator[Misuse]:
-    """Every way to call a kernel wrongly, each with one argument of a good call spoiled."""
+    """Every way to call a kernel wrongly, each with an argument of a good call spoiled."""
 
-    def spoil(name: str, *blamed: str, **wrong: Any) -> Misuse:
+    def spoil(what: str, *blamed: str, **wrong: Any) -> Misuse:
+        name = f"{', '.join(wrong)}: {what}"
         return Misuse(name, {**good, **wrong}, blamed or tuple(wrong))
 
-    dtype = good["q"].dtype
-    other = torch.float16 if dtype == torch.bfloat16 else torch.bfloat16
-    for name in ("q", "k", "v", "out"):
-        x = good[name]
-        yield spoil(f"{name}: the other 16-bit dtype", **{name: x.to(other)})
-        yield spoil(f"{name}: fp32", **{name: x.float()})
-        yield spoil(f"{name}: three dimensions", **{name: x[0]})
-        yield spoil(
-            f"{name}: half the head_dim",
-            **{name: x[..., : x.shape[-1] // 2].contiguous()},
+    tensors = operation.tensors(spec)
+    for tensor in tensors:
+        name, x = tensor.name, good[tensor.name]
+        for what, wrong in _spoiled(tensor, x, device):
+            yield spoil(what, **{name: wrong})
+        for number, axis in enumerate(tensor.axes):
+            others = [each.name for each in tensors if _has(each, axis)]
+            if axis.fixed(spec) is None and others == [name]:
+                continue  # its size is any
+            first = next(each.name for each in tensors if axis in each.axes)
+            blamed = others if first == name else [name]
+            what = f"one more of {axis.name}"
+            yield spoil(what, *blamed, **{name: _longer(x, number)})
+    for axis in dict.fromkeys(axis for tensor in tensors for axis in tensor.axes):
+        sharing = {x.name: x.axes.index(axis) for x in tensors if axis in x.axes}
+        if axis.constant:
+            continue
+        if axis.fixed(spec) is not None:
+            longer = {name: _longer(good[name], at) for name, at in sharing.items()}
+            yield spoil(f"more than the fixed {axis.name}", **longer)
+        else:
+            none = {name: good[name].narrow(at, 0, 0) for name, at in sharing.items()}
+            yield spoil(f"no {axis.name}", **none)
+    for number, output in enumerate(tensors):
+        if output in operation.inputs(spec):
+            continue
+        name, x = output.name, good[output.name]
+        for other in tensors[:number]:
+            there, x_there = _sharing(good[other.name], x)
+            what = f"where {other.name} is"
+            yield spoil(what, **{name: x_there, other.name: there})
+        for at, axis in enumerate(output.axes):
+            if x.shape[at] > 1:  # else it is a tensor like any other
+                same = x.narrow(at, 0, 1).expand_as(x)
+                yield spoil(f"one {axis.name} for all", **{name: same})
+        if min(x.shape[1:3]) > 1:
+            steps = [*x.stride()]
+            steps[1] = steps[2]
+            overlapping = x.as_strided(x.shape, steps)
+            yield spoil(f"{output.axes[1].name} that overlap", **{name: overlapping})
+    for scalar in operation.scalars:
+        for value in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
+            yield spoil(str(value), **{scalar.name: value})
+    for tensor in {*operation.reads, *operation.writes} - {*tensors}:
+        shape = tensor.shape(spec, misuse_case(spec))
+        unwanted = torch.empty(
+            shape, dtype=DTYPES[tensor.type(spec)], device=device.name
         )
-        yield spoil(f"{name}: head_dim not contiguous", **{name: x.mT.contiguous().mT})
-        yield spoil(f"{name}: misaligned by one element", **{name: _misaligned(x)})
-        if x.shape[1] > 1:  # the stride of a single row says nothing
-            yield spoil(
-                f"{name}: row stride of 8 bytes more", **{name: _padded(x, axis=1)}
-            )
-        yield spoil(
-            f"{name}: head stride of 8 bytes more", **{name: _padded(x, axis=2)}
-        )
-        yield spoil(f"{name}: another device", **{name: device.elsewhere(x)})
-        either = ("q", "k") if name in ("q", "k") else (name,)
-        yield spoil(f"{name}: another batch", *either, **{name: x[:1]})
-
-    q, k, v, out = (good[name] for name in ("q", "k", "v", "out"))
-    longer = {"q": _longer(q), "out": _longer(out)}
-    if spec["lse"]:
-        lse = good["lse"]
-        longer["lse"] = torch.cat([lse, lse[..., :1]], dim=-1)
-    if spec["seqlen"]["q"] != DYNAMIC:
-        yield spoil("q: a row more than the fixed length", "q", **longer)
-    else:
-        none = {name: x[:, :0] for name, x in (("q", q), ("out", out))}
-        if spec["lse"]:
-            none["lse"] = lse[..., :0]
-        yield spoil("q: no rows", "q", **none)
-    if spec["seqlen"]["kv"] != DYNAMIC:
-        yield spoil(
-            "k, v: a row more than the fixed length", k=_longer(k), v=_longer(v)
-        )
-    else:
-        yield spoil("k, v: no rows", k=k[:, :0], v=v[:, :0])
-    yield spoil("k: a row more than v", "k", "v", k=_longer(k))
-    yield spoil("v: fewer heads than k", "k", "v", v=v[:, :, :1])
-    yield spoil(
-        "q: heads not q_per_kv times those of k",
-        "q",
-        "k",
-        q=torch.cat([q, q[:, :, :1]], dim=2),
-    )
-    yield spoil("out: a row too many", out=longer["out"])
-    yield spoil("out: a head too many", out=torch.cat([out, out[:, :, :1]], dim=2))
-    for name in ("q", "k", "v"):
-        x, out_there = _sharing(good[name], out)
-        yield spoil(f"out: where {name} is", "out", name, **{name: x}, out=out_there)
-    yield spoil("out: one batch for all", out=out[:1].expand_as(out))
-    batch_step, _, head_step, _ = out.stride()
-    sliding = (batch_step, head_step, head_step, 1)
-    if out.shape[1] > 1:
-        yield spoil("out: rows that overlap", out=out.as_strided(out.shape, sliding))
-    for scale in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
-        yield spoil(f"softmax_scale: {scale}", softmax_scale=scale)
-    if spec["lse"]:
-        yield spoil("lse: 16 bits", lse=lse.to(dtype))
-        yield spoil("lse: fp64", lse=lse.double())
-        if lse.shape[1] != lse.shape[2]:
-            yield spoil("lse: [batch, q, heads]", lse=lse.mT.contiguous())
-        yield spoil("lse: two dimensions", lse=lse[0])
-        yield spoil("lse: a row too many", lse=longer["lse"])
-        yield spoil("lse: another device", lse=device.elsewhere(lse))
-        if lse.shape[2] > 1:
-            yield spoil("lse: one number for all rows", lse=lse[..., :1].expand_as(lse))
-        in_out, out_with_it = _sharing(lse, out)
-        yield spoil("lse: in out", "lse", "out", lse=in_out, out=out_with_it)
-    else:
-        unwanted = torch.empty(q.shape[0], q.shape[2], q.shape[1], device=q.device)
-        # A kernel without lse may lack the parameter, and then Python itself refuses it.
-        yield Misuse(
-            "lse: not a kernel with lse",
-            {**good, "lse": unwanted},
-            ("lse",),
-            (ValueError, TypeError),
+        # A kernel without it may lack the parameter, and then Python itself refuses it.
+        yield replace(
+            spoil("not a parameter of this kernel", **{tensor.name: unwanted}),
+            errors=(ValueError, TypeError),
         )
 
 
-def check_misuse(kernel: Any, misuse: Misuse, device: Device) -> str:
+def _spoiled(
+    tensor: Tensor, x: torch.Tensor, device: Device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is wrong with a tensor alone, and the tensor with it."""
+    types = {**DTYPES, "fp64": torch.float64}
+    for name in ("bf16", "fp16", "fp32", "fp64"):
+        if types[name] != x.dtype:
+            yield name, x.to(types[name])
+    yield f"{x.ndim - 1} dimensions", x[0]
+    yield "another device", device.elsewhere(x)
+    *others, last = tensor.axes
+    if not tensor.tma:
+        if x.ndim > 1 and x.shape[-1] != x.shape[-2]:
+            names = (*others[:-1], last, others[-1])
+            words = ", ".join(axis.name for axis in names)
+            yield f"[{words}]", x.mT.contiguous()
+        return
+    yield f"half the {last.name}", x[..., : x.shape[-1] // 2].contiguous()
+    yield f"{last.name} not contiguous", x.mT.contiguous().mT
+    yield "misaligned by one element", _misaligned(x)
+    for number, axis in enumerate(others[1:], 1):
+        # The stride of a single row says nothing.
+        if x.shape[number] > 1:
+            what = f"stride of {axis.name} 8 bytes more"
+            yield what, _padded(x, axis=number)
+
+
+def _has(tensor: Tensor, axis: Axis) -> bool:
+    """Whether a size of the tensor follows from that of the axis."""
+    related = {axis.name, axis.part_of} - {""}
+    return any(related & {each.name, each.part_of} for each in tensor.axes)
+
+
+def check_misuse(
+    operation: Operation, kernel: Any, misuse: Misuse, device: Device
+) -> str:
     """Finding unless the call is refused as it must be, and writes nothing."""
     written = {
-        name: (x, bits(x).clone())
-        for name in ("out", "lse")
-        if (x := misuse.call.get(name)) is not None
+        output.name: (x, bits(x).clone())
+        for output in operation.writes
+        if (x := misuse.call.get(output.name)) is not None
         and x.device.type == device.name
         and x.element_size() <= 4
     }
     try:
-        kernel.fmha(**misuse.call)
+        getattr(kernel, operation.function)(**misuse.call)
     except misuse.errors as error:
         if not _names(str(error), misuse.blamed):
             return f"the message names none of {', '.join(misuse.blamed)}: {error}"
@@ -513,8 +504,8 @@ def _names(message: str, arguments: Sequence[str]) -> bool:
     return any(re.search(rf"\b{name}\b", message) for name in arguments)
 
 
-def _longer(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x[:, :1]], dim=1)
+def _longer(x: torch.Tensor, axis: int) -> torch.Tensor:
+    return torch.cat([x, x.narrow(axis, 0, 1)], dim=axis)
 
 
 def _sharing(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -570,12 +561,12 @@ def events(
     if not only or MISUSE in only:
         yield {"event": "start", "case": MISUSE}
         tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)
-        good = {"q": tensors.q, "k": tensors.k, "v": tensors.v}
-        good |= {output.name: output.view for output in tensors.outputs}
-        kernel.fmha(**good)
+        operation = operation_of(spec)
+        good = {**tensors.inputs, **tensors.into}
+        getattr(kernel, operation.function)(**good)
         device.synchronize()
-        for misuse in misuses(spec, good, device):
-            finding = check_misuse(kernel, misuse, device)
+        for misuse in misuses(operation, spec, good, device):
+            finding = check_misuse(operation, kernel, misuse, device)
             yield {"event": "misuse", "name": misuse.name, "finding": finding}
     yield {"event": "end"}
 

@@ -2,10 +2,10 @@
 """The process behind `launch.HostProgram`: compiles a module, runs its host function, tells.
 
 ``python -m fmha_gen.emulator.host_process MODULE.py [--files REQUESTS ANSWERS]`` writes a
-line of JSON when the module is compiled; then each line read, a call of `fmha` (see `launch.call`)
-or a list of arguments of the host function, is answered by a line with what it launched. Lines come
-from standard input and go to standard output, unless files are named. The environment,
-`CUTE_DSL_LIBS` above all, is set by the caller.
+line of JSON when the module is compiled; then each line read, a call of its public function (see
+`launch.call`) or a list of arguments of the host function, is answered by a line with what it
+launched. Lines come from standard input and go to standard output, unless files are named. The
+environment, `CUTE_DSL_LIBS` above all, is set by the caller.
 """
 
 from __future__ import annotations
@@ -77,7 +77,6 @@ _RaiseParts = ctypes.CFUNCTYPE(
 # The number of a GPU with n multiprocessors is this + n: host code may remember by number what it
 # asked of a device.
 FIRST_DEVICE = 1000
-OUTPUT_OF_RANK = {4: "out", 3: "lse"}  # what host code has PyTorch make
 
 
 class Runtime:
@@ -345,21 +344,24 @@ def load(path: Path) -> ModuleType:
 
 
 class Caller:
-    """Calls `fmha` of a module as a call says."""
+    """Calls the public function of a module as a call says."""
 
     def __init__(self, module: Any, runtime: Runtime) -> None:
         """module: loaded and compiled."""
         self._module, self._runtime = module, runtime
 
     def __call__(self, made: Mapping[str, Any]) -> Called:
-        """What came of it; raises what `fmha` raised, but for ValueError."""
+        """What came of it; raises what the function raised, but for ValueError."""
         device = self._runtime.device = FIRST_DEVICE + made["sm_count"]
+        function, outputs = made["function"], made["outputs"]
         allocated: dict[str, Any] = {}
 
         def allocate(shape: tuple[int, ...], dtype: str) -> Mapping[str, Any]:
-            name = OUTPUT_OF_RANK[len(shape)]
-            if name in allocated:
-                raise RuntimeError(f"{name} was allocated twice")
+            alike = [name for name, rank in outputs.items() if rank == len(shape)]
+            name = next((name for name in alike if name not in allocated), None)
+            if name is None:
+                named = " and ".join(alike) or f"nothing with {len(shape)} dimensions"
+                raise RuntimeError(f"{named} was to be allocated, and once more")
             steps = [1]
             for size in reversed(shape[1:]):
                 steps.insert(0, steps[0] * size)
@@ -380,45 +382,46 @@ class Caller:
             return dlpack.Tensor(told, device)
 
         tensors = {name: tensor(told) for name, told in made["tensors"].items()}
-        inputs = [tensors.pop(name) for name in "qkv"]
-        options: dict[str, Any] = dict(tensors)
-        if made["softmax_scale"] is not None:
-            options["softmax_scale"] = made["softmax_scale"]
+        inputs = {name: x for name, x in tensors.items() if name not in outputs}
+        options: dict[str, Any] = {
+            **{name: x for name, x in tensors.items() if name in outputs},
+            **made["scalars"],
+        }
         stream = made["stream"]
         if stream is not None:
             as_object = made["stream_object"]
             options["stream"] = (
                 SimpleNamespace(cuda_stream=stream) if as_object else stream
             )
+        positional = inputs.values()
         if made["keywords"]:
-            options |= zip("qkv", inputs, strict=True)
-            inputs = []
+            options, positional = options | inputs, {}.values()
         torch = made["torch"] and dlpack.torch_module(device, made["torch"]["stream"])
         refusal, result = "", ()
         with dlpack.replaced(sys.modules, "torch", torch):
             try:
-                result = self._module.fmha(*inputs, **options)
+                result = getattr(self._module, function)(*positional, **options)
             except ValueError as error:
                 refusal = str(error)
         launches = tuple(self._runtime.launches)
         if bool(launches) == bool(refusal):
             raise RuntimeError(
-                "fmha launched and refused" if refusal else "fmha launched nothing"
+                f"{function} launched {'and refused' if refusal else 'nothing'}"
             )
         return Called(
             launches=launches,
             refusal=refusal,
-            returned=_addresses(result),
+            returned=_addresses(function, result),
             allocated=allocated,
         )
 
 
-def _addresses(result: Any) -> tuple[int, ...]:
-    """Of what `fmha` returned, one tensor or several."""
+def _addresses(function: str, result: Any) -> tuple[int, ...]:
+    """Of what a function returned, one tensor or several."""
     tensors = result if isinstance(result, tuple) else (result,)
     for tensor in tensors:
         if not isinstance(tensor, dlpack.Tensor):
-            raise RuntimeError(f"fmha returned {tensor!r}, which is no tensor")
+            raise RuntimeError(f"{function} returned {tensor!r}, which is no tensor")
     return tuple(tensor.first for tensor in tensors)
 
 
@@ -455,8 +458,10 @@ def serve(path: Path, requests: Iterable[str], answers: TextIO) -> None:
         try:
             if isinstance(request, dict):
                 data = caller(request).to_json()
-            elif hasattr(module, "fmha"):
-                raise TypeError("the module has fmha, which is to be called")
+            elif hasattr(module, "__all__"):
+                raise TypeError(
+                    "the module has a public function, which is to be called"
+                )
             else:
                 program(*map(to_dsl, request, expected))
                 launches = [launch.to_json() for launch in runtime.launches]

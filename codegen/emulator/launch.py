@@ -5,9 +5,9 @@ The host function that the DSL compiles to machine code computes the grid and th
 and calls the CUDA runtime through a library that `CUTE_DSL_LIBS` names. A process of our own
 (`host_process`) puts a library of ours there, whose functions write down what they are asked.
 
-A generated kernel is called as its users call it, by `fmha` with DLPack tensors: `HostProgram.call`
-of a `call`. A module that has no `fmha` is launched with the arguments of its host function:
-`HostProgram.launch`.
+A generated kernel is called as its users call it, by its public function with DLPack tensors:
+`HostProgram.call` of a `call`. A module without ``__all__``, which has none, is launched with
+the arguments of its host function: `HostProgram.launch`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Called:
-    """What one call of `fmha` did.
+    """What one call of a public function did.
 
     launches: in their order; none where it refused. refusal: what its ValueError says, else empty.
     returned: addresses of the first elements of the tensors it returned, in order. allocated: what
@@ -110,7 +110,7 @@ class Called:
     def launched(self) -> tuple[Launch, ...]:
         """The launches; CaptureError where it refused."""
         if not self.launches:
-            raise CaptureError(f"fmha refused: {self.refusal}")
+            raise CaptureError(f"the kernel refused: {self.refusal}")
         return self.launches
 
     def to_json(self) -> dict[str, Any]:
@@ -153,25 +153,29 @@ def tensor_at(
 def call(
     tensors: Mapping[str, TensorAt],
     *,
+    function: str,
+    outputs: Mapping[str, int],
     sm_count: int,
-    softmax_scale: float | None = None,
+    scalars: Mapping[str, float] | None = None,
     stream: int | None = None,
     stream_object: bool = False,
     keywords: bool = False,
     torch: Mapping[str, int] | None = None,
 ) -> Call:
-    """A call of `fmha`.
+    """A call of a module's public function.
 
-    tensors: ``q``, ``k``, ``v``, and ``out`` and ``lse`` where they are given. softmax_scale,
-    stream: left out when None. stream_object: the stream comes as an object with the attribute
-    ``cuda_stream``, else as a number. keywords: q, k and v come by name. torch: the tensors are
-    those of a stand-in for PyTorch, whose current ``stream`` this is, and which makes ``out`` and
-    ``lse`` at these addresses where they are asked of it.
+    tensors: the inputs in order, and the outputs that are given. outputs: all of them, as they are
+    returned, and how many dimensions each has. scalars, stream: left out when None. stream_object:
+    the stream comes as an object with the attribute ``cuda_stream``, else as a number. keywords:
+    the inputs come by name. torch: the tensors are those of a stand-in for PyTorch, whose current
+    ``stream`` this is, and which makes outputs at these addresses where they are asked of it.
     """
     return {
         "tensors": dict(tensors),
+        "function": function,
+        "outputs": dict(outputs),
         "sm_count": sm_count,
-        "softmax_scale": softmax_scale,
+        "scalars": dict(scalars or {}),
         "stream": stream,
         "stream_object": stream_object,
         "keywords": keywords,
@@ -230,7 +234,7 @@ class HostProgram:
         self.parameters: tuple[str, ...] = tuple(compiled["parameters"])
 
     def call(self, made: Call) -> Called:
-        """Call `fmha`, which must launch, or raise ValueError and launch nothing.
+        """Call the public function, which must launch, or raise ValueError and launch nothing.
 
         Raises CaptureError for anything else.
         """

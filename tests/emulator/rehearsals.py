@@ -70,7 +70,7 @@ def rehearsals(
         if case.clusters is not None:
             (launch,) = each.launched
             seen = walked(constants, case, launch, schedule)
-            stored = rows_stored(seen, case, case.kv_heads * spec["q_per_kv"])
+            stored = rows_stored(seen, spec, case)
         problem = make_problem(spec, tiles, case)
         ready.append(
             Rehearsal(

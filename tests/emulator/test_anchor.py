@@ -73,7 +73,7 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
         ran = kernel.run(EAGER)
         assert not ran.findings
         name, kept = f"{path.stem}/{case.name}", sampled_rows(case.q)
-        out = problem.out.view[:, kept]
+        out = problem["out"].view[:, kept]
         stored = kernel.expected  # of long cases only some tiles run
         written = (
             np.ones(out.shape[:3], np.bool_) if stored is None else stored[:, kept]
@@ -86,7 +86,7 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
         assert error <= ROUNDING[spec["dtype"]]
         lse_error = None
         if spec["lse"]:
-            lse = problem.lse.view[:, :, kept].view(np.float32)
+            lse = problem["lse"].view[:, :, kept].view(np.float32)
             lse_error = compare_lse(lse, h200[f"{name}.lse"], written)
         found.append(
             row_of(

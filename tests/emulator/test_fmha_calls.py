@@ -68,8 +68,11 @@ def inputs(stem=LSE):
     return {name: x for name, x in told(stem).items() if name in "qkv"}
 
 
-def call(made=None, **options):
-    return launch.call(made or told(), **{"sm_count": 5, "stream": STREAM, **options})
+def call(made=None, stem=LSE, softmax_scale=None, **options):
+    scalars = {} if softmax_scale is None else {"softmax_scale": softmax_scale}
+    outputs = {"out": 4} if stem == PLAIN else {"out": 4, "lse": 3}
+    how = {"function": "fmha", "outputs": outputs, "sm_count": 5, "stream": STREAM}
+    return launch.call(made or told(), scalars=scalars, **{**how, **options})
 
 
 class Program:
@@ -103,7 +106,7 @@ class Program:
             numbers = [lse["address"] + lse["byte_offset"], *lse["strides"]]
             if not all(self.holds(launched, "<Q", number) for number in numbers):
                 found.add("lse")
-        scale = made["softmax_scale"] or 128**-0.5
+        scale = made["scalars"].get("softmax_scale") or 128**-0.5
         # Kernels take exponentials of base 2.
         scales = (scale, scale * math.log2(math.e))
         if not any(self.holds(launched, "<f", number) for number in scales):
@@ -219,7 +222,7 @@ def test_calls_survive_json(program):
 
 def test_a_kernel_with_fmha_is_not_launched_behind_it(program):
     arguments = {name: launch.int32(1) for name in program.program.parameters}
-    with pytest.raises(CaptureError, match="has fmha"):
+    with pytest.raises(CaptureError, match="has a public function"):
         program.program.launch(arguments)
 
 
@@ -271,7 +274,7 @@ DAMAGE = {
 def test_damage_to_fmha_shows_in_what_is_captured(what, tmp_path):
     stem, old, new, options, shows = DAMAGE[what]
     with opened(stem, damaged(tmp_path, stem, old, new)) as program:
-        _, wrong = Program(program).launch(call(told(stem), **options))
+        _, wrong = Program(program).launch(call(told(stem), stem, **options))
     assert wrong >= shows
 
 
@@ -279,7 +282,7 @@ def test_damage_to_fmha_shows_in_what_is_captured(what, tmp_path):
 def test_the_right_text_has_nothing_of_it(stem):
     with opened(stem) as program:
         for *_, options, _ in DAMAGE.values():
-            called, wrong = Program(program).launch(call(told(stem), **options))
+            called, wrong = Program(program).launch(call(told(stem), stem, **options))
             assert (called.refusal, wrong) == ("", set())
 
 
@@ -403,7 +406,7 @@ def apart():
 
 def made_with(changed, torch):
     tensors = {name: at(name) for name in SHAPES} | changed
-    return launch.call(tensors, sm_count=5, torch=TORCH if torch else None)
+    return call(tensors, stream=None, torch=TORCH if torch else None)
 
 
 @pytest.mark.parametrize("torch", [True, False], ids=["torch", "dlpack"])
@@ -462,6 +465,6 @@ def test_a_fixed_length_is_the_only_one():
         for rows in (999, 1001):
             kv = {name: at(name, (2, rows, 12, 128)) for name in ("k", "v")}
             tensors = {"q": at("q"), "out": at("out"), **kv}
-            refusal = program.call(launch.call(tensors, sm_count=5)).refusal
+            refusal = program.call(call(tensors, PLAIN, stream=None)).refusal
             assert refusal.startswith("k: Mismatched k.shape[1] ")
             assert refusal.endswith("expected to be 1000")

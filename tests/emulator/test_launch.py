@@ -149,7 +149,7 @@ def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
         for param in module.params
         if param.size == 128
     ]
-    expected = (*problem.inputs, problem.out)
+    expected = (*problem.inputs, problem["out"])
     rows = (constants["TILE_Q"], constants["TILE_KV"] // 2, constants["TILE_KV"] // 2)
     for found, tensor, box_rows in zip(maps, expected, (*rows, 64), strict=True):
         batch, seqlen, heads, dim = tensor.view.shape

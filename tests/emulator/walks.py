@@ -10,9 +10,12 @@ from typing import Any
 
 from fmha_gen import captures
 from fmha_gen.cases import Tiles, tiles_of
+from fmha_gen.coverage import tiles_of_tensors
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
 from fmha_gen.kernel_text import read_constants
+from fmha_gen.ops import operation_of
+from fmha_gen.ops.operation import BYTES
 from fmha_gen.schedule_check import schedule_findings
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
@@ -41,23 +44,14 @@ def fitted(spec: dict[str, Any], size: Size) -> Size:
 
 def extents(spec: dict[str, Any], size: Size) -> list[Extent]:
     """The kernel's tensors, contiguous and far apart."""
-    heads, dims = size.kv_heads * spec["q_per_kv"], spec["head_dim"]
-    shapes = {
-        "q": (size.batch, size.q, heads, dims["qk"]),
-        "k": (size.batch, size.kv, size.kv_heads, dims["qk"]),
-        "v": (size.batch, size.kv, size.kv_heads, dims["v"]),
-        "out": (size.batch, size.q, heads, dims["v"]),
-    }
-    if spec["lse"]:
-        shapes["lse"] = (size.batch, heads, size.q)
     found = []
-    for number, (name, shape) in enumerate(shapes.items()):
-        itemsize = 4 if name == "lse" else 2
+    for number, tensor in enumerate(operation_of(spec).tensors(spec)):
+        shape, itemsize = tensor.shape(spec, size), BYTES[tensor.type(spec)]
         strides = [itemsize]
         for edge in reversed(shape[1:]):
             strides.insert(0, strides[0] * edge)
         address = FIRST_ADDRESS + number * STEP
-        found.append(Extent(name, address, shape, tuple(strides), itemsize))
+        found.append(Extent(tensor.name, address, shape, tuple(strides), itemsize))
     return found
 
 
@@ -75,7 +69,13 @@ def call(spec: dict[str, Any], size: Size) -> launch.Call:
         )
         for tensor in extents(spec, size)
     }
-    return launch.call(tensors, sm_count=size.sm_count)
+    operation = operation_of(spec)
+    return launch.call(
+        tensors,
+        function=operation.function,
+        outputs={x.name: len(x.axes) for x in operation.outputs(spec)},
+        sm_count=size.sm_count,
+    )
 
 
 def read(path: Path) -> tuple[dict[str, Any], Tiles]:
@@ -96,15 +96,8 @@ def walks(
     found = []
     for size, each in zip(sizes, called, strict=True):
         (launch,), tensors = each.launched, extents(spec, size)
-        packed = (1,) if tiles.packed > 1 else ()
-        cut = {
-            tensor.address: (
-                (1, tiles.kv)
-                if tensor.name in ("k", "v")
-                else (1, *packed, tiles.cluster_rows)
-            )
-            for tensor in tensors
-        }
+        addresses = {tensor.name: tensor.address for tensor in tensors}
+        cut = tiles_of_tensors(tiles, spec, addresses)
         seen = walk(program, launch, tensors, clusters=clusters, tiles=cut)
         found.append((seen, schedule_findings(seen, tiles, spec, size)))
     return found

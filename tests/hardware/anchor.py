@@ -72,11 +72,11 @@ def main() -> None:
                 .view(dtype)
                 for x in problem.inputs
             )
-            out = torch.empty(problem.out.view.shape, dtype=dtype, device="cuda")
+            out = torch.empty(problem["out"].view.shape, dtype=dtype, device="cuda")
             into = {"out": out}
             if spec["lse"]:
                 into["lse"] = torch.empty(
-                    problem.lse.view.shape, dtype=torch.float32, device="cuda"
+                    problem["lse"].view.shape, dtype=torch.float32, device="cuda"
                 )
             kernel.fmha(q, k, v, **into)
             torch.cuda.synchronize()

@@ -180,6 +180,7 @@ TILES = Tiles(64, 64, (1, 1))
 def inputs(data, dtype, mask, q_len, kv_len, head_dim, name):
     """Of a case with two heads that share a KV head."""
     spec = {
+        "op": "fmha_fwd",
         "q_per_kv": 2,
         "head_dim": {"qk": head_dim, "v": head_dim},
         "mask": mask,

@@ -20,6 +20,7 @@ from right_kernel import rounded
 
 SPEC = {
     "dtype": "bf16",
+    "op": "fmha_fwd",
     "q_per_kv": 2,
     "head_dim": {"qk": 64, "v": 32},
     "lse": True,

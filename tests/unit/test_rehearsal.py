@@ -23,7 +23,7 @@ from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.emulator.writes import Writer, Writes
 from fmha_gen.kernel_text import read_constants
 from fmha_gen.rehearsal import (
-    MOST_ELEMENTS,
+    MOST_BYTES,
     Rehearsal,
     main,
     name_of,
@@ -37,6 +37,7 @@ from fmha_gen.rehearsal import (
 SPEC = {
     "arch": "sm90",
     "dtype": "bf16",
+    "op": "fmha_fwd",
     "q_per_kv": 2,
     "head_dim": {"qk": 64, "v": 64},
     "lse": True,
@@ -61,7 +62,7 @@ class Machine:
 
     def __init__(self, made, spoil=lambda made, schedule: None, findings=(), rows=None):
         self.made, self.spoil, self.findings = made, spoil, findings
-        shape = made.problem.out.view.shape[:3]
+        shape = made.problem["out"].view.shape[:3]
         self.rows = np.ones(shape, np.bool_) if rows is None else rows
         self.tiles = {}
 
@@ -69,9 +70,9 @@ class Machine:
         truth, problem = self.made.truth(), self.made.problem
         out = tensors.TO_BITS["bf16"](truth.out.astype(np.float32))
         lse = truth.lse.astype(np.float32).view(np.uint32)
-        problem.out.view[self.rows] = out[self.rows]
+        problem["out"].view[self.rows] = out[self.rows]
         of_lse = self.rows.swapaxes(1, 2)
-        problem.lse.view[of_lse] = lse[of_lse]
+        problem["lse"].view[of_lse] = lse[of_lse]
         self.spoil(problem, schedule)
         self.tiles = tiles
         writes = Writes()
@@ -104,20 +105,20 @@ def test_what_is_right_holds():
 
 
 def nothing(problem, _schedule):
-    problem.out.view[1, 2, 1, 3] = tensors.NAN16
+    problem["out"].view[1, 2, 1, 3] = tensors.NAN16
 
 
 def more(problem, _schedule):
-    out = tensors.FROM_BITS["bf16"](problem.out.view[0, 6, 1])
-    problem.out.view[0, 6, 1] = tensors.TO_BITS["bf16"](out * np.float32(1.1))
+    out = tensors.FROM_BITS["bf16"](problem["out"].view[0, 6, 1])
+    problem["out"].view[0, 6, 1] = tensors.TO_BITS["bf16"](out * np.float32(1.1))
 
 
 def lse(problem, _schedule):
-    problem.lse.view[0, 0, 5] = np.float32(9).view(np.uint32)
+    problem["lse"].view[0, 0, 5] = np.float32(9).view(np.uint32)
 
 
 def outside(problem, _schedule):
-    problem.out.storage[0] = 0
+    problem["out"].storage[0] = 0
 
 
 @pytest.mark.parametrize(
@@ -136,7 +137,7 @@ def test_what_is_wrong_is_found(spoil, expected):
 
 def test_a_wrong_row_says_what_it_looks_like():
     def other(problem, _schedule):
-        problem.out.view[1, 6, 1] = problem.out.view[0, 8, 0]
+        problem["out"].view[1, 6, 1] = problem["out"].view[0, 8, 0]
 
     (text,) = verdict(other).findings
     assert "; row 6 of head 1, batch 1 is " in text
@@ -220,7 +221,7 @@ def test_a_row_that_is_written_in_part_is_named():
         def run(self, program, launch, memory, **options):
             result = super().run(program, launch, memory, **options)
             problem = self.made.problem
-            out = problem.out
+            out = problem["out"]
             places = tensors.view_of(np.arange(out.storage.size), out.placed)
             (buffer,) = [each for each in memory.buffers if each.name == "out"]
             result.writes.note(buffer, places[0, 5, 0, :8], 2, OTHER)
@@ -248,8 +249,8 @@ def test_the_machine_is_told_how_rows_are_cut():
     made.run(schedules(0)[0], run=ran.run)
     problem = made.problem
     assert ran.tiles == {
-        **{tensor.address: (1, 16) for tensor in (problem.q, problem.out)},
-        **{tensor.address: (1, 4) for tensor in (problem.k, problem.v)},
+        **{tensor.address: (1, 16) for tensor in (problem["q"], problem["out"])},
+        **{tensor.address: (1, 4) for tensor in (problem["k"], problem["v"])},
     }
 
 
@@ -265,7 +266,7 @@ def test_every_schedule_is_run_and_told():
 def test_a_result_that_depends_on_the_schedule_is_found():
     def spoil(problem, schedule):
         if schedule.completion is Completion.LATE:
-            problem.out.view[0, 8, 0, 0] ^= 1  # one bit, far within the tolerance
+            problem["out"].view[0, 8, 0, 0] ^= 1  # one bit, far within the tolerance
 
     events = events_of(spoil, [(plan, False) for plan in schedules(0)])
     found = {
@@ -282,7 +283,7 @@ def test_bits_may_depend_on_the_rounding():
     class Rounding(Machine):
         def run(self, program, launch, memory, **options):
             result = super().run(program, launch, memory, **options)
-            self.made.problem.out.view[0, 8, 0, 0] ^= program == "fused"
+            self.made.problem["out"].view[0, 8, 0, 0] ^= program == "fused"
             return result
 
     made = replace(rehearsal(), fused="fused")
@@ -388,4 +389,4 @@ def test_a_spec_of_2_24_rows_is_refused_with_a_word(tmp_path):
     (event,) = [json.loads(line) for line in events.read_text().splitlines()]
     assert event["event"] == "refused"
     assert event["message"].startswith(f"seqlen {2**24} x {2**24} is too long")
-    assert str(MOST_ELEMENTS) in event["message"]
+    assert str(MOST_BYTES) in event["message"]

@@ -15,6 +15,7 @@ from fmha_gen.inputs import place_tensors
 
 SPEC = {
     "dtype": "bf16",
+    "op": "fmha_fwd",
     "q_per_kv": 2,
     "head_dim": {"qk": 64, "v": 32},
     "lse": True,
@@ -34,7 +35,7 @@ def problem(layout="own", q=5, kv=5, scale_factor=1.0, **changes):
 def test_addresses_and_strides_find_every_row_of_every_tensor(layout, lengths):
     case, made = problem(layout, *lengths)
     memory = made.memory()
-    located = tensors.locate(SPEC, tensors.place_tensors(SPEC, case))
+    located = tensors.locate(tensors.place_tensors(SPEC, case))
     for tensor in (*made.inputs, *made.outputs):
         view, itemsize = tensor.view, tensor.view.itemsize
         tensor.view[...] = np.arange(view.size).reshape(view.shape) % 65521
@@ -51,9 +52,9 @@ def test_addresses_and_strides_find_every_row_of_every_tensor(layout, lengths):
 def test_inputs_are_the_same_each_time_and_cannot_be_written():
     _, made = problem()
     _, again = problem()
-    np.testing.assert_array_equal(made.k.view, again.k.view)
+    np.testing.assert_array_equal(made["k"].view, again["k"].view)
     with pytest.raises(MemoryFault, match="read-only"):
-        address = np.array([made.q.address])
+        address = np.array([made["q"].address])
         made.memory().store(address, 2, np.array([1], np.uint16))
 
 
@@ -74,7 +75,7 @@ def test_an_output_shows_what_was_written_and_where(layout):
     _, made = problem(layout)
     for output in made.outputs:
         output.poison()
-        values = output.view.view(np.float32 if output is made.lse else np.float16)
+        values = output.view.view(np.float32 if output.name == "lse" else np.float16)
         assert np.isnan(values).all()
         assert output.outside() == ""
         output.view[...] = 0
@@ -108,7 +109,7 @@ def test_no_overrun_reaches_the_next_storage():
 
 def test_storages_of_many_batches_do_not_overlap_either():
     case = Case("x", 2**16 + 1, 1, q=1024, kv=1024, sm_count=1)
-    located = tensors.locate(SPEC, place_tensors(SPEC, case))
+    located = tensors.locate(place_tensors(SPEC, case))
     ends = {
         x.address: x.address + x.placed.strides[0] * case.batch * x.itemsize
         for x in located.values()
@@ -124,22 +125,24 @@ def test_what_a_kernel_is_told():
     case, made = problem()
     found = tensors.arguments(SPEC, case)
     assert list(found["tensors"]) == ["q", "k", "v", "out", "lse"]
-    for name, tensor in (("v", made.v), ("out", made.out)):
+    for name, tensor in (("v", made["v"]), ("out", made["out"])):
         told = found["tensors"][name]
         assert told == launch.tensor_at(
             "bf16", tensor.address, tensor.view.shape, tensor.placed.strides
         )
     assert found["tensors"]["lse"]["dtype"] == "fp32"
-    assert found["softmax_scale"] is None, "the default is the kernel's"
+    assert found["scalars"] == {}, "the default is the kernel's"
     assert found["stream"] == tensors.STREAM and found["torch"] is None
     assert found["sm_count"] == case.sm_count
     assert not found["keywords"]
+    assert found["function"] == "fmha"
+    assert found["outputs"] == {"out": 4, "lse": 3}
     assert "lse" not in tensors.arguments({**SPEC, "lse": False}, case)["tensors"]
 
 
 def test_another_scale_is_given():
     case, _ = problem(scale_factor=30.0)
-    scale = tensors.arguments(SPEC, case)["softmax_scale"]
+    scale = tensors.arguments(SPEC, case)["scalars"]["softmax_scale"]
     assert scale == tensors.scale_of(SPEC, case) == pytest.approx(30 / 8)
 
 
@@ -148,11 +151,10 @@ def test_of_a_plain_case_fmha_makes_the_outputs():
     found = tensors.arguments(SPEC, case)
     assert list(found["tensors"]) == ["q", "k", "v"]
     assert found["stream"] is None
-    assert made.lse is not None
     assert found["torch"] == {
         "stream": tensors.STREAM,
-        "out": made.out.address,
-        "lse": made.lse.address,
+        "out": made["out"].address,
+        "lse": made["lse"].address,
     }
 
 

@@ -41,8 +41,8 @@ def make(stem, fill):
 
 def outputs(kernel):
     """O and LSE as the last run left them."""
-    out = tensors.FROM_BITS[kernel.spec["dtype"]](kernel.problem.out.view)
-    return out, kernel.problem.lse.view.view(np.float32).copy()
+    out = tensors.FROM_BITS[kernel.spec["dtype"]](kernel.problem["out"].view)
+    return out, kernel.problem["lse"].view.view(np.float32).copy()
 
 
 def far_scores(q, k, v):
@@ -66,7 +66,7 @@ def test_scores_are_right_whatever_their_size(stem):
     # In each row: P, which may be no power of two, and O are rounded; the polynomial's error.
     error = np.abs(outputs(kernel)[0] - truth.out).max(axis=(0, 2, 3))
     allowed = 2 * HALF_ULP[kernel.spec["dtype"]] + 1.1e-4
-    largest = np.abs(tensors.FROM_BITS[kernel.spec["dtype"]](kernel.problem.v.view))
+    largest = np.abs(tensors.FROM_BITS[kernel.spec["dtype"]](kernel.problem["v"].view))
     assert (error <= allowed * largest.max()).all()
 
 
