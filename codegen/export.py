@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +18,8 @@ from pathlib import Path
 from . import files, toolchain
 from .errors import CheckFailed
 from .executor import HERE, Executor, Task
-
-_LAUNCH = re.compile(r"^def launch\(\n(.*?)^\):$", re.MULTILINE | re.DOTALL)
-_ARGUMENT = re.compile(r"^    \w+:", re.MULTILINE)
-_TENSOR = re.compile(r"^    (\w+): cute.Tensor,$", re.MULTILINE)
+from .kernel_text import read_constants
+from .ops import operation_of
 
 _HEADER = """\
 /* SPDX-License-Identifier: Apache-2.0 */
@@ -43,10 +40,9 @@ print(*runtime.find_runtime_libraries(enable_tvm_ffi=True))'
  * args, {count} of them, each with zero_padding 0 and, in this order:
  *
  *   {tensors}
- *       kTVMFFIDLTensorPtr with v_ptr, a DLTensor *, or kTVMFFITensor; [batch, seqlen, heads,
- *       head_dim], all on one GPU; lse: [batch, heads, seqlen_q].
- *   softmax_scale
- *       kTVMFFIFloat with v_float64: what scores are multiplied by.
+ *       each kTVMFFIDLTensorPtr with v_ptr, a DLTensor *, or kTVMFFITensor; all on one GPU.
+ *   {scalars}
+ *       kTVMFFIFloat with v_float64.
  *   sm_count
  *       kTVMFFIInt with v_int64: multiprocessors of the GPU, or fewer to leave some to others.
  *
@@ -57,8 +53,8 @@ print(*runtime.find_runtime_libraries(enable_tvm_ffi=True))'
  * TVMFFIErrorMoveFromRaised gives the error, whose kind and message TVMFFIErrorCell holds.
  *
  * What differs from {stem}.py in type, shape, device or alignment is refused. Not checked: no size
- * may be 0, strides must be positive (lse: any), q has as many heads per head of k as stated there,
- * and out and lse share no memory with another tensor or within themselves.
+ * may be 0, strides{free} must be positive, query heads are as many per KV head as stated,
+ * and outputs share no memory with another tensor or within themselves.
  */
 #pragma once
 
@@ -125,16 +121,20 @@ def export(
 
 def header(source: Source, compiled: bytes) -> str:
     """The C header of a kernel's object."""
-    found = _LAUNCH.search(source.text)
-    signature = found[1] if found else ""
+    spec = read_constants(source.text)["SPEC"]
+    operation = operation_of(spec)
+    scalars = [scalar.name for scalar in operation.scalars]
+    free = [x.name for x in operation.tensors(spec) if not x.tma]
     return _HEADER.format(
         stem=source.stem,
         arch=source.arch,
         dsl=toolchain.require_dsl(),
         text=_sha256(source.text.encode()),
         object=_sha256(compiled),
-        tensors=", ".join(_TENSOR.findall(signature)),
-        count=len(_ARGUMENT.findall(signature)) - 1,  # the stream is TVM-FFI's
+        tensors="\n *   ".join(operation.header(spec)),
+        scalars=", ".join(scalars),
+        free=f" (but of {', '.join(free)})" if free else "",
+        count=len(operation.tensors(spec)) + len(scalars) + 1,
         symbol=symbol_of(source),
     )
 

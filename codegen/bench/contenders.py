@@ -39,17 +39,13 @@ class Inputs(NamedTuple):
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
     """The same values whoever asks."""
-    generator = torch.Generator(device).manual_seed(SEED)
+    generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
     return Inputs(
         *(
-            torch.randn(
-                *(problem.batch, rows, count, dim), device=device, generator=generator
-            ).to(DTYPES[problem.dtype])
-            for rows, count, dim in (
-                (problem.q, problem.heads, problem.d_qk),
-                (problem.kv, problem.kv_heads, problem.d_qk),
-                (problem.kv, problem.kv_heads, problem.d_v),
+            torch.randn(x.shape(spec, problem), device=device, generator=generator).to(
+                DTYPES[x.type(spec)]
             )
+            for x in problem.operation.inputs(spec)
         )
     )
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from ..cases import DYNAMIC
 from ..errors import CheckFailed
-from ..masks import MASKS, Lengths
+from ..ops import operation_of
+from ..ops.operation import Operation
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
@@ -36,9 +37,22 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`."""
-        pairs = MASKS[self.mask].pairs(Lengths(self.q, self.kv))
-        return 2 * self.batch * self.heads * pairs * (self.d_qk + self.d_v)
+        """Of the operation."""
+        return self.operation.flops(self.spec, self)
+
+    @property
+    def operation(self) -> Operation:
+        """The one that is timed."""
+        return operation_of(self.spec)
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """The fields of a SPEC that decide what is computed."""
+        return {
+            **{"op": "fmha_fwd", "dtype": self.dtype, "mask": self.mask},
+            "head_dim": {"qk": self.d_qk, "v": self.d_v},
+            **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
+        }
 
     @property
     def mask(self) -> str:

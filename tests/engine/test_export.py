@@ -41,7 +41,8 @@ def test_the_header_declares_the_object_s_function(exported: Path) -> None:
     assert f"int {symbol}(\n" in header
     assert "#define" not in header
     assert f"object sha256:{hashlib.sha256(compiled).hexdigest()}\n" in header
-    assert " *   q, k, v, out\n" in header
+    assert " *   q:   [batch, seqlen_q, heads, 64] bf16\n" in header
+    assert " *   softmax_scale\n" in header
     assert " * args, 6 of them, " in header
     assert symbol.encode() in compiled
 
@@ -200,9 +201,11 @@ def test_the_header_replaces_no_identifier(
 
 # --- when it is written again ----------------------------------------------------------
 
-LAUNCH = "def launch(\n    q: cute.Tensor,\n    lse: cute.Tensor,\n    sm_count: Int32,\n):\n"
-ELSEWHERE = "def kernel(\n    mLSE: cute.Tensor,\n):\n"
-SOURCE = export.Source("a", LAUNCH + ELSEWHERE, "sm_90a")
+SPEC = {
+    **{"op": "fmha_fwd", "dtype": "fp16", "head_dim": {"qk": 64, "v": 64}, "lse": True},
+    **{"seqlen": {"q": "dynamic", "kv": 9}, "q_per_kv": 1},
+}
+SOURCE = export.Source("a", f"{SPEC = }\n", "sm_90a")
 
 
 @pytest.fixture
@@ -225,7 +228,10 @@ def test_what_is_right_stays(tmp_path: Path, compiles: list[str]) -> None:
     assert export.export([SOURCE], folder) == {"a": False}
     assert len(compiles) == 1
     assert sorted(path.name for path in folder.iterdir()) == ["a.h", "a.o"]
-    assert "q, lse\n" in (folder / "a.h").read_text("utf-8")
+    header = (folder / "a.h").read_text("utf-8")
+    assert " *   lse: [batch, heads, seqlen_q] fp32, natural log\n" in header
+    assert " * args, 7 of them, " in header
+    assert "strides (but of lse) must be positive" in header
 
 
 @pytest.mark.parametrize("damaged", ["a.o", "a.h"])
