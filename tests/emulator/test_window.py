@@ -51,7 +51,9 @@ def found(folder: Path, arch: str, tag: str, mask: Mask, *fault: str) -> list[st
         if fault:
             assert text.count(fault[0]) == 1
             text = text.replace(*fault)
-        return findings(folder, "candidate", text, tag)
+        path = folder / "candidate.py"
+        path.write_text(text, "utf-8")
+        return findings(path, tag)
 
 
 @pytest.mark.parametrize("arch", SPECS)

@@ -177,7 +177,7 @@ def test_packaged_kernels_go_by_their_names(
     fmha_gen = commands / "fmha-gen"
     stem = SPECS[0]
     explained = run(fmha_gen, "explain", stem, cwd=tmp_path)
-    assert "benchmarked" in explained and "NVIDIA H200" in explained
+    assert "NVIDIA H200" in explained
     run(fmha_gen, "vendor", *SPECS, "--into", "attention", cwd=tmp_path)
     lock = (tmp_path / "attention" / "VENDOR.lock").read_text()
     packaged = home.name == "fmha_gen"

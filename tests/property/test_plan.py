@@ -197,10 +197,11 @@ def assert_o_cannot_leave(spec: Spec, message: str) -> None:
 
 
 def assert_within_budgets(kernel: KernelPlan) -> None:
-    assert kernel.smem_bytes == sum(region.nbytes for region in kernel.smem)
-    assert kernel.smem_bytes <= 232448
-    assert kernel.registers_needed <= kernel.hungriest.per_thread
-    roles = kernel.registers
+    (device,) = kernel.kernels
+    assert device.smem_bytes == sum(region.nbytes for region in device.smem)
+    assert device.smem_bytes <= 232448
+    assert device.registers_needed <= device.hungriest.per_thread
+    roles = device.registers
     assert 128 * sum(role.warpgroups * role.per_thread for role in roles) <= 65536
     assert all(
         role.per_thread % 8 == 0 and 24 <= role.per_thread <= 256 for role in roles
@@ -215,11 +216,13 @@ def assert_numbers_follow(kernel: KernelPlan) -> None:
         assert bool(number.reason) == (number.origin == "planned")
         assert bool(number.formula) == (number.origin == "derived")
         if number.formula:
-            assert eval(number.formula, {}, known) == number.value, number
+            assert (
+                eval(number.formula, {}, sm90.CONSTANTS | known) == number.value
+            ), number
         assert number.name not in known
         known[number.name] = number.value
     offset = 0
-    for region in kernel.smem:
+    for region in kernel.kernels[0].smem:
         if region.name.startswith("s"):
             assert offset % 1024 == 0
         if region.name != "padding":
@@ -305,11 +308,11 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
     numbers = numbers_of(kernel)
     words = {
         "lse": r"\blse\b|LSE|\bLN_2\b",
-        "cluster": r"(?i)cluster|\brank\b",
+        "cluster": r"(?i)cluster",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
         "causal": r"causal|diagonal|common_keys|end_position|backwards",
         "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
-        "seqlen_kv at run time": r"seqlen_kv",
+        "seqlen_kv at run time": r"problem\.seqlen_kv|seqlen_kv: Int32|seqlen_kv=",
         "overlap across tiles": r"Boundary|\bif more:|StMatrix|STORE_BARRIER",
         "O from registers": r"transpose_quad|store_row|STORE_COLUMNS|\bmO\b",
         "turns of warpgroups": r"turn_of|\bORDER_",
@@ -445,9 +448,10 @@ def q_stages(fields: Fields) -> int:
 
 @few
 @given(plannable)
-def test_lse_off_only_deletes(fields: Fields) -> None:
+def test_lse_off_changes_what_names_outputs(fields: Fields) -> None:
     removed, added = changed(fields | {"lse": True}, fields | {"lse": False})
     digests, *others = sorted(added, reverse=True)
     assert digests.startswith("spec sha256:")
-    assert others == ['    "lse": False,']
+    others.remove('    "lse": False,')
+    assert all("out" in line or "Tensor" in line for line in others)
     assert '    "lse": True,' in removed

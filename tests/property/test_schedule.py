@@ -118,7 +118,7 @@ class Kernel:
         entry = MagicMock()
         self.names["fmha_kernel"] = entry
         queries = MagicMock(shape=(batch, q, heads, 1))
-        keys = MagicMock(shape=(batch, q, heads // self.names["Q_PER_KV"], 1))
+        keys = MagicMock(shape=(batch, q, heads // self.names.get("Q_PER_KV", 1), 1))
         count = self.names["launch"].__code__.co_argcount
         tensors = [queries, keys, keys, queries, MagicMock()]  # lse is the last one
         tensors = tensors[: count - 3]  # then come scale, SMs and stream
@@ -186,7 +186,7 @@ def test_every_tile_is_visited_once(
 ) -> None:
     fields = FIELDS[name]
     made, numbers = kernel(fields)
-    heads = groups * numbers["Q_PER_KV"]
+    heads = groups * numbers.get("Q_PER_KV", 1)
     q = 640 if "640" in fields else q
     problem, grid, cluster = made.launch(batch, q, heads, sms)
     assert grid > 0 and grid % cluster == 0
@@ -221,7 +221,7 @@ def test_heads_come_in_sections_and_their_longest_tiles_first(
 ) -> None:
     made, numbers = kernel(CAUSAL[name])
     q = 640 if "640" in CAUSAL[name] else q
-    heads = groups * numbers["Q_PER_KV"]
+    heads = groups * numbers.get("Q_PER_KV", 1)
     problem, grid, cluster = made.launch(batch, q, heads, sms)
     section = max(sms // numbers["SMS_PER_HEAD"], 1)
     share = 2 if "[1, 2]" in CAUSAL[name] else 1  # heads of a cluster
