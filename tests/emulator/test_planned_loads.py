@@ -32,7 +32,7 @@ class Recorder:
         self.plan = support.shipped_plan(stem)
         self.boxes = defaultdict(set)  # (first row, rows, first column, columns)
         self.receivers = defaultdict(set)
-        tensors = {name.upper(): getattr(problem, name) for name in "qkv"}
+        tensors = {name.upper(): problem[name] for name in "qkv"}
         self._names = {tensor.address: name for name, tensor in tensors.items()}
         self._now = None
         check, receive = Copies._check_box, Copies._receivers
