@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes per kernel what spares its users the compile: an object and a C header that declares it.
 
-The object holds one TVM-FFI function, named after the sha256 of the kernel's whole file. So the
-`compile()` of a file loads the object of that very text and of no other, and two versions of a
-kernel can be linked into one program. The header says of which text and object it speaks: that
+The object holds one TVM-FFI function, named after the sha256 of the kernel's whole file. So a
+vendored package loads the object of that very text and of no other, and two versions of a kernel
+can be linked into one program. The header says of which text and object it speaks: that
 is how a later export knows what is still right.
 """
 
