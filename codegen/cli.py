@@ -23,8 +23,8 @@ from rich.table import Table
 from .errors import FmhaGenError
 
 if TYPE_CHECKING:
-    from .build import BuildResult
-    from .executor import Executor
+    from .build.engine import BuildResult
+    from .host.executor import Executor
 
 INTERRUPTED = 130
 SPECS, GENERATED = Path("specs"), Path("generated")  # unless an option says otherwise
@@ -42,7 +42,7 @@ app = typer.Typer(
 
 def _or_packaged(path: Path) -> Path:
     """The packaged spec where nothing else has that name: what is here comes first."""
-    from . import shipped
+    from .build import shipped
 
     return path if path.exists() else shipped.spec_of(path) or path
 
@@ -134,7 +134,7 @@ def build(
     A folder of specs is all that OUT is made from: other kernels that a build left there are
     removed with their records, or with --prune only, if these hold evidence above "compiled".
     """
-    from . import build as engine
+    from .build import engine
 
     if export_to is not None and (check or no_compile):
         raise typer.BadParameter(
@@ -175,13 +175,14 @@ def explain(
 ) -> None:
     """Show the plan: every number as given or derived, the budgets and the rung."""
     with _reported():
-        from . import explain as report
-        from . import plan, records, shipped
-        from .spec import load_specs
+        from .build import records, shipped
+        from .planning import plan
+        from .show import explain as report
+        from .spec.model import load_specs
 
         spec_files = load_specs([spec])
         if svg is not None:
-            from .picture import page
+            from .show.picture import page
 
             page.write(spec_files, svg)
         texts = []
@@ -227,7 +228,7 @@ def emulate(
 ) -> None:
     """Run kernels on a model of PTX: function and synchronisation; no timing, no silicon."""
     with _reported(), _executor(where, jobs) as executor:
-        from . import emulate as model
+        from .evidence import emulate as model
 
         model.run(
             paths,
@@ -261,7 +262,7 @@ def validate(
     if sanitizer and case is not None:
         raise typer.BadParameter("--sanitizer chooses its case; leave --case out")
     with _reported(), _executor(where, jobs) as executor:
-        from . import validate as hardware
+        from .evidence import validate as hardware
 
         hardware.run(
             paths,
@@ -410,8 +411,8 @@ def vendor(
     if folder is None or (kernels is None) == (into is not None) or (into and update):
         raise typer.BadParameter("either KERNEL... --into DIR, or --update DIR")
     with _reported():
-        from . import shipped
-        from .vendor import command as copies
+        from .build import shipped
+        from .vendoring import command as copies
 
         names = list(kernels) if kernels else copies.stems_in(folder)
         source = source or shipped.source(names, GENERATED, update=update is not None)
@@ -425,7 +426,8 @@ def vendor(
 @app.command()
 def kernels(as_json: Json = False) -> None:
     """List the kernels of this package, whose names stand for their specs, and their rungs."""
-    from . import evidence, shipped
+    from .build import shipped
+    from .evidence import table as evidence
 
     with _reported():
         if as_json:
@@ -452,8 +454,8 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Say of copies of kernels whether they are intact, reformatted, edited or out of date."""
-    from . import shipped
     from . import verify as copies
+    from .build import shipped
 
     paths = [p if p.exists() else shipped.kernel_of(p) or p for p in paths]
     if against == Path("packaged") and not against.exists():
@@ -487,7 +489,7 @@ def diff(
     working tree if left out, the first one HEAD; then only the kernels of the PATHs.
     """
     with _reported(), _progress() as progress:
-        from . import shipped
+        from .build import shipped
         from .diff import command, report
 
         named = [
@@ -523,8 +525,8 @@ def site(
 ) -> None:
     """Make a static site: pictures, plans, sources and evidence of kernels that are built."""
     with _reported():
-        from . import shipped
-        from .website import command as website
+        from .build import shipped
+        from .show.website import command as website
 
         if specs is None and not SPECS.exists():
             specs, out = shipped.specs(), out or shipped.generated()
@@ -574,7 +576,7 @@ def matrix(
     if not versions and not given:
         raise typer.BadParameter("no version is given", param_hint="--dsl, --env")
     with _reported():
-        from .matrix import command
+        from .compat import command
 
         command.run(
             paths,
@@ -592,7 +594,7 @@ def matrix(
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a spec, for editors."""
-    from . import schema as fields
+    from .show import schema as fields
 
     _print_json(fields.schema())
 
@@ -600,7 +602,7 @@ def schema() -> None:
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine can do, and what is missing."""
-    from . import doctor as examination
+    from .host import doctor as examination
 
     findings = examination.examine()
     if as_json:
@@ -643,7 +645,7 @@ def _reported() -> Iterator[None]:
 def _executor(
     where: str | None, jobs: int | None
 ) -> contextlib.AbstractContextManager[Executor]:
-    from .executor import opened
+    from .host.executor import opened
 
     try:
         return opened(where, jobs)
@@ -698,7 +700,7 @@ class _Said:
 
 
 def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
-    from .export import Source, export
+    from .build.export import Source, export
 
     sources = [
         Source(kernel.stem, kernel.text, kernel.report.arch)
@@ -709,11 +711,11 @@ def _export(result: BuildResult, folder: Path, executor: Executor) -> None:
 
 
 def _print_build(result: BuildResult) -> None:
-    from . import evidence
+    from .evidence import table as evidence
 
     if result.checked:
-        from .build import CHECKED
-        from .tree import shortened
+        from .build.engine import CHECKED
+        from .build.tree import shortened
 
         for change in result.changes:
             kind = CHECKED.get(change.kind, change.kind)

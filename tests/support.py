@@ -16,10 +16,12 @@ from typing import Any
 
 import jinja2.meta
 import pytest
-from fmha_gen import masks, plan, render
-from fmha_gen.masks import Mask
+from fmha_gen.build import render
+from fmha_gen.ops import masks
+from fmha_gen.ops.masks import Mask
+from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
-from fmha_gen.spec import SpecFile, load_specs
+from fmha_gen.spec.model import SpecFile, load_specs
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from .. import evaluation, toolchain, tree
+from ..build import toolchain, tree
+from ..build.render import body_digest
 from ..errors import CheckFailed, EnvironmentProblem, UsageProblem, one_line
-from ..evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
-from ..gpu import Gpu, find_gpu
-from ..render import body_digest
-from ..validate import require_gpu
+from ..evidence import evaluation
+from ..evidence.evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
+from ..evidence.validate import require_gpu
+from ..host.gpu import Gpu, find_gpu
 from . import grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
@@ -299,7 +300,7 @@ def load(files: Sequence[Path]) -> list[Kernel]:
 
     Raises EnvironmentProblem when this machine cannot run one, CheckFailed for what is none.
     """
-    from ..trial import environment_problem, load_kernel
+    from ..evidence.trial import environment_problem, load_kernel
 
     kernels: dict[str, Kernel] = {}
     for path in files:

@@ -17,9 +17,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..masks import MASKS
-from ..reference import attention
-from ..trial import DTYPES
+from ..evidence.trial import DTYPES
+from ..ops.masks import MASKS
+from ..ops.reference import attention
 from . import fa3 as fa3_module
 from .problems import Problem
 from .timing import SEED, Launch

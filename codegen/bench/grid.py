@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..cases import DYNAMIC
 from ..errors import CheckFailed, UsageProblem, quoted
+from ..ops.cases import DYNAMIC
 from .problems import Problem, default_heads, problem_for
 
 COLUMNS = ("dtype", "head_dim", "mask", "q_per_kv", "batch", "seqlen", "best/fa4")

@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from ..masks import MASKS, Lengths
+from ..ops.masks import MASKS, Lengths
 from .problems import Problem
 from .results import Lines
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from .. import files
 from ..errors import EnvironmentProblem, UsageProblem
+from ..host import files
 from .problems import Problem
 from .results import OURS, Lines, Report, lines
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..cases import DYNAMIC
 from ..errors import CheckFailed
 from ..ops import operation_of
+from ..ops.cases import DYNAMIC
 from ..ops.operation import Operation
 
 DEFAULT_LENGTH = 4096  # of a dynamic side

@@ -8,7 +8,7 @@ from typing import Literal
 
 from rich.table import Table
 
-from .. import evaluation
+from ..evidence import evaluation
 from .overhead import Fit
 from .results import Cell, Report, summary
 from .timing import BURST, EAGER, GRAPH, REGIMES, SUSTAINED

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import build, toolchain
-from ..executor import Local
+from ..build import engine as build
+from ..build import toolchain
+from ..host.executor import Local
 from .compare import KernelChange, compare
 from .kernels import KernelState
 from .measure import measure

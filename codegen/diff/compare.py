@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
-from .. import evidence, records
+from ..build import records
+from ..evidence import table
 from .kernels import KernelState
 from .source import Edit, edits
 
@@ -272,7 +273,7 @@ def _compiled(data: Mapping[str, Any]) -> Iterator[tuple[str, Value]]:
 
 
 def _error(state: KernelState) -> float | None:
-    worst = evidence.proof_of(state.record).get("worst") or {}
+    worst = table.proof_of(state.record).get("worst") or {}
     return round(float(worst["of_bound"]), 2) if "of_bound" in worst else None
 
 

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from .. import records, toolchain
+from ..build import records, toolchain
+from ..build.kernel_text import host_digest
+from ..build.render import body_digest, stated_digests
 from ..errors import CheckFailed
-from ..kernel_text import host_digest
-from ..render import body_digest, stated_digests
 
 Loops = Mapping[str, Mapping[str, int]]
 

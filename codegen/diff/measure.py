@@ -6,19 +6,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .. import build, manifest
 from ..arch import ARCHITECTURES
+from ..build import manifest
+from ..build.engine import Engine, Kernel, Progress, compile_all
 from ..errors import CheckFailed
-from ..executor import HERE, Executor
+from ..host.executor import HERE, Executor
 from .kernels import KernelState, with_compile
 
 
 def measure(
     states: Sequence[KernelState],
-    engine: build.Engine,
+    engine: Engine,
     *,
     executor: Executor = HERE,
-    progress: build.Progress | None = None,
+    progress: Progress | None = None,
 ) -> list[KernelState]:
     """The states with what today's compiler makes of them; the cache answers what it can.
 
@@ -27,7 +28,7 @@ def measure(
     """
     if not states:
         return []
-    kernels, _ = build.compile_all(
+    kernels, _ = compile_all(
         [_as_built(state) for state in states],
         [_compile_arch(state) for state in states],
         engine,
@@ -54,8 +55,8 @@ def _compile_arch(state: KernelState) -> str:
         ) from None
 
 
-def _as_built(state: KernelState) -> build.Kernel:
-    return build.Kernel(
+def _as_built(state: KernelState) -> Kernel:
+    return Kernel(
         stem=state.stem,
         text=state.text,
         entry=manifest.Entry("", state.body, ""),

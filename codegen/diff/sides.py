@@ -13,9 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final
 
-from .. import build, records, specfile
+from ..build import records
+from ..build.engine import Engine, Progress, make, plan_all
+from ..build.render import stated_digests
 from ..errors import CheckFailed, EnvironmentProblem, FmhaGenError
-from ..render import stated_digests
+from ..spec import specfile
 from .git import Repository, find
 from .kernels import KernelState, load, of_text
 
@@ -64,8 +66,8 @@ class _Choice:
 def pairs(
     arguments: Sequence[str],
     out: Path,
-    engine: build.Engine,
-    progress: build.Progress | None = None,
+    engine: Engine,
+    progress: Progress | None = None,
 ) -> list[Pair]:
     """Both sides of every kernel that the arguments name, by stem.
 
@@ -144,7 +146,7 @@ def _revision(name: str, repository: Repository) -> _Revision:
 
 
 def _files(
-    path: Path, out: Path, engine: build.Engine, progress: build.Progress | None
+    path: Path, out: Path, engine: Engine, progress: Progress | None
 ) -> list[KernelState]:
     """The kernels of a spec, of a kernel's file, or of a folder of either."""
     if not path.exists():
@@ -251,9 +253,7 @@ def _made_from(text: str) -> str:
     return match.group(1) if match else ""
 
 
-def _working_tree(
-    choice: _Choice, engine: build.Engine, progress: build.Progress | None
-) -> States:
+def _working_tree(choice: _Choice, engine: Engine, progress: Progress | None) -> States:
     if choice.specs is not None:
         found: Iterable[KernelState] = _rendered(
             choice.specs, choice.kernels, engine, progress, origin=WORKING_TREE
@@ -274,8 +274,8 @@ def _working_tree(
 def _rendered(
     paths: Sequence[Path],
     out: Path,
-    engine: build.Engine,
-    progress: build.Progress | None,
+    engine: Engine,
+    progress: Progress | None,
     *,
     origin: str = "",
 ) -> Iterator[KernelState]:
@@ -283,8 +283,8 @@ def _rendered(
     if not paths:
         return
     files = {file.stem: str(file) for file in specfile.find(paths)[0]}
-    plans = build.plan_all(paths, engine)
-    kernels, _ = build.make(plans, engine, compile=False, progress=progress, out=out)
+    plans = plan_all(paths, engine)
+    kernels, _ = make(plans, engine, compile=False, progress=progress, out=out)
     for kernel in kernels:
         path = files[kernel.stem]
         if not kernel.text:

@@ -16,7 +16,7 @@ from . import cluster, gqa, lse, mask, problem, tiling
 from .feature import Feature
 
 if TYPE_CHECKING:
-    from ..spec import Spec
+    from ..spec.model import Spec
 
 _FILES: Final = (problem, lse, mask, gqa, cluster, tiling)
 

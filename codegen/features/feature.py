@@ -19,12 +19,12 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from .. import vocabulary
 from ..errors import Violation, shown
-from ..vocabulary import Words
+from . import vocabulary
+from .vocabulary import Words
 
 if TYPE_CHECKING:
-    from ..spec import Spec
+    from ..spec.model import Spec
 
 _CLOSE: Final = 0.7  # difflib's ratio from which a word counts as misspelt
 

@@ -12,7 +12,7 @@ from ..errors import SpecError
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
-    from ..spec import Spec, SpecFile
+    from ..spec.model import Spec, SpecFile
 
 _MAX_Q_PER_KV: Final = 128
 _WRITE: Final = "write heads: {q_per_kv: N}"

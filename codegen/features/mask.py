@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Final, Literal
 
-from .. import masks
-from ..vocabulary import NOT_YET
+from ..ops import masks
 from .feature import Accepts, Feature
+from .vocabulary import NOT_YET
 
 Mask = Annotated[
     Literal["none", "causal"],

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
 
-from ..vocabulary import NOT_YET
 from .feature import Accepts, Block, Feature, Model, Relation
+from .vocabulary import NOT_YET
 
 if TYPE_CHECKING:
-    from ..spec import Spec
+    from ..spec.model import Spec
 
 DYNAMIC: Final = "dynamic"
 

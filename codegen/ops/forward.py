@@ -10,10 +10,10 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from .. import masks, reference
-from ..compare import Verdict, judge_lse, judge_output
-from ..likeness import Inputs, ending
-from ..masks import Lengths
+from . import masks, reference
+from .compare import Verdict, judge_lse, judge_output
+from .likeness import Inputs, ending
+from .masks import Lengths
 from .operation import Array, Axis, Given, Operation, Scalar, Sizes, Spec, Tensor
 
 

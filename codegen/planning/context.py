@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from .. import features, toolchain
+from .. import features
 from ..arch import ARCHITECTURES
+from ..build import toolchain
 from ..ops import OPERATIONS
-from ..spec import SpecFile
+from ..spec.model import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..errors import SpecError
-from ..spec import SpecFile
+from ..spec.model import SpecFile
 from .protocol import Load, Phase
 
 ELEMENT_BYTES: Final = 2  # bf16 and fp16

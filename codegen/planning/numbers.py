@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..features.feature import said
-from ..spec import Spec
+from ..spec.model import Spec
 from .kernel_plan import Number, Region
 from .traits import Traits
 

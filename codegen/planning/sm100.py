@@ -9,7 +9,7 @@ from typing import Final
 
 from ..arch import sm100
 from ..errors import SpecError
-from ..spec import Spec, SpecFile
+from ..spec.model import Spec, SpecFile
 from .kernel_plan import (
     Barrier,
     Columns,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..arch import sm100
-from ..spec import SpecFile
+from ..spec.model import SpecFile
 from . import traits as shared
 from .context import common_context
 from .kernel_plan import Number

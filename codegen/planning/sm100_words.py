@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..spec import Spec
+from ..spec.model import Spec
 from . import words
 from .traits import Traits
 

@@ -11,8 +11,8 @@ from typing import Final
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.gqa import cut_group, tile_that_cuts_groups
-from ..spec import Spec, SpecFile
-from ..specfile import FieldPath
+from ..spec.model import Spec, SpecFile
+from ..spec.specfile import FieldPath
 from .kernel_plan import (
     ELEMENT_BYTES,
     Barrier,

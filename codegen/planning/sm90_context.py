@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.sm90 import WARPGROUP_ROWS
-from ..spec import SpecFile
+from ..spec.model import SpecFile
 from . import traits as shared
 from .context import common_context
 from .kernel_plan import Barrier, Number

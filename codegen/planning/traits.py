@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .. import masks
 from ..features.gqa import heads_of_tile
-from ..masks import Lengths, Mask
-from ..spec import Spec
+from ..ops import masks
+from ..ops.masks import Lengths, Mask
+from ..spec.model import Spec
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from .. import evaluation, evidence
 from ..bench.problems import Problem
 from ..errors import shown
-from ..spec import SpecFile
+from ..evidence import evaluation, table
+from ..spec.model import SpecFile
 from .candidates import Candidate
 from .halving import MIN_GAIN, Standing, Standings, winner
 from .journal import Terms
@@ -127,7 +127,7 @@ def _row(tuning: Tuning, candidate: Candidate) -> tuple[str, ...]:
     return (
         *(shown(candidate.point[field]) for field in FIELDS),
         str(candidate.plan.smem_bytes),
-        evidence.registers(candidate.kernel.report.to_json()),
+        table.registers(candidate.kernel.report.to_json()),
         *(figures if tuning.standings is not None else ()),
         verdict,
     )

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from .. import build, plan
-from ..build import Engine, Kernel, Progress
+from ..build import engine as build
+from ..build.engine import Engine, Kernel, Progress
 from ..errors import CheckFailed, SpecError
-from ..executor import HERE, Executor
+from ..host.executor import HERE, Executor
+from ..planning import plan
 from ..planning.kernel_plan import KernelPlan
-from ..spec import SpecFile, loads
+from ..spec.model import SpecFile, loads
 from .edit import write
 from .space import Point, chosen, points
 

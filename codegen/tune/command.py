@@ -10,15 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from .. import cache, evaluation, records, toolchain, tree
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
+from ..build import records, toolchain, tree
+from ..build.kernel_text import read_constants
 from ..errors import CheckFailed, Diagnostic, SpecError
-from ..executor import HERE, Executor, Task
-from ..gpu import find_gpu
-from ..kernel_text import read_constants
-from ..spec import SpecFile, load_specs
-from ..validate import require_gpu
+from ..evidence import evaluation
+from ..evidence.validate import require_gpu
+from ..host import cache
+from ..host.executor import HERE, Executor, Task
+from ..host.gpu import find_gpu
+from ..spec.model import SpecFile, load_specs
 from . import board
 from .board import Tuning
 from .candidates import Candidate, built, planned

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import yaml
 from yaml.nodes import MappingNode, Node
 
-from .. import specfile
 from ..errors import CheckFailed, SpecError, shown
+from ..spec import specfile
 from .space import Point
 
 _INDENT = "  "

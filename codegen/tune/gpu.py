@@ -11,14 +11,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .. import validate
 from ..bench.problems import Problem
-from ..cases import REPEATS, Case, cases_for, tiles_of, work_tiles
+from ..build.kernel_text import read_constants
+from ..build.toolchain import COMPILE_SECONDS
 from ..errors import CheckFailed, EnvironmentProblem
-from ..executor import Executor, Task
-from ..kernel_text import read_constants
-from ..processes import Ending, Event, Worker, of_kind, ran, run_worker
-from ..toolchain import COMPILE_SECONDS
+from ..evidence import validate
+from ..host.executor import Executor, Task
+from ..host.processes import Ending, Event, Worker, of_kind, ran, run_worker
+from ..ops.cases import REPEATS, Case, cases_for, tiles_of, work_tiles
 from .journal import Heat
 
 WHOLE_SECONDS = 3600  # of a heat; each turn has a limit of its own

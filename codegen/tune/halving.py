@@ -16,8 +16,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from .. import evaluation
 from ..errors import CheckFailed
+from ..evidence import evaluation
 from .journal import Heat, Journal, Terms
 
 ROUNDS: Final = (2, 4, 8, 16)  # of each step

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from .. import cache, files
 from ..errors import CheckFailed, EnvironmentProblem
+from ..host import cache, files
 
 
 @dataclass(frozen=True)

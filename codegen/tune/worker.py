@@ -26,11 +26,11 @@ from ..bench.cuda import CudaDevice
 from ..bench.problems import Problem
 from ..bench.results import Cell
 from ..bench.timing import GRAPH, SEED, Gauge
+from ..build.toolchain import COMPILE_SECONDS
 from ..errors import one_line
-from ..gpu import find_gpu
-from ..processes import Event
-from ..toolchain import COMPILE_SECONDS
-from ..trial import load_kernel
+from ..evidence.trial import load_kernel
+from ..host.gpu import find_gpu
+from ..host.processes import Event
 from .gpu import MACHINE
 
 

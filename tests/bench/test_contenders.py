@@ -20,8 +20,8 @@ torch = pytest.importorskip(
 
 from fmha_gen.bench import command, contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
-from fmha_gen.masks import MASKS  # noqa: E402
-from fmha_gen.reference import attention  # noqa: E402
+from fmha_gen.ops.masks import MASKS  # noqa: E402
+from fmha_gen.ops.reference import attention  # noqa: E402
 
 PROBLEM = problem(2, 4, 2, 48, 48, 64, 32, causal=True, lse=True)
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import cli, records, toolchain
+from fmha_gen import cli
 from fmha_gen.bench import command, timing
+from fmha_gen.build import records, toolchain
+from fmha_gen.build.render import DIGEST_PLACEHOLDER, body_digest, finish
 from fmha_gen.errors import CheckFailed
-from fmha_gen.render import DIGEST_PLACEHOLDER, body_digest, finish
 from typer.testing import CliRunner
 
 from . import model
@@ -55,8 +56,8 @@ device = model.ModelDevice()
 
 def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
     """Attention on the CPU, which on the model takes what its FLOPs say."""
-    from fmha_gen.masks import MASKS
-    from fmha_gen.reference import attention
+    from fmha_gen.ops.masks import MASKS
+    from fmha_gen.ops.reference import attention
 
     if f"{who} raises" in faults:
         raise RuntimeError("no such shape\nat all")
@@ -82,7 +83,7 @@ def generated(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(command, "require_gpu", lambda: "580.1")
     monkeypatch.setattr(command, "find_gpu", model.ModelGauge)
-    monkeypatch.setattr("fmha_gen.trial.environment_problem", lambda arch: "")
+    monkeypatch.setattr("fmha_gen.evidence.trial.environment_problem", lambda arch: "")
     monkeypatch.setattr("fmha_gen.bench.contenders.MATMUL_SIZE", 8)
     global device
     device = model.ModelDevice()
@@ -356,7 +357,9 @@ def test_a_machine_that_cannot_run_them(
     generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = generated
-    monkeypatch.setattr("fmha_gen.trial.environment_problem", lambda arch: "no GPU")
+    monkeypatch.setattr(
+        "fmha_gen.evidence.trial.environment_problem", lambda arch: "no GPU"
+    )
     result = invoke(folder / "full.py")
     assert (result.exit_code, result.stderr) == (3, f"{folder / 'full.py'}: no GPU\n")
     (folder / "full.py").write_text("import no_such_package\n")

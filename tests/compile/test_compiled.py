@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import support
-from fmha_gen import build, toolchain
-from fmha_gen.executor import Local
-from fmha_gen.kernel_text import read_constants
+from fmha_gen.build import engine, toolchain
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.host.executor import Local
 from support import GENERATED, SHIPPED, SPECS
 
 ALONE = Path(__file__).with_name("alone.py")
@@ -67,7 +67,7 @@ ONE_OF_EACH = {kind_of(stem): stem for stem in reversed(SHIPPED)}.values()
 @pytest.mark.parametrize("stem", ONE_OF_EACH)
 def test_compiles_to_what_is_recorded(stem: str, tmp_path: Path) -> None:
     """`fmha-gen build specs/ --check` asks this of every kernel."""
-    result = build.build([SPECS / f"{stem}.yaml"], tmp_path, executor=Local(1))
+    result = engine.build([SPECS / f"{stem}.yaml"], tmp_path, executor=Local(1))
     assert result.failures == ()
     (kernel,) = result.kernels
     assert kernel.text == (GENERATED / f"{stem}.py").read_text("utf-8")

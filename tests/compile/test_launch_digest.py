@@ -6,7 +6,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import support
-from fmha_gen import captures, records
+from fmha_gen.build import captures, records
 
 STEM = "sm90_d64_fp16_causal_gqa8"
 TEXT = (support.GENERATED / f"{STEM}.py").read_text("utf-8")

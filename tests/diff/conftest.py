@@ -4,7 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fmha_gen import build, lint, toolchain
+from fmha_gen.build import engine, lint, toolchain
 
 from . import model
 
@@ -19,7 +19,7 @@ def own_cache(tmp_path_factory, monkeypatch):
 def compiler(monkeypatch) -> model.Compiler:
     """The engine of every command; its kernels are too small for the linter."""
     found = model.Compiler()
-    monkeypatch.setattr(build, "default_engine", found.engine)
+    monkeypatch.setattr(engine, "default_engine", found.engine)
     monkeypatch.setattr(lint, "lint", lambda text: [])
     monkeypatch.setattr(
         toolchain, "dsl_distributions", lambda: {toolchain.DSL: found.dsl}

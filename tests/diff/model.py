@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from engine import fake
-from fmha_gen import build, records, render, toolchain
+from fmha_gen.build import engine, records, render, toolchain
 from fmha_gen.diff import kernels
 from fmha_gen.errors import CheckFailed
 
@@ -176,8 +176,8 @@ class Compiler:
     def toolchain_key(self) -> str:
         return self.dsl
 
-    def engine(self) -> build.Engine:
-        return build.Engine(
+    def engine(self) -> engine.Engine:
+        return engine.Engine(
             load_all=fake.load_all,
             resolve=fake.resolve,
             render_source=lambda plan: of_spec(plan.stem, plan.spec_file.value),

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import support
-from fmha_gen import build
+from fmha_gen.build import engine
 from fmha_gen.diff import kernels
 from fmha_gen.diff.compare import TOTAL, by_class
 from fmha_gen.diff.measure import measure
-from fmha_gen.executor import Local
+from fmha_gen.host.executor import Local
 
 STEM = "sm100_d128_bf16_causal_gqa4_lse"
 
@@ -20,7 +20,7 @@ def test_a_compile_counts_the_loops_of_roles() -> None:
     text = (support.GENERATED / f"{STEM}.py").read_text("utf-8")
     state = kernels.of_text(STEM, text, None, origin="", path="")
     assert state.compiled is None and state.loops == {}
-    (measured,) = measure([state], build.default_engine(), executor=Local(1))
+    (measured,) = measure([state], engine.default_engine(), executor=Local(1))
     assert measured.compiled is not None
     loops = {name: by_class(counts) for name, counts in measured.loops[""].items()}
     roles = {"softmax", "masked softmax", "correction", "mma", "load"}
@@ -34,4 +34,4 @@ def test_a_compile_counts_the_loops_of_roles() -> None:
 
 
 def test_nothing_to_measure_needs_nothing() -> None:
-    assert measure([], build.default_engine()) == []
+    assert measure([], engine.default_engine()) == []

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import toolchain
+from fmha_gen.build import toolchain
 from fmha_gen.diff import kernels, report
 from fmha_gen.diff.compare import KernelChange, compare
 

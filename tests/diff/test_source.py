@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import render
+from fmha_gen.build import render
 from fmha_gen.diff import kernels, source
 from fmha_gen.errors import CheckFailed
 from hypothesis import given, settings

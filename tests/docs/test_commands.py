@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 import support
-from fmha_gen import build
+from fmha_gen.build import engine
 
 DOCUMENTS = (
     "README.md",
@@ -94,7 +94,7 @@ def checkout(tmp_path: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(support.ROOT / name, target, follow_symlinks=False)
     specs, generated = folder / "specs", folder / "generated"
-    assert build.build([specs], generated, compile=False, prune=True).ok
+    assert engine.build([specs], generated, compile=False, prune=True).ok
     for command in (
         ["init", "--quiet"],
         ["add", "--all"],

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import support
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.rehearsal import schedules
-from fmha_gen.tensors import FROM_BITS
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.evidence.rehearsal import schedules
+from fmha_gen.evidence.tensors import FROM_BITS
 
 from tests.emulator.rehearsals import rehearsals
 from tests.hardware.anchor import anchor_cases, sampled_rows

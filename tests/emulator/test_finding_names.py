@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import captures, kernel_text, rehearsal
+from fmha_gen.build import captures, kernel_text
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.report import Names
-from fmha_gen.finding_names import names_of
+from fmha_gen.evidence import rehearsal
+from fmha_gen.evidence.finding_names import names_of
 
 from tests.emulator.rehearsals import rehearsals
 

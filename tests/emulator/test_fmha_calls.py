@@ -9,7 +9,7 @@ import re
 import struct
 
 import pytest
-from fmha_gen import captures
+from fmha_gen.build import captures
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.launch import CaptureError, open_host_program
 from fmha_gen.emulator.tma import TensorMap

@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures, kernel_text, rehearsal, tensors
-from fmha_gen.cases import Case
+from fmha_gen.build import captures, kernel_text
 from fmha_gen.emulator.lower import lower_kernels
+from fmha_gen.evidence import rehearsal, tensors
+from fmha_gen.ops.cases import Case
 
 # Without a mask, with a tail of K and without; causal, whose masks are -inf too. O from registers
 # and by TMA; LSE or none; halves and blocks of a tile.

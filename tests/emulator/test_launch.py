@@ -7,14 +7,16 @@ import struct
 from pathlib import Path
 
 import pytest
-from fmha_gen import cache, captures, tensors
-from fmha_gen.cases import Case, tiles_of
+from fmha_gen.build import captures
+from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch, open_host_program
 from fmha_gen.emulator.tma import TensorMap
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.plan import resolve
-from fmha_gen.spec import load_specs
+from fmha_gen.evidence import tensors
+from fmha_gen.host import cache
+from fmha_gen.ops.cases import Case, tiles_of
+from fmha_gen.planning.plan import resolve
+from fmha_gen.spec.model import load_specs
 
 DATA = Path(__file__).parent / "data"
 A, B, C = 0x7F00_0000_0000, 0x7F01_0000_0000, 0x7F02_0000_0010

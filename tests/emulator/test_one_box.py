@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import cases, kernel_text, plan, render
-from fmha_gen.planning import sm90_context, sm100_context
+from fmha_gen.build import kernel_text, render
+from fmha_gen.ops import cases
+from fmha_gen.planning import plan, sm90_context, sm100_context
 
 from .rehearsals import findings, written
 from .walks import walks

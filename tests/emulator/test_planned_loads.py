@@ -7,8 +7,8 @@ from collections import defaultdict
 
 import pytest
 import support
-from fmha_gen import rehearsal
 from fmha_gen.emulator.copies import Copies
+from fmha_gen.evidence import rehearsal
 
 from tests.emulator.rehearsals import emulated_cases, rehearsals
 

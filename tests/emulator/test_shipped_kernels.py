@@ -7,10 +7,11 @@ import hashlib
 
 import pytest
 import support
-from fmha_gen import captures, emulate, kernel_text, records, rehearsal
-from fmha_gen.cases import cases_for, tiles_of
-from fmha_gen.executor import Local
-from fmha_gen.processes import of_kind, read_events
+from fmha_gen.build import captures, kernel_text, records
+from fmha_gen.evidence import emulate, rehearsal
+from fmha_gen.host.executor import Local
+from fmha_gen.host.processes import of_kind, read_events
+from fmha_gen.ops.cases import cases_for, tiles_of
 from support import GENERATED
 
 from tests.emulator.rehearsals import check_launches, emulated_cases, rehearsals

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import plan, render
-from fmha_gen.planning import sm90_context
+from fmha_gen.build import render
+from fmha_gen.planning import plan, sm90_context
 
 from .rehearsals import findings, written
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from fmha_gen.cases import Case, Tiles
-from fmha_gen.schedule_check import grid_finding, refusal, schedule_findings
+from fmha_gen.evidence.schedule_check import grid_finding, refusal, schedule_findings
+from fmha_gen.ops.cases import Case, Tiles
 
 from .rehearsals import damaged
 from .walks import GENERATED, Size, read, walks

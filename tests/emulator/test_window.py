@@ -6,8 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fmha_gen import plan, render
-from fmha_gen.masks import Mask, window
+from fmha_gen.build import render
+from fmha_gen.ops.masks import Mask, window
+from fmha_gen.planning import plan
 from support import causal_is, load_text
 
 from .test_cases_find import findings

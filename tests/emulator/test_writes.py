@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 from fmha_gen.emulator.machine import run as original
-from fmha_gen.rehearsal import schedules
-from fmha_gen.tensors import view_of
+from fmha_gen.evidence.rehearsal import schedules
+from fmha_gen.evidence.tensors import view_of
 
 from .kernels import OUT, execute, tensor_map
 from .rehearsals import tagged

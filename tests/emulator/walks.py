@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmha_gen import captures
-from fmha_gen.cases import Tiles, tiles_of
-from fmha_gen.coverage import tiles_of_tensors
+from fmha_gen.build import captures
+from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.walk import Extent, Walk, prepare, walk
-from fmha_gen.kernel_text import read_constants
+from fmha_gen.evidence.coverage import tiles_of_tensors
+from fmha_gen.evidence.schedule_check import schedule_findings
 from fmha_gen.ops import operation_of
+from fmha_gen.ops.cases import Tiles, tiles_of
 from fmha_gen.ops.operation import BYTES
-from fmha_gen.schedule_check import schedule_findings
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
 FIRST_ADDRESS, STEP = 0x7F00_0000_0000, 1 << 40

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
-from fmha_gen import build, render, toolchain
+from fmha_gen.build import engine, render, toolchain
 from fmha_gen.errors import CheckFailed, Diagnostic, Location, SpecError
 
 KERNEL = f'''# SPDX-License-Identifier: Apache-2.0
@@ -144,8 +144,8 @@ class Parts:
         self.formatted.append(plan.stem)
         return format_kernel(plan, source)
 
-    def engine(self) -> build.Engine:
-        return build.Engine(
+    def engine(self) -> engine.Engine:
+        return engine.Engine(
             load_all=load_all,
             resolve=resolve,
             render_source=render_source,

@@ -4,18 +4,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fmha_gen import (
-    build,
-    cache,
-    evaluation,
-    lint,
-    manifest,
-    records,
-    render,
-    tree,
-)
+from fmha_gen.build import engine, lint, manifest, records, render, tree
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
-from fmha_gen.executor import Local
+from fmha_gen.evidence import evaluation
+from fmha_gen.host import cache
+from fmha_gen.host.executor import Local
 
 from . import fake
 
@@ -41,8 +34,8 @@ def parts() -> fake.Parts:
     return fake.Parts()
 
 
-def run(parts, paths, out, **options) -> build.BuildResult:
-    return build.build(paths, out, engine=parts.engine(), **options)
+def run(parts, paths, out, **options) -> engine.BuildResult:
+    return engine.build(paths, out, engine=parts.engine(), **options)
 
 
 def edit(path: Path, old: str, new: str) -> None:

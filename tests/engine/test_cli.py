@@ -7,8 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from fmha_gen import build, cli, doctor, records, toolchain
+from fmha_gen import cli
+from fmha_gen.build import engine, records, toolchain
 from fmha_gen.errors import EnvironmentProblem
+from fmha_gen.host import doctor
 from typer.testing import CliRunner
 
 from . import fake
@@ -19,13 +21,14 @@ sys.path[:0] = {path!r}
 # A shell that runs the tests in the background has them ignore ^C, and so all that they start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 from engine import fake
-from fmha_gen import build, cli, toolchain
+from fmha_gen import cli
+from fmha_gen.build import engine, toolchain
 def hang(text, stem, arch):
     print("compiling", flush=True)
     return toolchain.compile_kernel("import time; time.sleep(60)", stem, arch)
 parts = fake.Parts()
 parts.compile_kernel = hang
-build.default_engine = parts.engine
+engine.default_engine = parts.engine
 cli.main()
 """
 
@@ -33,7 +36,7 @@ cli.main()
 @pytest.fixture
 def specs(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(build, "default_engine", fake.Parts().engine)
+    monkeypatch.setattr(engine, "default_engine", fake.Parts().engine)
     folder = tmp_path / "specs"
     folder.mkdir()
     (folder / "a.yaml").write_text("64\n")
@@ -76,7 +79,7 @@ def test_statuses(specs):
 
 def test_a_failure_is_text_on_stderr(specs, monkeypatch):
     parts = fake.Parts({"a": fake.report(stack_bytes=8)})
-    monkeypatch.setattr(build, "default_engine", parts.engine)
+    monkeypatch.setattr(engine, "default_engine", parts.engine)
     result = run("build", "specs")
     assert result.exit_code == 1
     assert result.stderr == "a: uses 8 B of stack and 0 B of local memory\n"
@@ -89,7 +92,7 @@ def test_missing_environment_is_one_line_and_3(specs, monkeypatch):
 
     parts = fake.Parts()
     parts.compile_kernel = lambda *_: missing()
-    monkeypatch.setattr(build, "default_engine", parts.engine)
+    monkeypatch.setattr(engine, "default_engine", parts.engine)
     result = run("build", "specs")
     assert (result.exit_code, result.stderr) == (
         3,

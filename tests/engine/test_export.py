@@ -13,8 +13,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from fmha_gen import cli, export, toolchain, validate
+from fmha_gen import cli
+from fmha_gen.build import export, toolchain
 from fmha_gen.errors import EnvironmentProblem
+from fmha_gen.evidence import validate
 from support import GENERATED, ROOT, SPECS
 from typer.testing import CliRunner
 

@@ -17,7 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from fmha_gen import evidence
+from fmha_gen.evidence import table as evidence
 
 from . import fake
 
@@ -80,9 +80,9 @@ def test_the_package_is_the_installed_one(
 ) -> None:
     commands, home = installed
     code = (
-        "import fmha_gen, fmha_gen.tune.command, fmha_gen.vendor.command;"
+        "import fmha_gen, fmha_gen.tune.command, fmha_gen.vendoring.command;"
         " print(fmha_gen.__file__);"
-        " from fmha_gen import render; print(render.template_folder())"
+        " from fmha_gen.build import render; print(render.template_folder())"
     )
     package, templates = run(commands / "python", "-c", code, cwd=tmp_path).split()
     assert Path(package).resolve() == (home / "__init__.py").resolve()

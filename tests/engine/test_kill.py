@@ -31,21 +31,15 @@ import pytest
 import support
 from bench import test_results
 from bench.model import ModelGauge
-from fmha_gen import (
-    build,
-    cache,
-    cli,
-    emulate,
-    manifest,
-    processes,
-    records,
-    toolchain,
-    validate,
-)
+from fmha_gen import cli
 from fmha_gen.bench import command as bench
 from fmha_gen.bench import plot, results
-from fmha_gen.matrix import cells, document
-from fmha_gen.render import body_digest
+from fmha_gen.build import engine as build
+from fmha_gen.build import manifest, records, toolchain
+from fmha_gen.build.render import body_digest
+from fmha_gen.compat import cells, document
+from fmha_gen.evidence import emulate, validate
+from fmha_gen.host import cache, processes
 from fmha_gen.tune import command as tune
 from tune.model import ModelGpu
 from vendor.test_vendor import rebuild

@@ -15,9 +15,12 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import cli, evidence, records, render, schema
-from fmha_gen.picture import page
-from fmha_gen.spec import load_specs
+from fmha_gen import cli
+from fmha_gen.build import records, render
+from fmha_gen.evidence import table
+from fmha_gen.show import schema
+from fmha_gen.show.picture import page
+from fmha_gen.spec.model import load_specs
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -65,7 +68,7 @@ def first_column(file: Path, title: str) -> list[str]:
 
 
 def test_evidence_is_that_of_the_records() -> None:
-    expected = evidence.table(evidence.load(ROOT / "generated"))
+    expected = table.table(table.load(ROOT / "generated"))
     check_table("evidence", TABLE, expected)
 
 
@@ -122,7 +125,7 @@ def test_a_decision_begins_with_a_short_summary_and_is_in_the_index(file: Path) 
 
 
 def test_as_many_kernels_are_on_each_rung_as_it_says() -> None:
-    found = evidence.load(ROOT / "generated")
+    found = table.load(ROOT / "generated")
     sm90 = [one for one in found if one["kernel"].startswith("sm90_")]
     sm100 = [one for one in found if one not in sm90]
     above = [one for one in sm90 if one["rung"] == "benchmarked"]
@@ -212,7 +215,7 @@ def write_record(generated: Path, body: str) -> None:
 
 
 def cells(generated: Path) -> list[str]:
-    *_, line = evidence.table(evidence.load(generated)).splitlines()
+    *_, line = table.table(table.load(generated)).splitlines()
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 

@@ -6,7 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fmha_gen import build, cli, records, shipped, verify
+from fmha_gen import cli, verify
+from fmha_gen.build import engine, records, shipped
 from typer.testing import CliRunner
 
 from . import fake
@@ -20,7 +21,7 @@ def packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     specs, folder = tmp_path / "specs", tmp_path / "packaged"
     specs.mkdir()
     (specs / "a.yaml").write_text("64\n")
-    build.build([specs], folder, engine=fake.Parts().engine())
+    engine.build([specs], folder, engine=fake.Parts().engine())
     body = verify.body_digest((folder / "a.py").read_text())
     record = fake.record(folder, "a")
     for rung in ("emulated", "validated"):
@@ -37,7 +38,7 @@ def write(folder: Path, record: records.Record) -> None:
 
 
 def built(tmp_path: Path, **options: bool) -> records.Record:
-    result = build.build(
+    result = engine.build(
         [tmp_path / "specs"], tmp_path / "g", engine=fake.Parts().engine(), **options
     )
     assert result.ok
@@ -73,7 +74,7 @@ def test_adopts_what_is_about_the_code_of_another_text(
     (tmp_path / "specs" / "a.yaml").write_text("65\n")
     assert built(tmp_path, compile=False)["rung"] == "rendered"
     parts = fake.Parts({"a": fake.report(launch_sha256="l" * 64)})
-    build.build([tmp_path / "specs"], tmp_path / "h", engine=parts.engine())
+    engine.build([tmp_path / "specs"], tmp_path / "h", engine=parts.engine())
     adopted = fake.record(tmp_path / "h", "a")
     assert adopted["rung"] == "validated"
     assert adopted["validated"] == record["validated"]
@@ -112,7 +113,7 @@ def test_where_kernels_come_from(packaged: Path, tmp_path: Path) -> None:
     assert shipped.source(["a"], own) == packaged
     assert shipped.source(["b"], own) == packaged  # which then says that it has none
     (tmp_path / "specs" / "b.yaml").write_text("128\n")
-    build.build([tmp_path / "specs" / "b.yaml"], own, engine=fake.Parts().engine())
+    engine.build([tmp_path / "specs" / "b.yaml"], own, engine=fake.Parts().engine())
     assert shipped.source(["b"], own) == own
     assert shipped.source(["a"], own) == packaged
     assert shipped.source(["a", "b"], own) == own  # which then says what it lacks

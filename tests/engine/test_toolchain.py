@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from fmha_gen import sass, toolchain
 from fmha_gen.arch import sm90
+from fmha_gen.build import sass, toolchain
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 
 DATA = Path(__file__).parent / "data"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import build
+from fmha_gen.build import engine
 from fmha_gen.errors import CODES, SpecError
 
 HERE = Path(__file__).parent
@@ -52,7 +52,7 @@ def report(case: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     nested = sorted(path for path in root.glob("*") if path.is_dir())
     paths = nested or [root] if root.is_dir() else [Path(f"{case}.yaml")]
     with pytest.raises(SpecError) as raised:
-        build.build(paths, Path("out"), compile=False)
+        engine.build(paths, Path("out"), compile=False)
     assert not Path("out").exists()
     assert raised.value.exit_code == 2
     return f"{raised.value}\n"

@@ -2,7 +2,7 @@
 """Preloaded by a worker: it has a GPU as far as this package can tell."""
 
 from bench.model import ModelGauge
-from fmha_gen import validate
+from fmha_gen.evidence import validate
 from fmha_gen.tune import command
 
 

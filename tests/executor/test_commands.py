@@ -15,11 +15,13 @@ import pytest
 import support
 from bench.model import ModelGauge
 from engine import fake
-from fmha_gen import build, cli, emulate, validate
+from fmha_gen import cli
 from fmha_gen.bench.problems import Problem
+from fmha_gen.build import engine as build
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.executor import Executor, Local, opened
-from fmha_gen.processes import Ending
+from fmha_gen.evidence import emulate, validate
+from fmha_gen.host.executor import Executor, Local, opened
+from fmha_gen.host.processes import Ending
 from fmha_gen.tune import command
 from fmha_gen.tune.gpu import OneGpu
 from typer.testing import CliRunner

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import dask_cluster, processes
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
-from fmha_gen.executor import Executor, Local, Task, in_order, opened
+from fmha_gen.host import dask_cluster, processes
+from fmha_gen.host.executor import Executor, Local, Task, in_order, opened
 
 from . import work
 from .conftest import DEATHS, GPU, HERE, Processes, running, wait_for
@@ -243,7 +243,10 @@ def test_a_worker_with_another_version_that_comes_late(tmp_path: Path) -> None:
 
 def test_a_scheduler_without_fmha_gen_is_refused(tmp_path: Path) -> None:
     """It unpickles what it passes on."""
-    missing = ("--preload", "import sys; sys.modules['fmha_gen.dask_cluster'] = None")
+    missing = (
+        "--preload",
+        "import sys; sys.modules['fmha_gen.host.dask_cluster'] = None",
+    )
     with (
         running(tmp_path, scheduler_options=missing) as here,
         pytest.raises(EnvironmentProblem, match=r"^scheduler 127\S+: ModuleNotFound"),

@@ -10,8 +10,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from fmha_gen import processes, toolchain
+from fmha_gen.build import toolchain
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.host import processes
 
 FAKE_PROCESS = Path(__file__).parents[1] / "unit" / "fake_trial.py"
 

@@ -13,8 +13,10 @@ import jinja2
 import jinja2.meta
 import pytest
 import support
-from fmha_gen import masks, plan, render, specialise
 from fmha_gen.arch import ARCHITECTURES
+from fmha_gen.build import render, specialise
+from fmha_gen.ops import masks
+from fmha_gen.planning import plan
 from test_unshipped import unshipped
 
 WINDOW = "{{arch: {arch}, op: fmha_fwd, dtype: bf16, head_dim: 128, mask: causal}}"

@@ -9,8 +9,9 @@ from pathlib import Path
 import black
 import pytest
 import support
-from fmha_gen import build, cache, manifest, records, render
 from fmha_gen.arch import ARCHITECTURES
+from fmha_gen.build import engine, manifest, records, render
+from fmha_gen.host import cache
 from support import GENERATED, SHIPPED, SPECS
 
 
@@ -23,7 +24,7 @@ def record_of(stem: str) -> tuple[records.Record | None, str | None]:
 
 
 def test_generated_is_what_the_specs_say() -> None:
-    result = build.build([SPECS], GENERATED, check=True, compile=False)
+    result = engine.build([SPECS], GENERATED, check=True, compile=False)
     assert result.failures == ()
     changes = [
         f"{change.kind}: {change.path}\n{change.diff}" for change in result.changes
@@ -39,7 +40,7 @@ def test_checking_all_kernels_takes_seconds_with_an_empty_cache(
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path))
     monkeypatch.setattr(render, "format_source", lambda text: pytest.fail(text))
     begin = time.process_time()
-    assert build.build([SPECS], GENERATED, check=True, compile=False).ok
+    assert engine.build([SPECS], GENERATED, check=True, compile=False).ok
     assert time.process_time() - begin < 15
 
 

@@ -14,8 +14,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fmha_gen import render, specialise
 from fmha_gen.arch import ARCHITECTURES
+from fmha_gen.build import render, specialise
 from test_partials import MODULES, PARTIALS, contexts, source_of
 
 MOST_CHOICES = 10  # of Jinja in a partial

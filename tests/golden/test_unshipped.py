@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import support
 import yaml
-from fmha_gen import build, plan, render
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.executor import Local
+from fmha_gen.build import engine, render
+from fmha_gen.host.executor import Local
+from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 
 TABLE = Path(__file__).with_name("unshipped.txt")
@@ -57,7 +58,7 @@ def test_texts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         specs.mkdir()
         for number, fields in enumerate(new):
             (specs / f"unshipped_{number}.yaml").write_text(text_of(fields), "utf-8")
-        built = build.build([specs], tmp_path / "generated", executor=Local(2))
+        built = engine.build([specs], tmp_path / "generated", executor=Local(2))
         assert built.failures == ()
         assert {kernel.rung for kernel in built.kernels} == {"compiled"}
     support.check_accepted(TABLE, "\n".join([*lines, ""]), capsys)

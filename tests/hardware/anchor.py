@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from fmha_gen import captures
-from fmha_gen.cases import Case, Data, cases_for, tiles_of
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.render import body_digest
-from fmha_gen.tensors import arguments, make_problem
+from fmha_gen.build import captures
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.build.render import body_digest
+from fmha_gen.evidence.tensors import arguments, make_problem
+from fmha_gen.ops.cases import Case, Data, cases_for, tiles_of
 from fmha_gen.verify import sha256
 
 # The tags of cases that every kernel has, with data that stay as they were when they were taken:
@@ -46,7 +46,7 @@ def sampled_rows(q: int) -> slice:
 def main() -> None:
     """See the module."""
     import torch
-    from fmha_gen.trial import DTYPES, load_kernel
+    from fmha_gen.evidence.trial import DTYPES, load_kernel
 
     generated = Path(__file__).resolve().parents[2] / "generated"
     kernels = [Path(name) for name in sys.argv[2:]] or sorted(

@@ -6,8 +6,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from fmha_gen import validate
 from fmha_gen.errors import EnvironmentProblem
+from fmha_gen.evidence import validate
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
 KERNELS = sorted(GENERATED.glob("*.py"))

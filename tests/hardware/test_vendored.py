@@ -18,9 +18,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fmha_gen import validate
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.vendor import command
+from fmha_gen.evidence import validate
+from fmha_gen.vendoring import command
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fmha_gen import cache, records, toolchain
-from fmha_gen.render import body_digest
+from fmha_gen.build import records, toolchain
+from fmha_gen.build.render import body_digest
+from fmha_gen.host import cache
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 CHAIN = Path(__file__).parents[1] / "engine" / "data" / "wgmma_chain.py"

@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fmha_gen.build.toolchain import LoopReport, WgmmaReport
+from fmha_gen.compat import cells, document
+from fmha_gen.compat.cells import Kind
 from fmha_gen.errors import CheckFailed, OutOfTime
-from fmha_gen.matrix import cells, document
-from fmha_gen.matrix.cells import Kind
-from fmha_gen.toolchain import LoopReport, WgmmaReport
 
 from tests.engine.fake import COUNTS, report
 

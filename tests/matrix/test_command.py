@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from click.testing import Result
-from fmha_gen import cli, emulate, records, toolchain
+from fmha_gen import cli
+from fmha_gen.build import records, toolchain
+from fmha_gen.build.render import body_digest
+from fmha_gen.compat import document, environments
 from fmha_gen.errors import CheckFailed
-from fmha_gen.matrix import document, environments
-from fmha_gen.render import body_digest
+from fmha_gen.evidence import emulate
 from typer.testing import CliRunner
 
 from tests.engine.fake import COUNTS, report

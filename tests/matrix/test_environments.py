@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from fmha_gen import toolchain
+from fmha_gen.build import toolchain
+from fmha_gen.compat import environments
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.matrix import environments
 
 HERE = toolchain.require_dsl()
 

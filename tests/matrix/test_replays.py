@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from fmha_gen import cli, toolchain
+from fmha_gen import cli
+from fmha_gen.build import toolchain
 from typer.testing import CliRunner
 
 HERE = toolchain.require_dsl()

@@ -18,14 +18,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from fmha_gen import kernel_text, rehearsal
-from fmha_gen.cases import Case, cases_for
+from fmha_gen.build import kernel_text
 from fmha_gen.emulator import lower
 from fmha_gen.emulator.launch import CaptureError, Launch
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.reference import Truth
-from fmha_gen.tensors import Problem, make_problem
+from fmha_gen.evidence import rehearsal
+from fmha_gen.evidence.tensors import Problem, make_problem
+from fmha_gen.ops.cases import Case, cases_for
+from fmha_gen.ops.reference import Truth
 
 from tests.emulator.rehearsals import captured
 

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmha_gen import cache, emulate
 from fmha_gen.emulator.launch import open_host_program
 from fmha_gen.errors import EnvironmentProblem
+from fmha_gen.evidence import emulate
+from fmha_gen.host import cache
 
 # First the cheapest schedule, which shows most. What is wrong under no order of the warps but
 # another one is a matter of synchronisation, which has a campaign of its own.

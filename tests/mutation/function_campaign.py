@@ -12,9 +12,10 @@ import functools
 import hashlib
 from collections.abc import Iterator
 
-from fmha_gen import captures, emulate
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.kernel_text import read_constants
+from fmha_gen.build import captures
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.evidence import emulate
 
 from . import emulation, function_mutants
 from .campaign import GENERATED, SAME, command

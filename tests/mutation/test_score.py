@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from fmha_gen import captures
+from fmha_gen.build import captures
 
 from . import ptx_mutants, source_mutants
 from .campaign import GENERATED, KERNELS, Subject

@@ -20,8 +20,9 @@ from typing import Any
 import hypothesis
 import support
 import yaml
-from fmha_gen import build, emulate
+from fmha_gen.build import engine
 from fmha_gen.errors import FmhaGenError
+from fmha_gen.evidence import emulate
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
@@ -85,7 +86,7 @@ def judged(arch: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
             spec.write_text(text, encoding="utf-8")
             out = folder / "generated"
             try:
-                built = build.build([spec.parent], out)
+                built = engine.build([spec.parent], out)
             except FmhaGenError as error:
                 yield row | {"verdict": "refused", "why": str(error)}
                 continue

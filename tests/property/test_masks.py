@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fmha_gen import masks
-from fmha_gen.masks import ALL_KEYS, MASKS, Affine, Lengths, Mask, kv, q, window
+from fmha_gen.ops import masks
+from fmha_gen.ops.masks import ALL_KEYS, MASKS, Affine, Lengths, Mask, kv, q, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

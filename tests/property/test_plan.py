@@ -12,11 +12,12 @@ from typing import Any
 
 import support
 import yaml
-from fmha_gen import lint, plan, render
 from fmha_gen.arch import sm90
+from fmha_gen.build import lint, render
 from fmha_gen.errors import SpecError
+from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
-from fmha_gen.spec import Spec
+from fmha_gen.spec.model import Spec
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st
 

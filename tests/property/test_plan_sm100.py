@@ -12,9 +12,10 @@ from typing import Any
 
 import support
 import yaml
-from fmha_gen import lint, plan, render
 from fmha_gen.arch import sm100
+from fmha_gen.build import lint, render
 from fmha_gen.errors import SpecError
+from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from hypothesis import HealthCheck, Phase, assume, example, given, settings
 from hypothesis import strategies as st

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from unittest.mock import MagicMock
 
 import support
-from fmha_gen.kernel_text import read_constants
+from fmha_gen.build.kernel_text import read_constants
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 

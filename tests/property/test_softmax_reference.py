@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import kernel_text, tensors
+from fmha_gen.build import kernel_text
+from fmha_gen.evidence import tensors
 
 KERNEL = support.GENERATED / "sm100_d128_bf16_causal_gqa4_lse.py"
 CONSTANTS = kernel_text.read_constants(KERNEL.read_text(encoding="utf-8"))

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 from fmha_gen.errors import CODES, SpecError
-from fmha_gen.names import contradictions, stem_violations, suggestion
-from fmha_gen.spec import Spec, SpecFile, load_specs
+from fmha_gen.spec.model import Spec, SpecFile, load_specs
+from fmha_gen.spec.names import contradictions, stem_violations, suggestion
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen.website import command as website
+from fmha_gen.show.website import command as website
 
 
 @pytest.fixture(scope="session")

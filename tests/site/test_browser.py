@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen.picture.svg import SIZES, width_of
+from fmha_gen.show.picture.svg import SIZES, width_of
 
 WIDTHS = (390, 1280)  # [CSS pixels] a phone, a desktop
 NAMES = ("chromium", "chromium-browser", "google-chrome")

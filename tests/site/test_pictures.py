@@ -14,8 +14,8 @@ from xml.etree import ElementTree
 import pytest
 import support
 from fmha_gen.cli import app
-from fmha_gen.picture import lanes, maps, page
-from fmha_gen.picture.svg import SIZES, Panel, document, width_of
+from fmha_gen.show.picture import lanes, maps, page
+from fmha_gen.show.picture.svg import SIZES, Panel, document, width_of
 from typer.testing import CliRunner
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -19,8 +19,8 @@ import pytest
 import support
 from fmha_gen.cli import app
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
-from fmha_gen.website import command as website
-from fmha_gen.website import decisions
+from fmha_gen.show.website import command as website
+from fmha_gen.show.website import decisions
 from typer.testing import CliRunner
 
 VOID = {"meta", "link", "br", "hr", "img", "rect", "circle", "polyline", "polygon"}

@@ -9,11 +9,12 @@ from dataclasses import replace
 import pytest
 import support
 from engine import fake
-from fmha_gen import build, plan
 from fmha_gen.arch import sm90
+from fmha_gen.build import engine as build
 from fmha_gen.errors import CheckFailed, SpecError
-from fmha_gen.executor import Local
-from fmha_gen.spec import SpecFile, load_specs, loads
+from fmha_gen.host.executor import Local
+from fmha_gen.planning import plan
+from fmha_gen.spec.model import SpecFile, load_specs, loads
 from fmha_gen.tune import candidates, space
 from fmha_gen.tune.candidates import Candidate, built, planned
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from bench.model import ModelGauge
 from engine import fake
-from fmha_gen import build, cli
+from fmha_gen import cli
+from fmha_gen.build import engine as build
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.spec import load_specs
+from fmha_gen.spec.model import load_specs
 from fmha_gen.tune import command, space
 from typer.testing import CliRunner
 
@@ -253,7 +254,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 from dataclasses import replace
 from bench.model import ModelGauge
 from engine import fake
-from fmha_gen import build, cli
+from fmha_gen import cli
+from fmha_gen.build import engine as build
 from fmha_gen.tune import command, gpu
 engine = replace(
     build.default_engine(),

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import support
 from fmha_gen.bench.problems import Problem
-from fmha_gen.cases import cases_for, tiles_of
+from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
-from fmha_gen.executor import Local
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.processes import Ending
+from fmha_gen.host.executor import Local
+from fmha_gen.host.processes import Ending
+from fmha_gen.ops.cases import cases_for, tiles_of
 from fmha_gen.tune import gpu
 from fmha_gen.tune.gpu import MACHINE, OneGpu, judge
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import support
-from fmha_gen import explain
 from fmha_gen.errors import CheckFailed
-from fmha_gen.spec import Spec
+from fmha_gen.show import explain
+from fmha_gen.spec.model import Spec
 from fmha_gen.tune import space
 
 BASE = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": 128}

@@ -20,7 +20,7 @@ torch = pytest.importorskip(
 from bench.model import ModelDevice, ModelGauge  # noqa: E402
 from fmha_gen.bench import contenders  # noqa: E402
 from fmha_gen.bench.problems import Problem  # noqa: E402
-from fmha_gen.processes import Ending  # noqa: E402
+from fmha_gen.host.processes import Ending  # noqa: E402
 from fmha_gen.tune import worker  # noqa: E402
 from fmha_gen.tune.gpu import MACHINE, judge, worker_command  # noqa: E402
 from fmha_gen.tune.halving import score  # noqa: E402

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from engine import fake
-from fmha_gen import captures, toolchain
+from fmha_gen.build import captures, toolchain
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.launch import Called, Launch
 from fmha_gen.errors import CheckFailed

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fmha_gen import captures, rehearsal
+from fmha_gen.build import captures
 from fmha_gen.emulator import launch, machine, ptx
 from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import lower_kernels
@@ -17,6 +17,7 @@ from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.report import Event, Finding
 from fmha_gen.emulator.scheduler import Schedule
 from fmha_gen.emulator.timeline import chrome_trace
+from fmha_gen.evidence import rehearsal
 
 KERNEL = Path(__file__).with_name("row_norms.py")
 TEXT = KERNEL.read_text(encoding="utf-8")

@@ -11,11 +11,13 @@ import pytest
 import support
 from diff import model
 from engine import fake
-from fmha_gen import evidence, explain, records
+from fmha_gen.build import records
+from fmha_gen.compat import cells
 from fmha_gen.diff import compare, kernels, report
-from fmha_gen.matrix import cells
-from fmha_gen.picture import page
+from fmha_gen.evidence import table
 from fmha_gen.planning.kernel_plan import KernelPlan
+from fmha_gen.show import explain
+from fmha_gen.show.picture import page
 
 STEM = "k"
 SMALL = model.report(setmaxnreg=(), registers=32, loops=())
@@ -75,12 +77,12 @@ def test_one_kernel_is_what_it_was() -> None:
     compiled = fake.report().to_json()
     assert "kernels" not in compiled
     assert records.kernels(compiled, STEM) == {"": compiled}
-    assert evidence.registers(compiled) == "24 / 240"
-    assert evidence.registers({}) == evidence.NOTHING
+    assert table.registers(compiled) == "24 / 240"
+    assert table.registers({}) == table.NOTHING
 
 
 def test_tables_and_explain_name_each() -> None:
-    assert evidence.registers(BOTH.to_json()) == "32, 24 / 240"
+    assert table.registers(BOTH.to_json()) == "32, 24 / 240"
     plan = two_kernels()
     known = {**record(), "kernel": plan.stem}
     first, second = (

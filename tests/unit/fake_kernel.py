@@ -7,9 +7,9 @@ import math
 from typing import Any
 
 import torch
-from fmha_gen.masks import MASKS, Lengths
-from fmha_gen.reference import attention
-from fmha_gen.trial import DTYPES
+from fmha_gen.evidence.trial import DTYPES
+from fmha_gen.ops.masks import MASKS, Lengths
+from fmha_gen.ops.reference import attention
 
 
 def spec(**changes: Any) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from fmha_gen.masks import Lengths
-from fmha_gen.reference import Attention
-from fmha_gen.tensors import FROM_BITS, TO_BITS
+from fmha_gen.evidence.tensors import FROM_BITS, TO_BITS
+from fmha_gen.ops.masks import Lengths
+from fmha_gen.ops.reference import Attention
 
 
 def rounded(dtype, x):

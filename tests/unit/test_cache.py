@@ -5,9 +5,9 @@ import stat
 from pathlib import Path
 
 import pytest
-from fmha_gen import cache, doctor, files
+from fmha_gen.compat import environments
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.matrix import environments
+from fmha_gen.host import cache, doctor, files
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,9 @@ from typing import get_args
 import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.cases import (
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.evidence.tensors import arguments
+from fmha_gen.ops.cases import (
     DYNAMIC,
     LONG_TILE,
     MANY_BLOCKS,
@@ -27,8 +29,6 @@ from fmha_gen.cases import (
     walks_for,
     work_tiles,
 )
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.tensors import arguments
 
 KERNELS = {
     path.stem: read_constants(path.read_text(encoding="utf-8"))

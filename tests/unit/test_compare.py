@@ -7,17 +7,17 @@ import math
 
 import numpy as np
 import pytest
-from fmha_gen.cases import STEEP, Case, Tiles
-from fmha_gen.compare import (
+from fmha_gen.ops.cases import STEEP, Case, Tiles
+from fmha_gen.ops.compare import (
     judge_lse,
     judge_output,
     outside_touched,
     rows_named,
     same_bits,
 )
-from fmha_gen.inputs import values
-from fmha_gen.masks import MASKS
-from fmha_gen.reference import Truth, attention, truth
+from fmha_gen.ops.inputs import values
+from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.reference import Truth, attention, truth
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
 from right_kernel import compute, rounded

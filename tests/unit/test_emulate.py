@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import cli, emulate, records
-from fmha_gen.emulate import Choice
+from fmha_gen import cli
+from fmha_gen.build import records
+from fmha_gen.build.render import body_digest
 from fmha_gen.emulator.scheduler import Completion
 from fmha_gen.errors import EnvironmentProblem, UsageProblem
-from fmha_gen.evaluation import Finding
-from fmha_gen.executor import Local
-from fmha_gen.processes import Ending
-from fmha_gen.render import body_digest
+from fmha_gen.evidence import emulate
+from fmha_gen.evidence.emulate import Choice
+from fmha_gen.evidence.evaluation import Finding
+from fmha_gen.host.executor import Local
+from fmha_gen.host.processes import Ending
 from rich.console import Console
 from typer.testing import CliRunner
 

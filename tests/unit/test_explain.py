@@ -12,12 +12,13 @@ import re
 from pathlib import Path
 
 import pytest
-from fmha_gen import explain, records
 from fmha_gen.arch import sm90
-from fmha_gen.plan import resolve
+from fmha_gen.build import records
+from fmha_gen.build.render import body_digest, render_kernel
 from fmha_gen.planning.kernel_plan import KernelPlan
-from fmha_gen.render import body_digest, render_kernel
-from fmha_gen.spec import load_specs
+from fmha_gen.planning.plan import resolve
+from fmha_gen.show import explain
+from fmha_gen.spec.model import load_specs
 
 DATA = Path(__file__).parent / "data"
 GOLDENS = {"fixed": DATA / "explain_small.txt", "sm100": DATA / "explain_sm100.txt"}

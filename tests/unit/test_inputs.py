@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import support
-from fmha_gen.cases import Case, Tiles, cases_for, residues, tiles_of
-from fmha_gen.compare import judge_output
-from fmha_gen.inputs import FAR, GUARD, place_tensors, values
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.masks import MASKS, Lengths
-from fmha_gen.reference import truth
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.ops.cases import Case, Tiles, cases_for, residues, tiles_of
+from fmha_gen.ops.compare import judge_output
+from fmha_gen.ops.inputs import FAR, GUARD, place_tensors, values
+from fmha_gen.ops.masks import MASKS, Lengths
+from fmha_gen.ops.reference import truth
 from right_kernel import rounded
 
 SPEC = {

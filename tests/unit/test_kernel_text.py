@@ -3,7 +3,7 @@
 
 import pytest
 import support
-from fmha_gen.kernel_text import host_digest
+from fmha_gen.build.kernel_text import host_digest
 
 KERNEL = '''"""A kernel."""
 import math

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fmha_gen.compare import judge_output
-from fmha_gen.likeness import Inputs, likeness
-from fmha_gen.masks import MASKS
-from fmha_gen.reference import truth
+from fmha_gen.ops.compare import judge_output
+from fmha_gen.ops.likeness import Inputs, likeness
+from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.reference import truth
 from right_kernel import rounded
 
 BATCH, ROWS, KEYS, HEADS, KV_HEADS, DIM, TILE = 2, 40, 150, 4, 2, 32, 64

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from fmha_gen import lint, render
+from fmha_gen.build import lint, render
 
 GOOD = f'''# SPDX-License-Identifier: Apache-2.0
 """A kernel.

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from fmha_gen import manifest
+from fmha_gen.build import manifest
 from fmha_gen.errors import CheckFailed
 
 TOOLS = manifest.tools_line(fmha_gen="1", black="2", jinja2=">=3", dsl=">=4,<5")

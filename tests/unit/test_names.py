@@ -6,13 +6,13 @@ import sys
 from typing import Any
 
 import pytest
-from fmha_gen.names import (
+from fmha_gen.spec.model import Spec
+from fmha_gen.spec.names import (
     LONGEST_STEM,
     contradictions,
     stem_violations,
     suggestion,
 )
-from fmha_gen.spec import Spec
 
 PLAIN: dict[str, Any] = {}
 FIXED: dict[str, Any] = {"seqlen": 4096, "mask": "causal", "lse": True}

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fmha_gen import captures, coverage, render, tensors
-from fmha_gen.cases import Case, Tiles
+from fmha_gen.build import captures, render
+from fmha_gen.build.probes import LAYOUTS
 from fmha_gen.emulator.launch import Called, Launch
-from fmha_gen.inputs import place_tensors
+from fmha_gen.evidence import coverage, tensors
 from fmha_gen.ops import OPERATIONS, operation_of
+from fmha_gen.ops.cases import Case, Tiles
 from fmha_gen.ops.forward import FORWARD
+from fmha_gen.ops.inputs import place_tensors
 from fmha_gen.ops.operation import Given
-from fmha_gen.probes import LAYOUTS
 from made_up import MADE_UP, spec
 
 CASE = Case("x", batch=2, kv_heads=3, q=48, kv=40)

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from fmha_gen.processes import take_in_turn
+from fmha_gen.host.processes import take_in_turn
 
 
 def note(folder: Path, number: int) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import support
-from fmha_gen import render
+from fmha_gen.build import render
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.planning.protocol import Lane, Phase, arrows
 

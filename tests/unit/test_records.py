@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import pytest
-from fmha_gen import build, manifest, records
+from fmha_gen.build import engine, manifest, records
 from fmha_gen.errors import CheckFailed
 
 A, B = "a" * 64, "b" * 64
@@ -209,4 +209,4 @@ def test_damage_is_named(tmp_path, data):
 def test_a_lock_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / manifest.FILE).write_bytes(b"\xff")
     with pytest.raises(CheckFailed, match=r"MANIFEST\.lock: not a lock"):
-        build._read_lock(tmp_path)
+        engine._read_lock(tmp_path)

@@ -8,8 +8,8 @@ import math
 
 import numpy as np
 import pytest
-from fmha_gen import reference
-from fmha_gen.masks import MASKS
+from fmha_gen.ops import reference
+from fmha_gen.ops.masks import MASKS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from right_kernel import rounded

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fmha_gen import captures, tensors
-from fmha_gen.cases import Case, Tiles
-from fmha_gen.emulate import Choice
+from fmha_gen.build import captures
+from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import UnsupportedInstruction
 from fmha_gen.emulator.machine import RunResult
@@ -21,8 +20,9 @@ from fmha_gen.emulator.ptx import Instruction
 from fmha_gen.emulator.report import Finding, Kind
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.emulator.writes import Writer, Writes
-from fmha_gen.kernel_text import read_constants
-from fmha_gen.rehearsal import (
+from fmha_gen.evidence import tensors
+from fmha_gen.evidence.emulate import Choice
+from fmha_gen.evidence.rehearsal import (
     MOST_BYTES,
     Rehearsal,
     main,
@@ -33,6 +33,7 @@ from fmha_gen.rehearsal import (
     tiles_of,
     with_roundings,
 )
+from fmha_gen.ops.cases import Case, Tiles
 
 SPEC = {
     "arch": "sm90",

@@ -8,7 +8,7 @@ import black
 import jinja2
 import pytest
 import support
-from fmha_gen import render
+from fmha_gen.build import render
 from fmha_gen.errors import CheckFailed
 
 TEXT = f'"""A kernel.\n\n{render.DIGEST_PLACEHOLDER}\n"""\n\nX = 1\n'

@@ -12,8 +12,8 @@ import yaml
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.features import FEATURES
 from fmha_gen.features.feature import Feature, Relation, said
-from fmha_gen.schema import schema
-from fmha_gen.spec import Spec
+from fmha_gen.show.schema import schema
+from fmha_gen.spec.model import Spec
 from pydantic import ValidationError
 from support import SPECS
 
@@ -100,7 +100,7 @@ def test_a_relation_may_be_about_a_field_with_a_short_form(
     """Such as a kernel that is generated for one length of Q, and any of K, where it is causal."""
     relation = Relation(["dynamic"], {"seqlen.q": [64], "mask": ["causal"]})
     features = [*FEATURES, Feature("seqlen.kv", relations=[relation])]
-    for module in ("fmha_gen.schema.FEATURES", "fmha_gen.spec.FEATURES"):
+    for module in ("fmha_gen.show.schema.FEATURES", "fmha_gen.spec.model.FEATURES"):
         monkeypatch.setattr(module, features)
     rules, seen = {"allOf": schema()["allOf"]}, set()
     lengths = ("dynamic", 64, 7, {"q": 64}, {"kv": 64}, {"q": 64, "kv": 7}, {})

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from fmha_gen.errors import Location
-from fmha_gen.schema import schema
-from fmha_gen.spec import Spec, load_specs
+from fmha_gen.show.schema import schema
+from fmha_gen.spec.model import Spec, load_specs
 from pydantic import ValidationError
 
 MINIMAL: dict[str, Any] = {

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from fmha_gen.errors import Location, SpecError
-from fmha_gen.spec import load_specs
-from fmha_gen.specfile import INVALID, MAX_BYTES, MAX_DEPTH, decode, find, parse
+from fmha_gen.spec.model import load_specs
+from fmha_gen.spec.specfile import INVALID, MAX_BYTES, MAX_DEPTH, decode, find, parse
 
 
 def test_data_and_places() -> None:

@@ -8,8 +8,8 @@ import textwrap
 
 import pytest
 import support
-from fmha_gen import render
-from fmha_gen.specialise import FoldError, _ends, _split, folded, specialise
+from fmha_gen.build import render
+from fmha_gen.build.specialise import FoldError, _ends, _split, folded, specialise
 
 
 def left(text: str, numbers: dict[str, int] | None = None, **flags: bool) -> str:

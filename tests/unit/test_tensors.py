@@ -7,11 +7,11 @@ import itertools
 
 import numpy as np
 import pytest
-from fmha_gen import tensors
-from fmha_gen.cases import Case, Tiles
 from fmha_gen.emulator import launch
 from fmha_gen.emulator.memory import MemoryFault
-from fmha_gen.inputs import place_tensors
+from fmha_gen.evidence import tensors
+from fmha_gen.ops.cases import Case, Tiles
+from fmha_gen.ops.inputs import place_tensors
 
 SPEC = {
     "dtype": "bf16",

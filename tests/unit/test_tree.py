@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from fmha_gen import render, tree
+from fmha_gen.build import render, tree
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 
 

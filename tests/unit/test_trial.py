@@ -15,8 +15,8 @@ torch = pytest.importorskip(
 )
 
 from fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
-from fmha_gen import trial  # noqa: E402
-from fmha_gen.cases import Case, Data  # noqa: E402
+from fmha_gen.evidence import trial  # noqa: E402
+from fmha_gen.ops.cases import Case, Data  # noqa: E402
 
 CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
 DENSE = Case("dense", batch=2, kv_heads=2, q=33, kv=65, layout="plain")

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen import records, validate
+from fmha_gen.build import records
+from fmha_gen.build.render import body_digest
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, UsageProblem
-from fmha_gen.executor import Local
-from fmha_gen.render import body_digest
-from fmha_gen.validate import Ending, Finding, Memcheck, judge
+from fmha_gen.evidence import validate
+from fmha_gen.evidence.validate import Ending, Finding, Memcheck, judge
+from fmha_gen.host.executor import Local
 from rich.console import Console
 
 FAKE_TRIAL = Path(__file__).parent / "fake_trial.py"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import specfile
 from fmha_gen.errors import SpecError
-from fmha_gen.spec import load_specs
+from fmha_gen.spec import specfile
+from fmha_gen.spec.model import load_specs
 
 VALID = {"arch": "sm90", "op": "fmha_fwd", "dtype": "bf16", "head_dim": "128"}
 

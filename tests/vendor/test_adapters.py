@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from fmha_gen.errors import CheckFailed
-from fmha_gen.vendor import command, contents
+from fmha_gen.vendoring import command, contents
 from support import GENERATED
 
 from .test_package import imported, strided, tensors

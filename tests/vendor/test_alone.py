@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen import toolchain
-from fmha_gen.vendor import command
+from fmha_gen.build import toolchain
+from fmha_gen.vendoring import command
 from support import GENERATED, ROOT
 
 pytest.importorskip("torch", reason="the package's operators need PyTorch")

@@ -17,8 +17,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from fmha_gen import export
-from fmha_gen.vendor import command
+from fmha_gen.build import export
+from fmha_gen.vendoring import command
 from support import GENERATED
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")

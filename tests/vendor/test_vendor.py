@@ -13,9 +13,10 @@ from pathlib import Path
 
 import black
 import pytest
-from fmha_gen import cli, manifest, records, render, tree, verify
+from fmha_gen import cli, verify
+from fmha_gen.build import manifest, records, render, tree
 from fmha_gen.errors import CheckFailed
-from fmha_gen.vendor import command, contents
+from fmha_gen.vendoring import command, contents
 from support import GENERATED, ROOT, check_accepted
 from typer.testing import CliRunner
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
-from fmha_gen import captures
+from fmha_gen.build import captures
 from fmha_gen.emulator import launch, machine, numerics
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fmha_gen import captures, kernel_text, sass, toolchain
-from fmha_gen.cases import DYNAMIC
+from fmha_gen.build import captures, kernel_text, sass, toolchain
 from fmha_gen.emulator import launch
+from fmha_gen.ops.cases import DYNAMIC
 
 from . import harness
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen import captures, cases, kernel_text, rehearsal, tensors
+from fmha_gen.build import captures, kernel_text
 from fmha_gen.emulator.lower import lower_kernels
+from fmha_gen.evidence import rehearsal, tensors
+from fmha_gen.ops import cases
 
 # Causal rows of bf16, full ones of fp16; both write LSE.
 KERNELS = ("sm100_d128_bf16_causal_gqa4_lse", "sm100_d128_fp16_full_lse")

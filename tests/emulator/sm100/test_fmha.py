@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import support
-from fmha_gen import rehearsal
+from fmha_gen.evidence import rehearsal
 
 from tests.emulator.rehearsals import check_launches, damaged, tagged
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from fmha_gen import sass, toolchain
+from fmha_gen.build import sass, toolchain
 
 from . import static_cost
 

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Turns a template and its values into the text of a file, the same bytes everywhere.
+
+The text is rendered strictly, formatted with the pinned black and stamped with two digests in its
+header, so that any copy of the file can be told intact, edited or out of date by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+
+from ..errors import CheckFailed
+from ..ops.operation import OF_SPEC
+from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
+from ..verify import Digests as Digests
+from ..verify import body_digest as body_digest
+from ..verify import stated_digests as stated_digests
+from .specialise import Flag, FoldError, specialise
+
+if TYPE_CHECKING:
+    from ..ops.operation import Tensor
+    from ..planning.kernel_plan import KernelPlan, Number
+
+# A header template writes this line where the digests belong.
+DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
+_KEPT_PIECES = 4096  # formatted, some kilobytes each
+
+
+@functools.cache
+def template_folder() -> Path:
+    """Where the templates are: inside the installed package, or beside it in a source tree."""
+    spec = importlib.util.find_spec("fmha_gen.templates")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(__file__).resolve().parents[2] / "templates"
+
+
+def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
+    """The one way templates are read: strict, no globals, whole-line tags leave no trace."""
+    env = jinja2.Environment(
+        loader=loader or jinja2.FileSystemLoader(template_folder(), encoding="utf-8"),
+        undefined=jinja2.StrictUndefined,
+        line_statement_prefix="#%",
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        newline_sequence="\n",
+        autoescape=False,
+    )
+    env.globals.clear()
+    env.filters |= {
+        **{"literal": repr, "constant": constant, "tuple": tuple_of},
+        **{"element": element, "has_rank": has_rank, "allocated": allocated},
+    }
+    return env
+
+
+def tuple_of(items: Sequence[str]) -> str:
+    """Return a tuple of names or calls."""
+    return f"({', '.join(items)}{',' * (len(items) == 1)})"
+
+
+def element(tensor: Tensor) -> str:
+    """Return a tensor's element type as the DSL says it."""
+    return {OF_SPEC: "DTYPE", "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
+
+
+def has_rank(tensor: Tensor) -> str:
+    """Return the test of a tensor's number of dimensions."""
+    return f"{tensor.name}.ndim == {len(tensor.axes)}"
+
+
+def allocated(tensor: Tensor) -> str:
+    """Return the arguments of PyTorch's `new_empty`, called on a tensor of the SPEC's type."""
+    sizes = [x.symbol if x.constant else x.letter for x in tensor.axes]
+    types = {OF_SPEC: [], "fp32": ["dtype=torch.float32"]}
+    return ", ".join([*sizes, *types[tensor.dtype]])
+
+
+def constant(number: Number) -> str:
+    """Return a constant of the plan as the file's constants block has it."""
+    unit = f" [{number.unit}]" if number.unit else ""
+    formula = f" = {number.formula}" if number.formula else ""
+    return f"{number.name} = {number.value}  #{unit}{formula}"
+
+
+def render_kernel(plan: KernelPlan) -> str:
+    """Return the whole text of a plan's kernel: rendered, formatted, with its digests."""
+    return finish(format_source(render_source(plan)), plan.spec_file.digest)
+
+
+def render_source(plan: KernelPlan) -> str:
+    """Return the text of a plan's kernel as the templates give it, specialised."""
+    values = {**plan.context, "digest_line": DIGEST_PLACEHOLDER}
+    text = render_template(kernel_template(plan), values)
+    try:
+        return specialise(text, *decided(plan.context))
+    except FoldError as error:
+        places = _places(error.code, (plan.arch, "common"))
+        raise CheckFailed(f"template {' or '.join(places)}: {error}") from error
+
+
+def _places(code: str, folders: Sequence[str]) -> list[str]:
+    """Each `template:line` that has a line of code, or the module where holes hide it."""
+    found = [
+        f"{folder}/{file.name}:{number}"
+        for folder in folders
+        for file in sorted((template_folder() / folder).glob("*.py.j2"))
+        for number, line in enumerate(file.read_text("utf-8").splitlines(), 1)
+        if code and line.strip() == code
+    ]
+    return found or [f"{folders[0]}/module.py.j2"]
+
+
+def decided(context: Mapping[str, Any]) -> tuple[dict[str, Flag], dict[str, Flag]]:
+    """What the tests of templates may read: flags, and numbers, by upper-case name.
+
+    Flags are the values of a context that are true or false; numbers are its integers and the
+    constants of the kernel.
+    """
+    flags: dict[str, Flag] = {}
+    numbers: dict[str, Flag] = {}
+    for name, value in context.items():
+        if isinstance(value, bool):
+            flags[name.upper()] = value
+        elif isinstance(value, int):
+            numbers[name.upper()] = value
+    for number in (*context["chosen"], *context["derived"]):
+        numbers[number.name] = number.value
+    return flags, numbers
+
+
+def is_formatted(text: str, source: str, spec_digest: str) -> bool:
+    """Whether a kernel's text is `source`, as a build finished it, up to the layout.
+
+    Comments count, the digest of the body does too.
+    """
+    stated = stated_digests(text)
+    return (
+        stated is not None
+        and stated.spec == spec_digest[:SPEC_DIGITS]
+        and stated.body == body_digest(text)
+        and same_but_layout(without_digests(text, f"{DIGEST_PLACEHOLDER}\n"), source)
+    )
+
+
+def kernel_template(plan: KernelPlan) -> str:
+    """Return the name of the template that a plan's kernel is rendered from."""
+    return f"{plan.arch}/module.py.j2"
+
+
+def render_template(
+    name: str, context: Mapping[str, Any], *, env: jinja2.Environment | None = None
+) -> str:
+    """Render one template; raises CheckFailed that names the template and line."""
+    try:
+        return (env or _environment()).get_template(name).render(context)
+    except jinja2.TemplateSyntaxError as error:
+        raise CheckFailed(
+            f"template {error.name}:{error.lineno}: {error.message}"
+        ) from error
+    except jinja2.TemplateNotFound as error:
+        raise CheckFailed(f"template {error.name}: not found") from error
+    except jinja2.TemplateError as error:
+        raise CheckFailed(f"template {_place(error, name)}: {error.message}") from error
+
+
+def format_source(text: str) -> str:
+    """Format Python text with black: default style, target 3.10. Black is pinned exactly.
+
+    Functions and classes at the top are formatted apart, each once: kernels share most of theirs,
+    and what black makes of one depends on nothing around it. Only the empty lines between them do,
+    so short stand-ins take their places while the rest is formatted.
+    """
+    lines = re.findall(r".*\n|.+\Z", text)  # as Python counts them
+    try:
+        body = ast.parse(text).body
+    except (SyntaxError, ValueError) as error:
+        raise CheckFailed(f"rendered text is not Python: {error}") from error
+    rest: list[str] = []
+    taken = 0
+    pieces: dict[str, str] = {}
+    for node in body:
+        if not isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            continue
+        first = min([node.lineno, *(each.lineno for each in node.decorator_list)]) - 1
+        piece = "".join(lines[first : node.end_lineno])
+        stand_in = _stand_in(node, len(pieces))
+        pieces[stand_in] = _black(piece)
+        rest += [*lines[taken:first], stand_in]
+        taken = node.end_lineno or 0
+    formatted = _black("".join([*rest, *lines[taken:]]))
+    for stand_in, piece in pieces.items():
+        before, found, after = formatted.partition(stand_in)
+        if not found:  # two statements in a line, or the like: no text of ours
+            return _black(text)
+        formatted = f"{before}{piece}{after}"
+    return formatted
+
+
+def _stand_in(node: ast.FunctionDef | ast.ClassDef, number: int) -> str:
+    """A statement of the same kind, already formatted, that is nowhere else in the text."""
+    head = "class " if isinstance(node, ast.ClassDef) else "def "
+    call = ":" if isinstance(node, ast.ClassDef) else "():"
+    decorator = "@piece\n" if node.decorator_list else ""
+    return f"{decorator}{head}_piece_{number}_{call}\n    body\n"
+
+
+@functools.lru_cache(_KEPT_PIECES)
+def _black(text: str) -> str:
+    # Here: most builds find their text in the cache and need no formatter.
+    import black
+    from black.mode import TargetVersion
+    from black.parsing import InvalidInput
+
+    mode = black.Mode(target_versions={TargetVersion.PY310})
+    collects = gc.isenabled()
+    gc.disable()  # a quarter of the time, and a tree of a thousand lines is soon gone
+    try:
+        return black.format_str(text, mode=mode)
+    except InvalidInput as error:
+        raise CheckFailed(f"rendered text is not Python: {error}") from error
+    finally:
+        if collects:
+            gc.enable()
+
+
+def finish(text: str, spec_digest: str) -> str:
+    """Put both digests where the header has the placeholder line; the text is final afterwards."""
+    placeholder = f"{DIGEST_PLACEHOLDER}\n"
+    before, found, after = text.partition(f"\n{placeholder}")
+    if not found or f"\n{placeholder}" in after:
+        raise CheckFailed(
+            f"rendered text needs exactly one line {DIGEST_PLACEHOLDER!r}"
+        )
+    body = sha256(f"{before}\n{after}")
+    return f"{before}\nspec sha256:{spec_digest[:SPEC_DIGITS]}  body sha256:{body}\n{after}"
+
+
+@functools.cache
+def _environment() -> jinja2.Environment:
+    return environment()
+
+
+def _place(error: BaseException, name: str) -> str:
+    """`template:line` where a run of a template failed: Jinja maps its traceback to it."""
+    place = name
+    traceback = error.__traceback__
+    while traceback is not None:
+        filename = traceback.tb_frame.f_code.co_filename
+        if filename.endswith(".j2"):
+            place = f"{Path(filename).name}:{traceback.tb_lineno}"
+        traceback = traceback.tb_next
+    return place

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CTAs of a launch must have loaded and stored, compared with what a walk saw.
+
+Independent of how a kernel deals out its work. Every row of every output is stored once; the CTA
+that stores a row of out has loaded that row of Q; and a cluster has loaded, for each of its work
+tiles and in their order, those KV blocks that one of the tile's rows sees, K and V alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, islice, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..emulator.walk import Boxes, Extent, Walk
+from ..ops import masks, operation_of
+from ..ops.cases import Case, Tiles, most_clusters, work_tiles
+from ..ops.masks import Lengths
+from ..ops.operation import Sizes
+
+I64 = NDArray[np.int64]
+
+MOST_CTAS = 16  # of a cluster
+MOST_FINDINGS = 8  # of each check, that are worded
+MOST_BLOCKS = 10_000
+"""(work tile, KV block) pairs that are walked in seconds: one takes about a millisecond."""
+
+
+def extent(
+    name: str,
+    address: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
+) -> Extent:
+    """A tensor for `walk`. strides: [elements]"""
+    return Extent(
+        name, address, tuple(sizes), tuple(s * itemsize for s in strides), itemsize
+    )
+
+
+def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
+    """(Work tile, KV block) pairs of a problem."""
+    plan = _Plan(tiles, spec, sizes)
+    per_head = sum(len(plan.blocks(tile)) for tile in range(plan.tiles_of_head))
+    return sizes.batch * (plan.heads // tiles.heads) * per_head
+
+
+def refusal(
+    tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes, share: float = 1.0
+) -> str:
+    """Why a problem is not walked; empty when it is. share: of the clusters that would run."""
+    blocks = int(blocks_of(tiles, spec, sizes) * share)
+    if blocks <= MOST_BLOCKS:
+        return ""
+    return (
+        f"{blocks} KV blocks of all work tiles are not walked: more than {MOST_BLOCKS}"
+    )
+
+
+def grid_finding(
+    grid: Sequence[int], tiles: Tiles, spec: Mapping[str, Any], case: Case
+) -> str:
+    """What is wrong with the size of a launch; empty when nothing is. grid: [CTAs].
+
+    A persistent kernel that launches more CTAs than the GPU holds is right, and takes them in
+    turn: nothing else shows it.
+    """
+    ctas, most = math.prod(grid), most_clusters(case, spec, tiles) * tiles.ctas
+    if ctas % tiles.ctas == 0 and tiles.ctas <= ctas <= most:
+        return ""
+    work = work_tiles(case, spec, tiles)
+    return (
+        f"{ctas} CTAs, at most {most} in clusters of {tiles.ctas} have a place and one of {work} "
+        f"work tiles: the GPU has {case.sm_count} SMs"
+    )
+
+
+def schedule_findings(
+    walk: Walk, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes
+) -> list[str]:
+    """What is wrong with a launch's schedule, in words; the walk's own findings come first.
+
+    Tensors are called q, k, v, out (batch, row, head, column) and lse (batch, head, row). Of a walk
+    of some clusters only what these did is judged: who stores the other rows is not known.
+    """
+    found = [str(finding) for finding in walk.findings]
+    if found:
+        return found  # the walk is not whole
+    return list(_Check(walk, _Plan(tiles, spec, sizes)).findings())
+
+
+class _Plan:
+    """What must happen, by what the spec and the sizes say."""
+
+    def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
+        self.tiles, self.sizes = tiles, sizes
+        self.group = int(spec["q_per_kv"])
+        self.lengths, self.mask = Lengths(sizes.q, sizes.kv), masks.of_spec(spec)
+        operation = operation_of(spec)
+        self.outputs = [tensor.name for tensor in operation.outputs(spec)]
+        self.dims = {x.name: x.sizes(spec, sizes) for x in operation.tensors(spec)}
+        self.pair = spec.get("cta_group", 1) == 2
+        self.heads = sizes.kv_heads * self.group
+
+    @property
+    def tiles_of_head(self) -> int:
+        """Work tiles of a cluster in a head."""
+        return -(-self.sizes.q // self.tiles.cluster_rows)
+
+    def blocks(self, tile: int) -> range:
+        """KV blocks that a cluster's work tile needs; one when its rows see no key."""
+        first = tile * self.tiles.cluster_rows
+        end = min(first + self.tiles.cluster_rows, self.sizes.q)
+        needed = self.mask.key_blocks(first, end, self.lengths, self.tiles.kv)
+        return range(int(needed.first), max(int(needed.end), int(needed.first) + 1))
+
+    def shape(self, name: str) -> tuple[int, int, int]:
+        """(batch, rows, heads) of a tensor."""
+        dims = self.dims[name]
+        return dims["b"], dims["s"], dims["h"]
+
+    def width(self, name: str) -> int:
+        """Columns of a tensor."""
+        return self.dims[name].get("d", 1)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A work tile of a cluster: (batch, the first of its heads, number in the head)."""
+
+    batch: int
+    head: int
+    tile: int
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Boxes as rows: number of each row in (batch, row, head), and the box that it is of."""
+
+    rows: I64
+    box: I64
+
+
+class _Check:
+    """The findings of one walk."""
+
+    def __init__(self, walk: Walk, plan: _Plan) -> None:
+        self.walk, self.plan = walk, plan
+        self.whole = len(walk.walked) == walk.clusters
+
+    def findings(self) -> Iterator[str]:
+        """In the order in which they should be read."""
+        stored = self._stored("out")
+        if stored is None:
+            yield "no row of out is stored"
+            return
+        before = 0
+        for name in self.plan.outputs:
+            for text in self._stored_once(name, self._stored(name)):
+                before += 1
+                yield text
+        loads = {name: self._named(self.walk.loads, name) for name in ("q", "k", "v")}
+        for name, boxes in loads.items():
+            if boxes is None:
+                yield f"nothing of {name} is loaded"
+                return
+        if before:
+            return  # what a CTA has to load is what it stores
+        yield from islice(self._owned("q", loads["q"], stored), MOST_FINDINGS)
+        for name in self.plan.outputs[1:]:
+            boxes = self._stored(name)
+            yield from islice(self._owned(name, boxes, stored), MOST_FINDINGS)
+        problems = list(islice(self._blocks(loads, stored), MOST_FINDINGS))
+        yield from problems
+        if not problems:
+            yield from islice(self._order(loads, stored), MOST_FINDINGS)
+
+    def _named(self, boxes: Mapping[str, Boxes], name: str) -> Boxes | None:
+        """Of a tensor as (batch, row, head, column)."""
+        found = boxes.get(name)
+        order = [*self.plan.dims[name]]
+        if found is None or order == [*"bshd"]:
+            return found
+        places = [order.index(kind) for kind in "bsh"]
+        begin, end = (
+            np.concatenate([x[:, places], np.full((len(x), 1), last)], axis=1)
+            for x, last in ((found.begin, 0), (found.end, 1))
+        )
+        return Boxes(
+            *(found.cluster, found.cta, found.by, found.warp, found.line), begin, end
+        )
+
+    def _stored(self, name: str) -> Boxes | None:
+        return self._named(self.walk.stores, name)
+
+    def _stored_once(self, name: str, boxes: Boxes | None) -> Iterator[str]:
+        if boxes is None:
+            yield f"no row of {name} is stored"
+            return
+        least, most = _coverage(boxes, self.plan.shape(name), self.plan.width(name))
+        if self.whole:
+            yield from self._worded(name, least == 0, "is stored by no CTA")
+        bad = most > 1
+        if bad.any():
+            yield from self._worded(name, bad, "is stored more than once", boxes)
+
+    def _worded(
+        self, name: str, bad: NDArray[np.bool_], what: str, boxes: Boxes | None = None
+    ) -> Iterator[str]:
+        """Findings for rows [batch, row, head]; boxes: to say whose they are."""
+        by_head = np.argwhere(bad.transpose(0, 2, 1))
+        positions = self.plan.tiles.positions
+
+        def tile_of(place: NDArray[Any]) -> tuple[int, int, int]:
+            return int(place[0]), int(place[1]), int(place[2]) // positions
+
+        for count, (key, places) in enumerate(groupby(by_head, tile_of)):
+            if count == MOST_FINDINGS:
+                yield f"... and more of {name}: {len(by_head)} rows in all"
+                return
+            batch, head, tile = key
+            rows = [int(place[2]) for place in places]
+            low, high = rows[0], rows[-1]
+            text = f"query tile {tile} of head {head}, batch {batch}"
+            wanted = min(positions, self.plan.sizes.q - tile * positions)
+            if len(rows) < wanted:
+                text += f", rows {low} to {high} ({len(rows)} of them)"
+            text += f": {name} {what}"
+            if boxes is not None:
+                text += ": " + ", ".join(_who_covers(boxes, batch, low, head))
+            yield text
+
+    def _owned(self, name: str, boxes: Boxes | None, stored: Boxes) -> Iterator[str]:
+        """Rows of which out is stored by another CTA than the one that has them in `boxes`."""
+        assert boxes is not None
+        shape = self.plan.shape(name)
+        wanted, found = (_owners(each, shape) for each in (stored, boxes))
+        verb = "loaded" if name == "q" else "stored"
+        least, most = _coverage(boxes, shape, self.plan.width(name))
+        there = wanted >= 0
+        yield from self._worded(name, there & (least == 0), f"is {verb} by no CTA")
+        yield from self._worded(
+            name, there & (most > 1), f"is {verb} more than once", boxes
+        )
+        other = there & (most == 1) & (least == 1) & (found != wanted)
+        what = f"is {verb} by another CTA than stores out"
+        yield from self._worded(name, other, what, boxes)
+
+    def _work(self, boxes: Boxes) -> I64:
+        """Numbers of the work tiles that boxes of q or out belong to."""
+        tiles = self.plan.tiles
+        heads = self.plan.heads // tiles.heads
+        batch, row, head = boxes.begin[:, 0], boxes.begin[:, 1], boxes.begin[:, 2]
+        place: I64 = (batch * heads + head // tiles.heads) * self.plan.tiles_of_head
+        return place + row // tiles.cluster_rows
+
+    def _work_of(self, number: int) -> _Work:
+        rest, tile = divmod(int(number), self.plan.tiles_of_head)
+        batch, head = divmod(rest, self.plan.heads // self.plan.tiles.heads)
+        return _Work(batch, head * self.plan.tiles.heads, tile)
+
+    def _blocks(
+        self, loads: Mapping[str, Boxes | None], stored: Boxes
+    ) -> Iterator[str]:
+        """Each CTA, or pair of CTAs, receives what the rows of its cluster need."""
+        work = self._work(stored)
+        for name in ("k", "v"):
+            boxes = loads[name]
+            assert boxes is not None
+            unit = boxes.cta // 2 if self.plan.pair else boxes.cta
+            order = np.lexsort((unit, boxes.cluster))
+            keys = np.stack([boxes.cluster[order], unit[order]], axis=1)
+            changes = np.flatnonzero((np.diff(keys, axis=0) != 0).any(axis=1)) + 1
+            seen = set()
+            for part in np.split(order, changes):
+                cluster, rank = int(boxes.cluster[part[0]]), int(unit[part[0]])
+                seen.add(cluster)
+                mine = np.unique(work[stored.cluster == cluster])
+                who = (
+                    f"{'pair' if self.plan.pair else 'cta'} {rank} of cluster {cluster}"
+                )
+                yield from self._received(name, boxes.where(part), mine, who)
+            for cluster in sorted({*stored.cluster.tolist()} - seen):
+                yield f"cluster {cluster} stores rows and loads nothing of {name}"
+
+    def _received(self, name: str, boxes: Boxes, mine: I64, who: str) -> Iterator[str]:
+        """What is not received once for each of the cluster's work tiles that needs it."""
+        plan = self.plan
+        least, most = _coverage(boxes, plan.shape(name), plan.width(name))
+        wanted = np.zeros(plan.shape(name), np.int64)
+        for number in mine.tolist():
+            work = self._work_of(number)
+            blocks, block = plan.blocks(work.tile), plan.tiles.kv
+            keys = slice(blocks.start * block, blocks.stop * block)
+            wanted[work.batch, keys, work.head // plan.group] += 1
+        bad = (least != wanted) | (most != wanted)
+        if not bad.any():
+            return
+        seen = set()
+        for batch, row, head in np.argwhere(bad).tolist():
+            block = row // plan.tiles.kv
+            if (batch, head, block) in seen:
+                continue
+            seen.add((batch, head, block))
+            place = batch, row, head
+            got = int(least[place] if least[place] < wanted[place] else most[place])
+            yield (
+                f"KV block {block} of KV head {head}, batch {batch}: {who} receives "
+                f"{name} {got} times, and {wanted[place]} of its work tiles see it"
+                + self._seen_by(mine, batch, head, block)
+            )
+
+    def _seen_by(self, mine: I64, batch: int, head: int, block: int) -> str:
+        """The first of these work tiles that sees a block, in words."""
+        for number in mine.tolist():
+            work = self._work_of(number)
+            same = (work.batch, work.head // self.plan.group) == (batch, head)
+            if same and block in self.plan.blocks(work.tile):
+                first = work.tile * self.plan.tiles.cluster[0]
+                return f" (query tile {first} of head {work.head})"
+        return ""
+
+    def _order(self, loads: Mapping[str, Boxes | None], stored: Boxes) -> Iterator[str]:
+        """K, V and the stores of each CTA follow the order in which it loads Q."""
+        q, k, v = loads["q"], loads["k"], loads["v"]
+        assert q is not None and k is not None and v is not None
+        work, stored_work = self._work(q), self._work(stored)
+        for cluster in np.unique(q.cluster).tolist():
+            mine = q.cluster == cluster
+            for rank in np.unique(q.cta[mine]).tolist():
+                who = f"cta {rank} of cluster {cluster}"
+                turns = _without_repeats(work[mine & (q.cta == rank)])
+                wanted = self._wanted(turns)
+                for name, boxes in (("k", k), ("v", v)):
+                    here = (boxes.cluster == cluster) & (boxes.by == rank)
+                    here &= boxes.cta == np.min(boxes.cta[here], initial=1 << 30)
+                    blocks = self._sequence(boxes.where(here))
+                    yield from self._compare(name, blocks, wanted, turns, who)
+                here = (stored.cluster == cluster) & (stored.cta == rank)
+                for warp in np.unique(stored.warp[here]).tolist():
+                    order = _without_repeats(stored_work[here & (stored.warp == warp)])
+                    places = [turns.index(each) for each in order if each in turns]
+                    if places != sorted(set(places)):
+                        yield f"warp {warp} of {who} stores its work tiles in another order"
+
+    def _wanted(self, turns: list[int]) -> list[tuple[int, frozenset[Any]]]:
+        """Of work tiles in turn: how many blocks, and which (batch, KV head, block)."""
+        wanted = []
+        for number in turns:
+            work = self._work_of(number)
+            blocks = self.plan.blocks(work.tile)
+            head = work.head // self.plan.group
+            each = frozenset((work.batch, head, block) for block in blocks)
+            wanted.append((len(blocks), each))
+        return wanted
+
+    def _sequence(self, boxes: Boxes) -> list[tuple[int, int, int]]:
+        """(batch, KV head, block) of boxes, in order."""
+        block = boxes.begin[:, 1] // self.plan.tiles.kv
+        return list(
+            zip(
+                boxes.begin[:, 0].tolist(),
+                boxes.begin[:, 2].tolist(),
+                block.tolist(),
+                strict=True,
+            )
+        )
+
+    def _compare(
+        self,
+        name: str,
+        blocks: list[tuple[int, int, int]],
+        wanted: list[tuple[int, frozenset[Any]]],
+        turns: list[int],
+        who: str,
+    ) -> Iterator[str]:
+        total = sum(count for count, _ in wanted)
+        if not blocks or len(blocks) % total:
+            return  # a CTA that loads another part of each block, or none: counted before
+        boxes_of_block = len(blocks) // total
+        place = 0
+        for (count, each), number in zip(wanted, turns, strict=True):
+            part = blocks[place : place + count * boxes_of_block]
+            place += len(part)
+            if set(part) != each:
+                work = self._work_of(number)
+                tile = work.tile * self.plan.tiles.cluster[0]
+                yield (
+                    f"{who} loads {name} in another order than Q: not the blocks of query tile "
+                    f"{tile} of head {work.head}, batch {work.batch}, at its turn"
+                )
+                return
+
+
+def _without_repeats(numbers: I64) -> list[int]:
+    """Each number once, where it comes first."""
+    return list(dict.fromkeys(numbers.tolist()))
+
+
+def _rows(boxes: Boxes, shape: tuple[int, int, int]) -> _Rows:
+    """Every row of every box."""
+    extents = boxes.end[:, :3] - boxes.begin[:, :3]
+    rows: list[I64] = [np.zeros(0, np.int64)]
+    box: list[I64] = [np.zeros(0, np.int64)]
+    for kind in np.unique(extents, axis=0):
+        if not kind.all():
+            continue  # wholly outside the tensor
+        chosen = np.flatnonzero((extents == kind).all(axis=1))
+        grid = np.stack(np.meshgrid(*map(np.arange, kind), indexing="ij"), axis=-1)
+        places = boxes.begin[chosen, None, :3] + grid.reshape(-1, 3)
+        rows.append(np.ravel_multi_index(tuple(places.reshape(-1, 3).T), shape))
+        box.append(np.repeat(chosen, int(np.prod(kind))))
+    return _Rows(np.concatenate(rows), np.concatenate(box))
+
+
+def _coverage(
+    boxes: Boxes, shape: tuple[int, int, int], width: int
+) -> tuple[NDArray[np.uint16], NDArray[np.uint16]]:
+    """How many boxes each row [batch, row, head] is in: (the least, the most) of its columns."""
+    found = _rows(boxes, shape)
+    begin, end = boxes.begin[found.box, 3], boxes.end[found.box, 3]
+    edges = np.unique(
+        [0, width, *boxes.begin[:, 3].tolist(), *boxes.end[:, 3].tolist()]
+    )
+    least = np.full(shape, np.iinfo(np.uint16).max, np.uint16)
+    most = np.zeros(shape, np.uint16)
+    for low, high in pairwise(edges):
+        counts = np.zeros(int(np.prod(shape)), np.uint16)
+        np.add.at(counts, found.rows[(begin <= low) & (end >= high)], 1)
+        counts_of = counts.reshape(shape)
+        np.minimum(least, counts_of, out=least)
+        np.maximum(most, counts_of, out=most)
+    return least, most
+
+
+def _owners(boxes: Boxes, shape: tuple[int, int, int]) -> NDArray[np.int32]:
+    """The CTA of each row [batch, row, head], a number; -1 where there is none."""
+    owners = np.full(int(np.prod(shape)), -1, np.int32)
+    found = _rows(boxes, shape)
+    owners[found.rows] = (boxes.cluster * MOST_CTAS + boxes.cta)[found.box]
+    return owners.reshape(shape)
+
+
+def _who_covers(boxes: Boxes, batch: int, row: int, head: int) -> list[str]:
+    """The CTAs of the boxes that a row is in, in order."""
+    place = np.array([batch, row, head])
+    inside = (boxes.begin[:, :3] <= place) & (place < boxes.end[:, :3])
+    found = boxes.where(np.flatnonzero(inside.all(axis=1)))
+    names = [
+        f"cluster {cluster} cta {cta}"
+        for cluster, cta in zip(found.cluster.tolist(), found.cta.tolist(), strict=True)
+    ]
+    return list(dict.fromkeys(names))

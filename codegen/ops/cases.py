@@ -1,0 +1,515 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which problems a kernel is shown, in the emulator and on a GPU: a pure function of its plan.
+
+A case is data, so that a failing one can be named, listed and replayed. Lengths are stated in the
+kernel's own tiles, so that each has the tails it is there for. A persistent CTA gets several work
+tiles from a small problem when the kernel is told that the GPU has few SMs.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..arch import ARCHITECTURES
+from . import masks
+
+Data = Literal[
+    "normal",
+    "edges",
+    "future",
+    "huge_key",
+    "peaks",
+    "second_rows",
+    "negative",
+    "rising",
+    "first_at_minus_inf",
+    "all_at_minus_inf",
+    "uniform_1e4",
+    "all_1e4",
+    "close",
+    "slope",
+    "columns",
+]
+Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
+
+DYNAMIC = "dynamic"
+FUSED = "+fused"  # ends the name of a schedule with fused products and sums
+WALK = "walk"  # in place of the name of a schedule, where only the schedule runs
+
+STEEP = 30.0  # softmax_scale times this: rows close to one-hot
+FLAT = 2.0**-10  # such that the weights of a row are nearly alike
+LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
+REPEATS = 20
+REPEATS_ELSEWHERE = 2
+
+# More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
+# them: then some clusters run there, and the schedule of all is walked.
+MANY_BLOCKS = 48
+MANY_TILES = 20  # of a CTA: more than twice the phases of any ring
+# Instructions of warps that a run may take before it is held to be one that does not end: a
+# constant, and some for each (work tile, KV block) pair, of which right kernels take a tenth.
+STEPS, STEPS_OF_BLOCK, STEPS_OF_WALKED_BLOCK = 1_000_000, 300_000, 30_000
+# More than 16 bits hold, dealt out to so many clusters that few of them have seen how.
+MANY = 2**16 + 1
+MANY_CLUSTERS = 2**12
+# A work tile of more KV blocks than this is long: few kinds of data are shown to it.
+LONG_TILE = 12
+
+# Lengths that make an odd number of tiles of 128, 192 and 256 rows, and an even one.
+ODD_TILES_LENGTH = 545
+EVEN_TILES_LENGTH = 1000
+
+# (q, kv), (batch, kv_heads): either side the longer one, by little and by much
+_LONGER = (
+    ((1, 1000), (3, 2)),
+    ((1000, 1), (1, 3)),
+    ((63, 64), (3, 1)),
+    ((64, 63), (1, 2)),
+    ((64, 127), (3, 3)),
+    ((65, 64), (1, 1)),
+    ((127, 129), (3, 2)),
+    ((129, 65), (1, 3)),
+    ((127, 127), (3, 1)),
+    ((129, 1000), (1, 2)),
+    ((1000, 129), (3, 3)),
+    ((1000, 1000), (1, 1)),
+)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
+
+    sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
+    starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
+    packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
+    number of SMs. slack: [log2] by which scores may exceed their reference.
+    """
+
+    q: int  # [rows]
+    kv: int  # [rows]
+    cluster: tuple[int, int]
+    sms_per_head: int = 0
+    q_releases: int = 2
+    packed: int = 1
+    single: bool = False
+    slack: float = 8.0
+
+    @property
+    def ctas(self) -> int:
+        """Of a cluster."""
+        return self.cluster[0] * self.cluster[1]
+
+    @property
+    def positions(self) -> int:
+        """Query rows of one head in a tile."""
+        return self.q // self.packed
+
+    @property
+    def cluster_rows(self) -> int:
+        """Query rows of one head that a cluster works on at a time."""
+        return self.positions * self.cluster[0]
+
+    @property
+    def heads(self) -> int:
+        """Query heads that a cluster works on at a time."""
+        return self.packed * self.cluster[1]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a kernel.
+
+    batch, kv_heads: run-time counts; query heads are ``kv_heads * q_per_kv``. q, kv: rows.
+    sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
+    emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
+    scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
+    layout: see `inputs.place_tensors`. timing: whether its schedule matters, because it is about
+    rings, waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
+    """
+
+    name: str
+    batch: int
+    kv_heads: int
+    q: int
+    kv: int
+    sm_count: int | None = None
+    clusters: tuple[int, ...] | None = None
+    blocks: int = 1
+    data: Data = "normal"
+    layout: Layout = "own"
+    scale_factor: float = 1.0
+    timing: bool = False
+    repeats: int = REPEATS_ELSEWHERE
+
+    @property
+    def seed(self) -> int:
+        """The same on every machine and in every run, and another one for each case."""
+        return zlib.crc32(self.name.encode())
+
+    @property
+    def work(self) -> int:
+        """Scores per query head of a group: what the case costs, up to a factor of the spec."""
+        return self.batch * self.kv_heads * self.q * self.kv
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the emulator runs it; what fills a GPU it only walks."""
+        return self.sm_count is not None
+
+
+def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
+    cases: dict[tuple[object, ...], Case] = {}
+    for case in _candidates(spec, tiles):
+        same = cases.setdefault(_call(case), case)
+        if case.repeats > same.repeats:  # of two same calls the stricter one stays
+            cases[_call(case)] = case
+    return tuple(cases.values())
+
+
+def tiles_of(constants: Mapping[str, Any]) -> Tiles:
+    """How the kernel with these module-level constants cuts a problem."""
+    spec = constants["SPEC"]
+    return Tiles(
+        constants["TILE_Q"],
+        constants["TILE_KV"],
+        tuple(spec.get("cluster", [1, 1])),
+        sms_per_head=constants.get("SMS_PER_HEAD", 0),
+        q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
+        packed=constants["TILE_Q"]
+        // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
+        single=spec.get("schedule") == "single",
+        slack=constants["RESCALE_SLACK"],
+    )
+
+
+def smallest_ragged(cases: tuple[Case, ...]) -> Case:
+    """The cheapest ordinary case with several rows on each side, or the cheapest of all."""
+    ordinary = [
+        case
+        for case in cases
+        if min(case.q, case.kv) > 1 and case.data == "normal" and case.layout != "far"
+    ]
+    return min(ordinary or cases, key=lambda case: case.work)
+
+
+def work_tiles(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
+    """Work tiles of a case: what a cluster works on at a time."""
+    heads = case.kv_heads * int(spec["q_per_kv"]) // tiles.heads
+    return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
+
+
+def residues(tile: int) -> tuple[int, ...]:
+    """What a length may leave to a tile where masks and tails err."""
+    return (0, 1, 2, tile // 2, tile - 2, tile - 1)
+
+
+def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    yield from _tiled(spec, tiles)
+    yield from _magnitudes(spec, tiles)
+    if spec["seqlen"]["kv"] == DYNAMIC:
+        yield from _residues(spec, tiles)
+    yield from _calls(spec, tiles)
+    yield from _large(spec, tiles)
+
+
+def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """Problems of which only the schedule runs: on GPUs of any size, and more than 2^16 of things.
+
+    At least two batches and three KV heads; fewer work tiles than SMs, and many more.
+    """
+    sms, made = ARCHITECTURES[spec["arch"]].sm_count, []
+
+    def walk(tag: str, q: int, kv: int, *counts: int, sm_count: int = sms) -> None:
+        case = _fitted(spec, tiles, tag, q, kv, *counts, layout="mixed")
+        made.append(replace(case, sm_count=sm_count, clusters=None))
+
+    rows, block, kv = tiles.cluster_rows, tiles.kv, spec["seqlen"]["kv"]
+    is_long = kv != DYNAMIC and int(kv) > LONG_TILE * block
+    counts = (1, 1) if is_long else (3, 3)
+    for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
+        walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
+    walk("whole", 2 * rows, 5 * block, 2, 3)
+    if tiles.sms_per_head:
+        kv_heads, clusters = _sections(spec, tiles, 3)
+        tail, sm_count = rows + 1, clusters * tiles.ctas
+        walk("three_sections", tail, tail, 1, kv_heads, sm_count=sm_count)
+    if not is_long:
+        few = _fitted(spec, tiles, "", 1, 1, 3, 1)
+        kv_heads = math.ceil(MANY / work_tiles(few, spec, tiles))
+        walk("many_tiles", 1, 1, 3, kv_heads, sm_count=MANY_CLUSTERS * tiles.ctas)
+        some = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
+        made.append(replace(made.pop(), clusters=some))
+    if DYNAMIC in spec["seqlen"].values():
+        walk("long_q", 2**16 + rows, 1, 1, 1)
+        walk("long_kv", 1, 2**16 + block, 1, 1)
+        made.append(replace(made.pop(), clusters=(0,)))  # which loads all of K and V
+    return tuple({_call(case): case for case in made}.values())
+
+
+def launches_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
+    """Problems that are launched and not run: more batches, or KV heads, than 16 bits hold, and
+    strides that 32 bits do not."""
+    made = (
+        _fitted(spec, tiles, "many_batches", 2, 2, MANY, 1),
+        _fitted(spec, tiles, "many_heads", 2, 2, 1, MANY),
+        _fitted(spec, tiles, "farther", 3, 3, 2, 2, layout="farther"),
+    )
+    sms = ARCHITECTURES[spec["arch"]].sm_count
+    return tuple(replace(case, sm_count=sms, clusters=None) for case in made)
+
+
+def share_that_runs(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> float:
+    """Of the clusters of an emulated case's launch, those that run."""
+    if case.clusters is None:
+        return 1.0
+    return len(case.clusters) / most_clusters(case, spec, tiles)
+
+
+def most_clusters(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
+    """Of a launch: one for each work tile, but with waves as many as the SMs hold."""
+    assert case.sm_count is not None
+    work = work_tiles(case, spec, tiles)
+    return work if tiles.single else min(max(case.sm_count // tiles.ctas, 1), work)
+
+
+def _sections(spec: Mapping[str, Any], tiles: Tiles, sections: int) -> tuple[int, int]:
+    """KV heads and clusters for so many sections of heads or more, the last one smaller."""
+    work_of_head = spec["q_per_kv"] // tiles.heads
+    kv_heads = math.ceil((2 * sections - 1) / work_of_head)
+    heads = kv_heads * work_of_head
+    section = next(size for size in (2, 3, 5, 7) if heads % size)
+    return kv_heads, section * tiles.sms_per_head // tiles.ctas
+
+
+def _call(case: Case) -> tuple[object, ...]:
+    """What makes a call another one."""
+    shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
+    return (*shape, case.data, case.layout, case.scale_factor)
+
+
+def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Rings, waves and tails."""
+    rows, block = tiles.cluster_rows, tiles.kv
+    # Groups of many heads give a cluster its work tiles, a single head must have rows for it.
+    work_of_head = spec["q_per_kv"] // tiles.heads
+    group = work_of_head > 1
+    twice = rows if group else 2 * rows
+    ragged = twice - rows // 2 + 5
+
+    def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, *counts, timing=True, **options)
+
+    fused, strided = ((1, 2), (2, 1)) if group else ((2, 1), (2, 2))
+    options: dict[str, Any] = {"layout": "bhsd", "data": "huge_key"}
+    yield case("ragged", ragged, 3 * block + block // 2 + 1, 1, 1, data="edges")
+    yield case("strided", 33, 3 * block - 7, *strided, **options)
+    if DYNAMIC not in spec["seqlen"].values():
+        return
+    second: dict[str, Any] = {"data": "second_rows"}
+    yield case("exact", twice, 3 * block, 1, 1, **second)
+    blocks = 1 if group else 2
+    odd = math.ceil(5 / work_of_head)
+    # An odd number of SMs, of which a cluster of two leaves one idle.
+    waves: dict[str, Any] = {"clusters": 3, "idle": tiles.ctas - 1, **second}
+    yield case("waves", max(rows - 1, 1), blocks * block + 1, 1, odd, **waves)
+    if group and not tiles.sms_per_head:
+        # Two query tiles of a head, which nothing above has; causal: see `sections`.
+        yield case("two_tiles", rows + rows // 2 + 1, block + 1, 1, 1)
+    if tiles.cluster[0] > 1:  # a CTA whose rows are all beyond the end
+        yield case("odd_tiles", rows + tiles.q, 2 * block, 1, 1)
+    if spec["seqlen"]["kv"] == DYNAMIC:
+        # More blocks than any ring has stages, and warpgroups without a row: whoever runs ahead by
+        # a few blocks must not wait for what the others hold back.
+        # Its scores are negative, which is when every block takes a new reference, and change
+        # their level from one pair of blocks to the next: `negative` has sevenths.
+        few, many = (5, 7) if group else (rows + 5, 14)
+        yield case("long_kv", few, many * block, 1, 1, data="negative")
+        # Causal: a warpgroup without a row has no masked block, in a tile after another, either.
+        # With a group of heads `long_kv` has such tiles.
+        if tiles.sms_per_head and not group:
+            yield case("few_rows", max(tiles.positions // 16, 1), 2 * block, 1, 2)
+        # Causal: rows of the last block, and one before it that not all rows see whole.
+        yield case("half", rows, rows + block + block // 2, 1, 1, **second)
+        # Sections of heads, the last one smaller than the others.
+        if tiles.sms_per_head:
+            kv_heads, clusters = _sections(spec, tiles, 2)
+            tail = rows + 1
+            yield case("sections", tail, tail, 1, kv_heads, clusters=clusters)
+        # Rows that see no key, with causal. More tiles of one block than there are Q stages: only
+        # then does nothing else that the producer waits for imply that a Q stage is free. And more
+        # than arrivals free them: a barrier that counts one too few is then a phase ahead.
+        q = spec["seqlen"]["q"]
+        q_tiles = math.ceil((ragged if q == DYNAMIC else int(q)) / rows)
+        batch = math.ceil((tiles.q_releases + 1) / (q_tiles * work_of_head))
+        yield case("short_kv", ragged, block // 2 + 3, batch, 1, data="edges")
+        yield case("one_key", ragged, 1, 1, 1)
+        # Far more tiles of one CTA than any ring has phases, each of another head or batch.
+        few, fixed = max(tiles.positions - 3, 1), spec["seqlen"]["q"]
+        q_tiles = 1 if fixed == DYNAMIC else math.ceil(int(fixed) / rows)
+        # Of a group a batch less: the walks have three.
+        batch = 2 if group else 3
+        heads = max(3, math.ceil(MANY_TILES / (batch * q_tiles * work_of_head)))
+        yield case("tiles", few, 7, batch, heads, layout="mixed")
+        if tiles.packed > 1:
+            # Few positions make a tile. Of a second one, some that do not reach the block that
+            # others begin with; and several tiles that see no key.
+            edge = 2 * block - tiles.positions - tiles.positions // 2
+            yield case("edge", 2 * rows, 2 * rows + edge, 1, 1, **second)
+            # The same with more queries than keys.
+            late, seen = block + 2 * rows, block + tiles.positions // 2
+            yield _fitted(spec, tiles, "late_edge", late, seen, 1, 1, data="edges")
+            yield case("no_key", ragged + block, block // 2 + 3, 1, 1)
+        yield case("one_by_one", 1, 1, 1, 1)
+    yield case("one_row", 1, 2 * block + 1, 1 if group else 2, 1, data="edges")
+    options = {"layout": "fused", "data": "edges", "scale_factor": 1.3}
+    yield case("fused", block + 9, block + 9, *fused, **options)
+
+
+def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Scores that rise, are far from 0 or -inf, and scales."""
+    block, few = tiles.kv, min(tiles.positions, 33)
+
+    def case(
+        tag: str, kv: int, q: int = few, kv_heads: int = 1, **options: Any
+    ) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, 1, kv_heads, **options)
+
+    # Heads of three slopes.
+    yield case(
+        "rising", 4 * block, kv_heads=math.ceil(3 / spec["q_per_kv"]), data="rising"
+    )
+    # Heads of four columns.
+    yield case(
+        "columns", 2 * block, kv_heads=math.ceil(4 / spec["q_per_kv"]), data="columns"
+    )
+    if masks.of_spec(spec).right is not None:
+        yield case("future", 2 * block + 5, data="future")
+    yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
+    yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    yield case("steep", block + 3, scale_factor=STEEP)
+    yield case("peaks", 2 * block, tiles.positions, data="peaks")
+    kv = spec["seqlen"]["kv"]
+    if kv != DYNAMIC and int(kv) > LONG_TILE * block:
+        return
+    yield case("flat", block - 3, scale_factor=FLAT)
+    yield case("logits_1e4", block + 9, scale_factor=LARGE_LOGITS)
+    yield case("uniform_1e4", block + 1, data="uniform_1e4")
+    large: dict[str, Any] = {"kv_heads": 2, "data": "all_1e4"}
+    yield case("all_1e4", block + 3, **large)
+    yield case("all_1e4_steep", block + 3, scale_factor=LARGE_LOGITS, **large)
+    yield case("slope", 4 * block, min(tiles.positions, 64), data="slope")
+    yield case("close", block + 9, data="close", scale_factor=LARGE_LOGITS)
+
+
+def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Every residue of kv to a KV tile; of kv - q, too, where the mask has an edge there.
+
+    For less rows than a query tile has, and for more.
+    """
+    moves = masks.of_spec(spec).right is not None
+    below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
+    kinds = [("below", below, moves), ("above", above, moves)]
+    kinds += [("tail", min(5, tiles.positions), False)] * moves
+    for tag, rows, of_difference in kinds:
+        fixed = spec["seqlen"]["q"]
+        q = rows if fixed == DYNAMIC else int(fixed)
+        for number, residue in enumerate(residues(tiles.kv)):
+            kv = residue + q * of_difference
+            if (
+                tag == "above"
+            ):  # less keys than rows, so that the difference is negative
+                kv %= tiles.kv
+            kv = kv if kv > tiles.kv // 2 else kv + tiles.kv
+            layout = ("own", "mixed", "bhsd")[number % 3]
+            name = f"{tag}_{residue}"
+            yield _fitted(spec, tiles, name, q, kv, 1, 1, data="edges", layout=layout)
+
+
+def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Where tensors lie, and what `fmha` is left to decide."""
+    few = max((min(tiles.positions, 17) - 1) | 1, 3)  # odd: heads are even
+
+    def case(tag: Layout, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, few, kv, *counts, layout=tag, **options)
+
+    # On a GPU that has more SMs than there are work tiles.
+    yield case(
+        "far", tiles.kv // 2, 2, 2, clusters=ARCHITECTURES[spec["arch"]].sm_count
+    )
+    yield case("plain", tiles.kv - 1, 2, 2)
+    kv = spec["seqlen"]["kv"]
+    if kv == DYNAMIC or int(kv) <= LONG_TILE * tiles.kv:
+        yield case("cache", tiles.kv + 2, 1, 1)
+
+
+def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """As many work tiles as fill a GPU several times, and lengths as users have them."""
+
+    def case(tag: str, q: int, kv: int, *counts: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, q, kv, *counts, fill=True, **options)
+
+    def many(tag: str, q: int, kv: int, **options: Any) -> Case:
+        # So many that some CTA of a persistent grid takes a third work tile.
+        sms = ARCHITECTURES[spec["arch"]].sm_count
+        fixed = spec["seqlen"]["q"]
+        length = q if fixed == DYNAMIC else int(fixed)
+        of_head = 3 * math.ceil(length / tiles.cluster_rows)
+        heads = math.ceil((2 * (sms // tiles.ctas) + 1) / of_head)
+        kv_heads = math.ceil(heads * tiles.heads / spec["q_per_kv"])
+        return case(tag, q, kv, 3, kv_heads, repeats=REPEATS, **options)
+
+    for number, ((q, kv), counts) in enumerate(_LONGER):
+        yield case("plain", q, kv, *counts, data=("normal", "edges")[number % 2])
+    yield case("steep", 129, 1000, 3, 1, scale_factor=STEEP, repeats=REPEATS)
+    yield case("huge_key", 129, 1000, 1, 2, data="huge_key")
+    yield case("fused", 1000, 1000, 1, 3, layout="fused")
+    yield many("many_odd", ODD_TILES_LENGTH, 129, layout="plain")
+    yield many("many_even", EVEN_TILES_LENGTH, 1000, data="edges")
+    yield many("many_one_block", ODD_TILES_LENGTH, 1, layout="mixed")
+    yield case("long_kv", 129, 4097, 1, 1)
+
+
+def _fitted(
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    tag: str,
+    q: int,
+    kv: int,
+    batch: int,
+    kv_heads: int,
+    *,
+    clusters: int = 1,
+    idle: int = 0,
+    fill: bool = False,
+    **options: Any,
+) -> Case:
+    """A case with the fixed lengths of the spec.
+
+    clusters: of the GPU that the kernel is told of, and idle: its SMs beyond them; the GPU is a
+    whole one if the case shall fill it.
+    """
+    q, kv = (
+        length if fixed == DYNAMIC else int(fixed)
+        for length, fixed in ((q, spec["seqlen"]["q"]), (kv, spec["seqlen"]["kv"]))
+    )
+    name = f"{tag}_b{batch}_hkv{kv_heads}_q{q}_kv{kv}"
+    made = Case(name, batch, kv_heads, q, kv, **options)
+    if fill:
+        return made
+    work, per_tile = work_tiles(made, spec, tiles), math.ceil(kv / tiles.kv)
+    running: tuple[int, ...] | None = None
+    if work * per_tile > MANY_BLOCKS and DYNAMIC not in spec["seqlen"].values():
+        # Every cluster has a work tile, or one has two; of more clusters the others do not start.
+        two = tag == "strided" and not tiles.single
+        busy = work // 2 if two else work
+        clusters, last = max(clusters, busy), busy - 1
+        running = tuple(sorted({0, last // 2, last})) if tag == "ragged" else (last,)
+        work = len(running) * (1 + two)
+    sm_count = clusters * tiles.ctas + idle
+    return replace(made, sm_count=sm_count, clusters=running, blocks=work * per_tile)

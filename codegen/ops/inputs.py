@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a case's tensors hold and where they lie: the same for the emulator and for a GPU.
+
+Values are float32 in NumPy arrays, [batch, seqlen, heads, head_dim], before they are rounded to 16
+bits. A layout is data: storages by name and size, and every tensor's offset and strides in one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from . import masks, operation_of
+from .cases import Case, Tiles
+from .masks import Lengths
+from .operation import Tensor
+
+F32 = NDArray[np.float32]
+Dims = dict[str, int]
+
+GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
+CACHE_SPARE_ROWS = 37
+# Of `plain`, before and after a tensor.
+DENSE_GUARD = 4096
+# Of `far`, more than 32 bits hold, in bytes; of `farther` in elements, too.
+FAR = 2**31
+FARTHER = 2**33
+
+HUGE_KEY = 64.0
+ROW_GROUP = 8  # rows of a wgmma's accumulator between the two of a thread
+# Of `negative` keys, for each seventh of a sequence, of which the last is taken first. 30 makes
+# scores near -200: where they rise by that and the reference is not renewed, P overflows.
+NEGATIVE_LEVELS = (0.25, 0.5, 60.0, 1.0, 60.0, 60.0, 30.0)
+LARGE_INPUT = 1e4  # scores of 1e10: rounding the scaled maximum moves exponents by tens
+PEAK = 400.0  # of the scores of `peaks`, far more than the others'
+COLUMN = 200.0  # a score of `columns`: P overflows where the reference stays
+PEAK_STEP = 5  # columns from row to row: odd, so that all columns have their turn
+SHARED_DIMS = 4  # of Q and K, where all keys are alike or at a level
+SHARED_KEY = 1.5
+# Such is every score of a row, of which a key of zeros would have all the weight.
+FAR_BELOW = 8.0
+FUTURE_STEP = 100.0  # that scores rise by from key to key: exp(-100) is nothing
+# Before they are scaled, scores rise by little in all rows: only a slack that is scaled, too, tells
+# that from no rise.
+CLOSE = 0.1
+QUIET = 0.25  # standard deviation of what shall not hide a level
+RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where a tensor lies: offset and strides in elements of its storage, which has its dtype."""
+
+    name: str
+    dtype: str
+    storage: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """tensors: by name. storages: their sizes in elements. guarded: whether what no tensor covers
+    of an output's storage is small enough to be compared."""
+
+    tensors: Mapping[str, Placed]
+    storages: Mapping[str, int]
+    guarded: bool = True
+
+
+def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
+    """Where the tensors of the SPEC's operation lie.
+
+    ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
+    and strides of its own; those that TMA does not move step over elements. ``fused``: inputs with
+    as many rows are slices of one tensor. ``cache``: K and V are the first rows of longer ones.
+    ``far``: strides and addresses are beyond 2^31; ``farther``: beyond 2^33, where nothing runs.
+    ``plain``: contiguous, and the kernel's function makes the outputs.
+    """
+    operation = operation_of(spec)
+    tensors = [
+        _Sized(x, x.type(spec), x.sizes(spec, case)) for x in operation.tensors(spec)
+    ]
+    # Of the inputs that TMA moves some are slices of one storage.
+    shared = [x for x in tensors if x.tensor in operation.inputs(spec) and x.tensor.tma]
+    if case.layout == "fused":
+        return _fused(tensors, shared)
+    if case.layout in ("far", "farther"):
+        return _far(tensors, shared, FAR if case.layout == "far" else FARTHER)
+    made = [_place(x, number, case.layout) for number, x in enumerate(tensors)]
+    return Layout(
+        {placed.name: placed for placed, _ in made},
+        {placed.storage: size for placed, size in made},
+    )
+
+
+class _Sized(NamedTuple):
+    """A tensor of a call. dims: sizes by kind of axis."""
+
+    tensor: Tensor
+    dtype: str
+    dims: Dims
+
+    def placed(self, storage: str, offset: int, strides: Dims) -> Placed:
+        shape, steps = self.dims.values(), (strides[kind] for kind in self.dims)
+        name = self.tensor.name
+        return Placed(name, self.dtype, storage, (*shape,), offset, (*steps,))
+
+
+# The order of the axes in memory, the slowest first, of one tensor after the other in turn: of
+# those that TMA moves, and of the others. Axes that it does not name are the slowest.
+_ORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "own": (("bsh",), ("bhs",)),
+    "plain": (("bsh",), ("bhs",)),
+    "cache": (("bsh",), ("bsh",)),
+    "fused": (("bsh",), ("bsh",)),
+    "bhsd": (("bhs",), ("hbs",)),
+    "mixed": (("sbh", "bhs", "bsh", "hbs"), ("shb",)),
+}
+_FAR_AXES = "bhbs"  # of one tensor after the other in turn
+
+
+def _place(x: _Sized, number: int, layout: str) -> tuple[Placed, int]:
+    """One tensor in a storage of its own, and its size; number: makes its strides its own."""
+    orders = _ORDERS[layout][0 if x.tensor.tma else 1]
+    named = orders[number % len(orders)]
+    order = sorted((axis for axis in x.dims if axis != "d"), key=named.find)
+    if layout == "plain":
+        return _stacked(x, [(axis, 0, 0) for axis in order], (0, 0), DENSE_GUARD)
+    spare = CACHE_SPARE_ROWS if layout == "cache" and x.tensor.cached else 1
+    guards = [(axis, 1, spare if axis == "s" else 1) for axis in order]
+    inner = (GUARD, GUARD * (1 + number))
+    if not x.tensor.tma:
+        inner = (0, 0) if layout == "own" else (1, 1)
+    return _stacked(x, guards, inner, 0)
+
+
+def _stacked(
+    x: _Sized, guards: list[tuple[str, int, int]], inner: tuple[int, int], ends: int
+) -> tuple[Placed, int]:
+    """guards: of each axis, the slowest first, what lies before and after it; inner: elements
+    around the innermost axis, or around each element where there is none; ends: around all.
+    """
+    width = x.dims.get("d", 1) + sum(inner)
+    offset, step, strides = ends + inner[0], width, {"d": 1}
+    for axis, before, after in reversed(guards):
+        strides[axis] = step
+        offset += before * step
+        step *= before + x.dims[axis] + after
+    return x.placed(x.tensor.name, offset, strides), step + 2 * ends
+
+
+def _fused(tensors: list[_Sized], shared: list[_Sized]) -> Layout:
+    placed: dict[str, Placed] = {}
+    storages: dict[str, int] = {}
+    for rows in dict.fromkeys(x.dims["s"] for x in shared):
+        group = [x for x in shared if x.dims["s"] == rows]
+        storage = "".join(x.tensor.name for x in group)
+        row, start = sum(x.dims["h"] * x.dims["d"] for x in group), 0
+        for x in group:
+            strides = {"b": rows * row, "s": row, "h": x.dims["d"], "d": 1}
+            placed[x.tensor.name] = x.placed(storage, start, strides)
+            start += x.dims["h"] * x.dims["d"]
+        storages[storage] = group[0].dims["b"] * rows * row
+    for number, x in enumerate(tensors):
+        if (name := x.tensor.name) not in placed:
+            placed[name], storages[name] = _place(x, number, "fused")
+    return Layout({x.tensor.name: placed[x.tensor.name] for x in tensors}, storages)
+
+
+def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
+    """Along one axis of each tensor elements lie a distance [elements] apart, of which all rows
+    together make one."""
+    placed: dict[str, Placed] = {}
+    storages: dict[str, int] = {}
+    for number, x in enumerate(tensors):
+        dims, far = x.dims, _FAR_AXES[number % len(_FAR_AXES)]
+        far = far if far in dims else next(iter(dims))
+        # So few rows may be far apart, so many lie as far as that together.
+        parts = max(dims[far] - 1, 1) if far == "s" else 1
+        step = distance // parts // GUARD * GUARD
+        step += GUARD * (number + 1)
+        strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)
+        for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
+            strides[axis], near = near, near * (dims[axis] + 1)
+        storage = "".join(y.tensor.name for y in (shared if x in shared else [x]))
+        offset = storages.get(storage, 0)
+        placed[x.tensor.name] = x.placed(storage, offset, strides)
+        storages[storage] = offset + near
+    for made in placed.values():
+        last = sum((n - 1) * s for n, s in zip(made.shape, made.strides, strict=True))
+        size = max(storages[made.storage], made.offset + last + 1)
+        storages[made.storage] = size
+    return Layout(placed, storages, guarded=False)
+
+
+def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
+    """The inputs of a case by name; integers, which are indices, are 0."""
+    random = np.random.default_rng(case.seed)
+    drawn = {
+        x.name: (
+            np.zeros(x.shape(spec, case), np.float32)
+            if x.dtype == "int32"
+            else random.standard_normal(x.shape(spec, case), np.float32)
+        )
+        for x in operation_of(spec).inputs(spec)
+    }
+    if case.data == "normal":
+        return drawn
+    q, k, v = (drawn[name] for name in "qkv")  # of which all other kinds speak
+    if case.data == "edges":
+        _edges(spec, tiles, q, k, random)
+    if case.data == "peaks":
+        _peaks(spec, tiles, q, k)
+    if case.data == "future":
+        _levels(q, k, np.arange(case.kv) * FUTURE_STEP)
+    if case.data == "rising":
+        blocks = np.arange(case.kv)[::-1] // tiles.kv  # the last one is taken first
+        _levels(q, k, 1.0 + tiles.slack * math.log(2) * blocks)
+        heads = np.arange(q.shape[2])
+        q[..., :SHARED_DIMS] *= np.array(RISES, np.float32)[heads % len(RISES), None]
+    if case.data == "huge_key":
+        # Late in the order of the blocks, which are taken from the last one on: what was summed
+        # before must be rescaled.
+        k[:, case.kv // 4] *= HUGE_KEY
+    # Two keys in turn move the reference of each thread's second row, never of its first: what a
+    # warp does for the one row alone must not hide behind the other.
+    if case.data == "second_rows":
+        q = np.abs(q)
+        q[:, _rows_of_tiles(tiles, q) // ROW_GROUP % 2 == 0] *= -1
+        for key, factor in ((case.kv // 2, 1), (case.kv // 4, 2)):
+            k[:, key] = np.abs(k[:, key]) * factor * HUGE_KEY
+    if case.data == "negative":
+        q, k = np.abs(q), np.abs(k)
+        parts = np.array_split(k, len(NEGATIVE_LEVELS), axis=1)
+        for part, level in zip(parts, NEGATIVE_LEVELS, strict=True):
+            part *= -level
+    if case.data in ("first_at_minus_inf", "all_at_minus_inf"):
+        first = (case.kv - 1) // tiles.kv * tiles.kv
+        q[..., 0] = np.abs(q[..., 0]) + 0.5
+        k[:, first if case.data == "first_at_minus_inf" else 0 :, :, 0] = -np.inf
+    if case.data == "all_1e4":  # scores far above 0, and of every other KV head below
+        q, k, v = (np.full_like(x, LARGE_INPUT) for x in (q, k, v))
+        k[:, :, 1::2] *= -1
+    if case.data == "columns":
+        _columns(tiles, q, k)
+    if case.data == "slope":
+        _slope(q, k, v, random)
+    if case.data == "close":
+        k *= CLOSE
+    if case.data == "uniform_1e4":
+        q, k, v = (
+            random.uniform(-LARGE_INPUT, LARGE_INPUT, x.shape).astype(np.float32)
+            for x in (q, k, v)
+        )
+    return {**drawn, "q": q, "k": k, "v": v}
+
+
+def _edges(
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    q: F32,
+    k: F32,
+    random: np.random.Generator,
+) -> None:
+    """Each row has one key that decides it, where masks and tiles end; some see or miss keys of
+    zeros, as TMA fills them in beyond the end."""
+    q_len, kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
+    group = spec["q_per_kv"]
+    first, end = masks.of_spec(spec).keys(np.arange(q_len)[:, None], Lengths(q_len, kv))
+    last = end - 1
+    edges = (first, first - 1) if first.any() else ()
+    block = np.maximum(last, 0) // tiles.kv * tiles.kv
+    targets = np.stack(
+        np.broadcast_arrays(
+            *(last, last + 1, block - 1, block, kv - 1, *edges),
+            *(np.arange(q_len)[:, None] * 7 % kv, block + tiles.kv // 2),
+        )
+    )
+    targets = np.clip(targets, 0, kv - 1)[:, :, 0]
+    k[..., :SHARED_DIMS] = SHARED_KEY
+    strength = 1.5 if head_dim < 64 else 1.0
+    # The last row of the first head sees, causal or not, whatever key of zeros comes after the end.
+    rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
+    kinds = (q_len - 2 - rows + heads) % (len(targets) + 1)
+    for head in range(q.shape[2]):
+        for kind in range(len(targets)):
+            rows = kinds[:, head] == kind
+            chosen = k[:, targets[kind][rows], head // group]
+            q[:, rows, head] = strength * chosen + QUIET * q[:, rows, head]
+    below = kinds == len(targets)
+    q[:, below] *= QUIET
+    depth = FAR_BELOW * math.sqrt(head_dim) / (SHARED_DIMS * SHARED_KEY)
+    q[:, below, :SHARED_DIMS] = -depth
+
+
+def _peaks(spec: Mapping[str, Any], tiles: Tiles, q: F32, k: F32) -> None:
+    """Each row has a key that is all it sees, row by row in another column of the KV tiles."""
+    q_len, kv = q.shape[1], k.shape[1]
+    rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
+    first, end = masks.of_spec(spec).keys(rows, Lengths(q_len, kv))
+    back = (rows * PEAK_STEP + heads) % tiles.kv
+    keys = np.clip(end - 1 - back, first, kv - 1)
+    for head in heads:
+        chosen = k[:, keys[:, head], head // spec["q_per_kv"]]
+        q[:, :, head] = PEAK * chosen / np.linalg.norm(chosen, axis=-1, keepdims=True)
+
+
+def _levels(q: F32, k: F32, levels: NDArray[Any]) -> None:
+    """Scores at the default scale are these levels of the keys, and a little more or less."""
+    q *= QUIET
+    k *= QUIET
+    q[..., :SHARED_DIMS] = math.sqrt(q.shape[-1]) / SHARED_DIMS
+    k[..., :SHARED_DIMS] = levels[:, None, None]
+
+
+def _columns(tiles: Tiles, q: F32, k: F32) -> None:
+    """One key of the first KV block, which is taken last, is far above what all rows have seen: in
+    the first column of a tile, in the middle, or in one of the last two, by query head.
+    """
+    q *= QUIET
+    k *= QUIET
+    q[..., :SHARED_DIMS] = k[..., :SHARED_DIMS] = 0
+    heads = np.arange(q.shape[2])
+    q[:, :, heads, heads % SHARED_DIMS] = math.sqrt(q.shape[-1])
+    columns = (0, tiles.kv // 2 - 1, tiles.kv - 2, tiles.kv - 1)
+    for dim, column in enumerate(columns):
+        k[:, min(column, k.shape[1] - 1), :, dim] = COLUMN
+
+
+def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
+    """V grows with the score, about its weighted mean: O is nearly 0, and moves with any factor of
+    the scores by what no rounding hides."""
+    levels = random.standard_normal((k.shape[1],), np.float32)
+    weights = np.exp(levels) / np.exp(levels).sum()
+    _levels(q, k, levels)
+    v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]
+
+
+def _rows_of_tiles(tiles: Tiles, q: F32) -> NDArray[Any]:
+    """Where a row (position, head) of Q is in the tiles of its head, or of its packed group."""
+    rows, heads = np.arange(q.shape[1])[:, None], np.arange(q.shape[2])
+    return rows * tiles.packed + heads % tiles.packed

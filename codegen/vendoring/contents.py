@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a vendored folder that are not copies: README, package, licence."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..build import records, render
+from ..diff.kernels import KernelState
+from ..errors import CheckFailed, EnvironmentProblem
+from ..evidence import table
+from .source import Source
+
+README = "README.md"
+LICENSE = "LICENSE"
+PACKAGE = "__init__.py"
+
+EDITED = "edited here"  # in place of a rung: the evidence is about another text
+TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error over its bound")
+
+# By the name of what they are for: files of the package that fit it to somebody's interface.
+ADAPTERS = {
+    "pytorch": "pytorch_adapter.py",
+    "transformers": "transformers_adapter.py",
+}
+CODE = frozenset({PACKAGE, *ADAPTERS.values()})  # Python that is no kernel
+
+_EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
+_DISTRIBUTION = "fmha-gen"
+_WORDS = re.compile(r"(\D*)(\d*)")
+
+
+def readme(
+    source: Source,
+    commit: str,
+    kernels: Sequence[tuple[KernelState, bool]],
+    package: str | None,
+    adapters: Sequence[str],
+) -> str:
+    """The folder's README. kernels: each with whether it was edited; package: name to import."""
+    rows = [TITLES, *(_row(state, edited) for state, edited in kernels)]
+    values = {
+        "version": source.version,
+        "commit": commit,
+        "dsl": source.dsl,
+        "table": table.markdown(rows),
+        "package": package,
+        "stem": kernels[0][0].stem,
+        "adapters": adapters,
+    }
+    return render.render_template("vendor/readme.md.j2", values)
+
+
+def package(kernels: Sequence[KernelState]) -> str:
+    """The text of `__init__.py`, which chooses among the kernels."""
+    made = [(state.stem, _problem(state)) for state in kernels]
+    values = {"kernels": [(stem, map(repr, fields)) for stem, fields in made if fields]}
+    return render.format_source(render.render_template("vendor/init.py.j2", values))
+
+
+def adapter(name: str, package: str) -> str:
+    """The text of one of ADAPTERS for a package of this name."""
+    text = render.render_template(f"vendor/{ADAPTERS[name]}.j2", {"package": package})
+    return render.format_source(text)
+
+
+def gives_lse(state: KernelState) -> bool:
+    """Whether a kernel, of a text of any kind, gives an LSE."""
+    return bool((_problem(state) or (False,))[-1])
+
+
+def licence() -> str:
+    """The text of our licence, from the installed package or the checkout."""
+    try:
+        files = importlib.metadata.files(_DISTRIBUTION) or ()
+    except importlib.metadata.PackageNotFoundError:
+        files = ()
+    found = [Path(str(file.locate())) for file in files if file.name == LICENSE]
+    for path in (*found, Path(__file__).resolve().parents[2] / LICENSE):
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise EnvironmentProblem("the licence of fmha-gen is not installed with it")
+
+
+def naturally(stem: str) -> list[tuple[str, int]]:
+    """Sorts d64 before d128, as formatters of imports do."""
+    return [(text, int(digits or 0)) for text, digits in _WORDS.findall(stem)]
+
+
+def made_for(spec: Mapping[str, Any]) -> str:
+    """A kernel's SPEC in words."""
+    qk, v = spec["head_dim"]["qk"], spec["head_dim"]["v"]
+    lengths = {side: spec["seqlen"][side] for side in ("q", "kv")}
+    fixed = [f"{side} {n}" for side, n in lengths.items() if n != "dynamic"]
+    words = [
+        f"{spec['arch']} {spec['dtype']}",
+        f"head_dim {qk}" if qk == v else f"head_dim {qk} with {v}",
+        "causal" if spec["mask"] == "causal" else "no mask",
+        f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
+    ]
+    if spec["q_per_kv"] > 1:
+        words.append(f"{spec['q_per_kv']} query heads per KV head")
+    return ", ".join([*words, "lse"] if spec["lse"] else words)
+
+
+def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
+    """The fields of the package's `Problem` for a kernel; None when its SPEC cannot be read."""
+    try:
+        spec = state.spec
+        return (
+            *(spec["arch"], spec["dtype"]),
+            *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
+            *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
+            *(spec["mask"], spec["lse"]),
+        )
+    except _EDITED:
+        return None
+
+
+def _words(state: KernelState) -> str:
+    """What a kernel, of a text of any kind, is made for."""
+    try:
+        return made_for(state.spec)
+    except _EDITED:
+        return table.NOTHING
+
+
+def _row(state: KernelState, edited: bool) -> tuple[str, ...]:
+    name, words = f"[{state.stem}]({state.stem}.py)", _words(state)
+    if edited:
+        return name, words, EDITED, *[table.NOTHING] * 4
+    record = state.record
+    ran, proof = records.entry_of(record, "validated"), table.proof_of(record)
+    known = proof or record.get("compiled", {})
+    return (
+        name,
+        words,
+        record["rung"],
+        ", ".join(records.gpus(record, "validated"))
+        or (table.NOT_RUN if proof else table.NOTHING),
+        ran.get("driver", table.NOTHING),
+        known.get("dsl", table.NOTHING),
+        table.over_bound(proof.get("worst")),
+    )
