@@ -431,13 +431,13 @@ def kernels(as_json: Json = False) -> None:
 
     with _reported():
         if as_json:
-            _print_json(shipped.to_json())
+            _print_json(evidence.shipped_kernels())
             return
         table = Table(box=None, pad_edge=False)
         for title in evidence.TITLES:
             table.add_column(title)
-        for row in shipped.rows():
-            table.add_row(*row)
+        for record in evidence.load(shipped.generated()):
+            table.add_row(record["kernel"], *evidence.row(record)[1:])
     _console().print(table)
 
 

@@ -12,12 +12,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ..build import toolchain, tree
+from ..build import tree
 from ..build.render import body_digest
 from ..errors import CheckFailed, EnvironmentProblem, UsageProblem, one_line
 from ..evidence import evaluation
 from ..evidence.evaluation import DEFAULT_OUT, Finding, kernel_files, progress_bar
 from ..evidence.validate import require_gpu
+from ..host import tools
 from ..host.gpu import Gpu, find_gpu
 from . import grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
@@ -118,7 +119,7 @@ def run(
     rows = grid.load(choice.grid) if choice.grid else None
     files = kernel_files(paths, out)
     require_gpu()
-    toolchain.require_ffi()  # without it calls go another way, and bare ones take no tensors
+    tools.require_ffi()  # without it calls go another way, and bare ones take no tensors
     gpu = find_gpu()
     peers, notes = choose_peers(against)
     kernels = load(files)

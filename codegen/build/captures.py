@@ -30,7 +30,8 @@ from ..emulator.launch import (
 from ..emulator.tma import MAP_BYTES
 from ..errors import EnvironmentProblem
 from ..host import cache
-from . import probes, toolchain
+from . import toolchain
+from .calls import probes
 from .toolchain import Compiler
 
 # What decides a capture, apart from the kernel's text and the DSL.
@@ -168,7 +169,7 @@ def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
     """
     compiler = toolchain.own_compiler()
     try:
-        calls = probes.calls(text)
+        calls = probes(text)
     except (KeyError, TypeError, SyntaxError):
         calls = []
     found = toolchain.listing(text, stem, arch, calls=calls)

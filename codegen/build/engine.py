@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from .. import verify
 from ..errors import CheckFailed, Diagnostic, SpecError
-from ..host import cache
+from ..host import cache, tools
 from ..host.executor import HERE, Executor, Task
 from . import captures, lint, manifest, records, render, shipped, toolchain, tree
 from .kernel_text import host_digest
@@ -36,10 +36,9 @@ JINJA2_RANGE = ">=3.1,<4"
 COMPILE_SOURCES = (
     "build/toolchain.py",
     "build/captures.py",
-    "build/probes.py",
+    "build/calls.py",
     "ops/cases.py",
     "ops/inputs.py",
-    "evidence/tensors.py",
     "ops/operation.py",
     "ops/forward.py",
     *captures.SOURCES,
@@ -276,13 +275,13 @@ def default_engine() -> Engine:
 
 def toolchain_key() -> str:
     """Everything that decides a compile beside text and arch; EnvironmentProblem if unsupported."""
-    toolchain.require_dsl()
-    tools = {
-        name: importlib.metadata.version(name) for name in _installed(toolchain.TOOLS)
+    tools.require_dsl()
+    disassemblers = {
+        name: importlib.metadata.version(name) for name in _installed(tools.TOOLS)
     }
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
     code = cache.source_digest(*COMPILE_SOURCES)
-    return f"{toolchain.dsl_distributions()} {tools} {python} {code}"
+    return f"{tools.dsl_distributions()} {disassemblers} {python} {code}"
 
 
 def tools_line() -> str:
@@ -291,7 +290,7 @@ def tools_line() -> str:
         fmha_gen=_version(DISTRIBUTION),
         black=_version("black"),
         jinja2=JINJA2_RANGE,
-        dsl=toolchain.DSL_RANGE,
+        dsl=tools.DSL_RANGE,
     )
 
 

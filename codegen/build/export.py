@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import CheckFailed
-from ..host import files
+from ..host import files, tools
 from ..host.executor import HERE, Executor, Task
 from ..ops import operation_of
 from . import toolchain
@@ -99,8 +99,8 @@ def export(
     EnvironmentProblem when this machine lacks what a compile needs or the folder cannot be written.
     """
     found = list(sources)
-    toolchain.require_dsl()
-    toolchain.require_ffi()
+    tools.require_dsl()
+    tools.require_ffi()
     with files.writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
     todo = [source for source in found if not _is_right(source, folder)]
@@ -129,7 +129,7 @@ def header(source: Source, compiled: bytes) -> str:
     return _HEADER.format(
         stem=source.stem,
         arch=source.arch,
-        dsl=toolchain.require_dsl(),
+        dsl=tools.require_dsl(),
         text=_sha256(source.text.encode()),
         object=_sha256(compiled),
         tensors="\n *   ".join(operation.header(spec)),

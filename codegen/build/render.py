@@ -10,15 +10,15 @@ from __future__ import annotations
 import ast
 import functools
 import gc
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import jinja2
 
 from ..errors import CheckFailed
+from ..host import files, tools
 from ..ops.operation import OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from ..verify import Digests as Digests
@@ -32,16 +32,19 @@ if TYPE_CHECKING:
 
 # A header template writes this line where the digests belong.
 DIGEST_PLACEHOLDER = "spec sha256:  body sha256:"
+# What templates read beside the context of a plan.
+OF_EVERY_KERNEL: Final = {
+    "digest_line": DIGEST_PLACEHOLDER,
+    "dsl_wanted": f"{tools.DSL}{tools.DSL_RANGE}",
+    "ffi_wanted": f"{tools.FFI}{tools.FFI_RANGE}",
+}
 _KEPT_PIECES = 4096  # formatted, some kilobytes each
 
 
 @functools.cache
 def template_folder() -> Path:
     """Where the templates are: inside the installed package, or beside it in a source tree."""
-    spec = importlib.util.find_spec("fmha_gen.templates")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(__file__).resolve().parents[2] / "templates"
+    return files.packaged("templates")
 
 
 def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
@@ -100,8 +103,7 @@ def render_kernel(plan: KernelPlan) -> str:
 
 def render_source(plan: KernelPlan) -> str:
     """Return the text of a plan's kernel as the templates give it, specialised."""
-    values = {**plan.context, "digest_line": DIGEST_PLACEHOLDER}
-    text = render_template(kernel_template(plan), values)
+    text = render_template(kernel_template(plan), {**plan.context, **OF_EVERY_KERNEL})
     try:
         return specialise(text, *decided(plan.context))
     except FoldError as error:

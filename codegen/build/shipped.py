@@ -7,26 +7,24 @@ They lie inside the installed package, or beside it in a source tree. Nothing is
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ..errors import CheckFailed
-from ..evidence import table
+from ..host import files
 from . import manifest, records
 
 
 @functools.cache
 def specs() -> Path:
     """The folder of the packaged specs."""
-    return _folder("specs")
+    return files.packaged("specs")
 
 
 @functools.cache
 def generated() -> Path:
     """The folder of the packaged kernels, with their lock and their records."""
-    return _folder("generated")
+    return files.packaged("generated")
 
 
 def is_installed(folder: Path) -> bool:
@@ -68,28 +66,6 @@ def record_of_spec(stem: str, spec_sha256: str) -> records.Record | None:
     return found if found.keys() & records.RUNGS.keys() else None
 
 
-def rows() -> list[tuple[str, ...]]:
-    """A line for each packaged kernel, as `evidence.TITLES` names its cells."""
-    return [
-        (record["kernel"], *table.row(record)[1:])
-        for record in table.load(generated())
-    ]
-
-
-def to_json() -> list[dict[str, Any]]:
-    """Each packaged kernel with its files, and its record as far as it holds for the text."""
-    return [
-        {
-            "kernel": record["kernel"],
-            "rung": record["rung"],
-            "file": str(generated() / f"{record['kernel']}.py"),
-            "spec": str(specs() / f"{record['kernel']}.yaml"),
-            "record": record,
-        }
-        for record in table.load(generated())
-    ]
-
-
 def source(names: Sequence[str], own: Path, *, update: bool = False) -> Path:
     """The folder that kernels of these names come from, unless somebody says which.
 
@@ -104,10 +80,3 @@ def source(names: Sequence[str], own: Path, *, update: bool = False) -> Path:
     packaged = all(kernel_of(name) is not None for name in names)
     is_own = any(known) if update else all(known)
     return own if is_own or not packaged else generated()
-
-
-def _folder(name: str) -> Path:
-    spec = importlib.util.find_spec(f"fmha_gen.{name}")
-    if spec is not None and spec.submodule_search_locations:
-        return Path(next(iter(spec.submodule_search_locations)))
-    return Path(__file__).resolve().parents[2] / name

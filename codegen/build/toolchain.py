@@ -9,11 +9,9 @@ costs one kernel. The DSL dumps PTX and cubin; NVIDIA's disassembler wheels read
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -26,24 +24,12 @@ from ..arch import compiled_as
 from ..emulator import host_process
 from ..emulator.launch import LIBRARIES, Call, Called, write_runtime
 from ..errors import CheckFailed, EnvironmentProblem, OutOfTime
-from ..host import processes
+from ..host import processes, tools
 from . import sass
 
-DSL = "nvidia-cutlass-dsl"
-DSL_AT_LEAST = (4, 8, 1)
-DSL_BELOW = (4, 9)
-DSL_RANGE = ">=4.8.1,<4.9"
-FFI = "apache-tvm-ffi"
-FFI_RANGE = ">=0.1.11,<0.2"
 COMPILE_SECONDS = (
     300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
 )
-
-# Distribution that ships each disassembler.
-TOOLS: Mapping[str, str] = {
-    "cuobjdump": "nvidia-cuda-cuobjdump",
-    "nvdisasm": "nvidia-cuda-nvdisasm",
-}
 
 # `-c` puts the temporary folder first on sys.path; a path entry of ours would shadow modules there.
 _WORKER = """
@@ -178,7 +164,7 @@ class Listing:
 
 def own_compiler() -> Compiler:
     """This interpreter; EnvironmentProblem when its DSL is missing or unsupported."""
-    return Compiler(sys.executable, require_dsl())
+    return Compiler(sys.executable, tools.require_dsl())
 
 
 def compile_kernel(
@@ -220,7 +206,7 @@ def listing(
     does not import, does not compile or compiles not exactly one host function.
     """
     compiler = compiler or own_compiler()
-    tools = {name: require_tool(name) for name in TOOLS}
+    paths = {name: tools.require_tool(name) for name in tools.TOOLS}
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
         called: tuple[Called, ...] = ()
@@ -232,8 +218,8 @@ def listing(
         cubin = str(_only(work / "dump", "cubin", stem))
         return Listing(
             ptx,
-            _tool_output([str(tools["cuobjdump"]), "--dump-resource-usage", cubin]),
-            _tool_output([str(tools["nvdisasm"]), "--print-code", cubin]),
+            _tool_output([str(paths["cuobjdump"]), "--dump-resource-usage", cubin]),
+            _tool_output([str(paths["nvdisasm"]), "--print-code", cubin]),
             called,
         )
 
@@ -245,8 +231,8 @@ def compile_object(
 
     Raises as `compile_kernel` does, EnvironmentProblem also when TVM-FFI is missing.
     """
-    require_dsl()
-    require_ffi()
+    tools.require_dsl()
+    tools.require_ffi()
     with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
         work = Path(folder)
         target = work / "exported.o"
@@ -355,56 +341,6 @@ def _unfit(report: KernelReport) -> list[str]:
     if "cutlass" in report.entry.lower():
         failures.append(f"kernel symbol holds the word cutlass: {report.entry}")
     return failures
-
-
-def dsl_distributions() -> dict[str, str]:
-    """Every installed distribution of the CuTe DSL: name -> version, by name."""
-    found = {}
-    for distribution in importlib.metadata.distributions():
-        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
-        if name == DSL or name.startswith(f"{DSL}-"):
-            found[name] = distribution.version
-    return dict(sorted(found.items()))
-
-
-def require_dsl() -> str:
-    """Return the DSL's version; raise EnvironmentProblem when it is missing or unsupported."""
-    version = dsl_distributions().get(DSL)
-    if version is None:
-        raise EnvironmentProblem(
-            f"{DSL} is not installed: pip install '{DSL}{DSL_RANGE}'"
-        )
-    if not DSL_AT_LEAST <= _release(version) < DSL_BELOW:
-        raise EnvironmentProblem(
-            f"{DSL} {version} is not supported: pip install '{DSL}{DSL_RANGE}'"
-        )
-    return version
-
-
-def require_tool(name: str) -> Path:
-    """Return the path of a disassembler, from its wheel or else from PATH."""
-    try:
-        files = importlib.metadata.files(TOOLS[name]) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    for file in files:
-        path = Path(str(file.locate()))
-        if path.name == name and path.is_file():
-            return path
-    on_path = shutil.which(name)
-    if on_path is None:
-        raise EnvironmentProblem(f"{name} is not installed: pip install {TOOLS[name]}")
-    return Path(on_path)
-
-
-def require_ffi() -> str:
-    """Return the version of TVM-FFI; raise EnvironmentProblem when it is missing."""
-    try:
-        return importlib.metadata.version(FFI)
-    except importlib.metadata.PackageNotFoundError as error:
-        raise EnvironmentProblem(
-            f"{FFI} is not installed: pip install '{FFI}{FFI_RANGE}'"
-        ) from error
 
 
 def _run_worker(
@@ -516,9 +452,3 @@ def _tool_output(command: list[str]) -> str:
 def _last_lines(output: str, lines: int = 12) -> str:
     text = _ANSI.sub("", output).strip().splitlines()
     return "\n".join(f"  {line}" for line in text[-lines:])
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The leading numbers of a version: 4.8.1.dev0 -> (4, 8, 1)."""
-    match = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in match.group().split(".")) if match else ()

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..build.toolchain import DSL, FFI, FFI_RANGE, Compiler, environment_for
+from ..build.toolchain import Compiler, environment_for
 from ..errors import EnvironmentProblem
 from ..host import cache
+from ..host.tools import DSL, FFI, FFI_RANGE
 
 FOLDER = "dsl"  # in the cache
 ANY_PATCH = ".x"  # at the end of a version: the newest of a minor

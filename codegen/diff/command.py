@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..build import engine as build
-from ..build import toolchain
+from ..host import tools
 from ..host.executor import Local
 from .compare import KernelChange, compare
 from .kernels import KernelState
@@ -56,7 +56,7 @@ def _to_measure(found: Sequence[Pair], compile: bool | None) -> Iterator[KernelS
     """
     if compile is False:
         return
-    dsl = toolchain.dsl_distributions().get(toolchain.DSL)
+    dsl = tools.dsl_distributions().get(tools.DSL)
     for before, after in found:
         if after is None:
             continue

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..build.calls import locate
 from ..emulator import walk
 from ..emulator.launch import Launch
 from ..emulator.lower import Program
@@ -27,7 +28,7 @@ from ..ops.compare import place, rows_named
 from ..ops.inputs import place_tensors
 from ..ops.operation import Spec
 from .schedule_check import blocks_of, extent
-from .tensors import Tensor, locate, view_of
+from .tensors import Tensor, view_of
 
 
 def tiles_of_tensors(

@@ -18,9 +18,8 @@ from typing import Any, Literal
 
 from rich.table import Table
 
-from ..build import toolchain
 from ..errors import CheckFailed, EnvironmentProblem, UsageProblem
-from ..host import files
+from ..host import files, tools
 from ..host.executor import HERE, Executor, Task
 from ..host.processes import Ending, Event, Ran, Worker, of_kind, ran, run_worker
 from ..ops.cases import FUSED, WALK
@@ -115,7 +114,7 @@ def run(
     kernels = kernel_files(paths, out)
     if choice.timeline is not None and len(kernels) > 1:
         raise UsageProblem(f"a timeline is of one kernel, these are {len(kernels)}")
-    toolchain.require_dsl()
+    tools.require_dsl()
     with progress_bar("emulate", len(kernels)) as advance:
         outcomes = emulate(
             kernels, choice=choice, executor=executor, timeout=timeout, progress=advance

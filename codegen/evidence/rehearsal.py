@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..build import captures, toolchain
+from ..build.calls import arguments, scale_of
 from ..build.kernel_text import read_constants
 from ..build.toolchain import Compiler
 from ..emulator import lower, machine, ptx, timeline, walk
@@ -62,7 +63,7 @@ from .coverage import (
 )
 from .finding_names import names_of
 from .schedule_check import grid_finding, refusal, schedule_findings
-from .tensors import Problem, arguments, make_problem, scale_of
+from .tensors import Problem, make_problem
 
 # In the order in which the random schedules take them.
 COMPLETIONS = (

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..build import records
+from ..build import records, shipped
 from ..build.render import body_digest, stated_digests
 
 TITLES = ("kernel", "rung", "GPU", "worst error over its bound", "registers")
@@ -30,6 +30,20 @@ def load(generated: Path) -> list[records.Record]:
         body = body_digest(text)
         found.append(records.current(record, kernel=kernel.stem, body_sha256=body))
     return found
+
+
+def shipped_kernels() -> list[dict[str, Any]]:
+    """Each packaged kernel with its files, and its record as far as it holds for the text."""
+    return [
+        {
+            "kernel": record["kernel"],
+            "rung": record["rung"],
+            "file": str(shipped.generated() / f"{record['kernel']}.py"),
+            "spec": str(shipped.specs() / f"{record['kernel']}.yaml"),
+            "record": record,
+        }
+        for record in load(shipped.generated())
+    ]
 
 
 def table(evidence: Iterable[records.Record]) -> str:

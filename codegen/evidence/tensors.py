@@ -16,22 +16,16 @@ import numpy as np
 from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
-from ..emulator import launch, numerics
+from ..build.calls import locate
+from ..emulator import numerics
 from ..emulator.memory import GlobalMemory
 from ..ops import operation_of
 from ..ops.cases import Case, Tiles
 from ..ops.compare import outside_touched
-from ..ops.inputs import GUARD, Layout, Placed, place_tensors, values
-from ..ops.operation import BYTES
+from ..ops.inputs import Placed, place_tensors, values
 
 Bits = NDArray[Any]
 
-STREAM = 0x5EED_0000_0010  # a raw handle that is not the default stream's
-DEFAULT_SMS = 132  # of a case that leaves it to the GPU
-FIRST_ADDRESS = 0x7F00_0000_0000
-ADDRESS_STEP = 1 << 32  # between storages: no overrun reaches the next
-FAR_FIRST_ADDRESS = 0x2_0000_0000
-FAR_ADDRESS_STEP = 1 << 42
 GUARD_BYTE = 0xA5  # as floats: small normal numbers, neither zero nor NaN
 NAN16 = 0x7FFF  # in bf16 and fp16
 NAN32 = 0x7FC0_0000
@@ -123,45 +117,6 @@ class Problem:
         return memory
 
 
-@dataclass(frozen=True)
-class Located:
-    """A tensor of a case without its memory. address: of its first element."""
-
-    placed: Placed
-    address: int
-
-    @property
-    def itemsize(self) -> int:
-        """[bytes]"""
-        return BYTES[self.placed.dtype]
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """[elements]; a mode of one element is never stepped over, and gets what TMA takes."""
-        return tuple(
-            GUARD if size == 1 else stride
-            for size, stride in zip(self.placed.shape, self.placed.strides, strict=True)
-        )
-
-
-def locate(layout: Layout) -> dict[str, Located]:
-    """The tensors of a case by name, in their order."""
-    far = not layout.guarded
-    names = list(layout.tensors if far else layout.storages)
-    # Fixed lengths of many batches are longer than a step.
-    largest = 4 * max(layout.storages.values())  # [bytes] at most
-    step = max(ADDRESS_STEP, 1 << largest.bit_length())
-    located = {}
-    for name, placed in layout.tensors.items():
-        if far:
-            address = FAR_FIRST_ADDRESS + names.index(name) * FAR_ADDRESS_STEP
-        else:
-            address = FIRST_ADDRESS + names.index(placed.storage) * step
-            address += placed.offset * BYTES[placed.dtype]
-        located[name] = Located(placed, address)
-    return located
-
-
 def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     """Tensors of a case with its inputs' values; the outputs hold nothing yet."""
     layout = place_tensors(spec, case)
@@ -192,39 +147,3 @@ def view_of(storage: Bits, placed: Placed) -> Bits:
     """A tensor of its storage, or of an array of the same size."""
     steps = tuple(stride * storage.itemsize for stride in placed.strides)
     return as_strided(storage[placed.offset :], placed.shape, steps)
-
-
-def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
-    """The call of a generated kernel's function with a case's tensors.
-
-    It goes to a stream of its own; those with layout ``plain`` are PyTorch's, which makes the
-    outputs and has a current stream.
-    """
-    located, operation = locate(place_tensors(spec, case)), operation_of(spec)
-    tensors = {
-        name: launch.tensor_at(x.placed.dtype, x.address, x.placed.shape, x.strides)
-        for name, x in located.items()
-    }
-    outputs = {x.name: len(x.axes) for x in operation.outputs(spec)}
-    options: dict[str, Any] = {"stream": STREAM}
-    # Of one element the two ways of calling pass other strides, which nothing reads.
-    if case.layout == "plain" and 1 not in located[next(iter(outputs))].placed.shape:
-        made = {name: tensors.pop(name)["address"] for name in outputs}
-        options = {"torch": {"stream": STREAM, **made}}
-    if case.scale_factor != 1:
-        (scalar,) = operation.scalars
-        options["scalars"] = {scalar.name: scale_of(spec, case)}
-    return launch.call(
-        tensors,
-        function=operation.function,
-        outputs=outputs,
-        sm_count=case.sm_count or DEFAULT_SMS,
-        keywords=case.layout == "bhsd",
-        **options,
-    )
-
-
-def scale_of(spec: Mapping[str, Any], case: Case) -> float:
-    """The softmax scale of a case."""
-    (scalar,) = operation_of(spec).scalars
-    return scalar.value(spec) * case.scale_factor

@@ -19,9 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
-from ..build import toolchain
 from ..errors import CheckFailed, EnvironmentProblem, one_line
-from . import cache
+from . import cache, tools
 from .executor import Results, Task
 from .processes import Children, ending_with
 
@@ -225,10 +224,10 @@ def versions() -> dict[str, str]:
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
         "fmha-gen": f"with sources {cache.source_digest()[:12]}",
     }
-    for name in (*toolchain.TOOLS.values(), toolchain.FFI):
+    for name in (*tools.TOOLS.values(), tools.FFI):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-    return found | toolchain.dsl_distributions()
+    return found | tools.dsl_distributions()
 
 
 def _require_ours(who: str, ours: Versions, theirs: Versions) -> None:

@@ -13,10 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ..build import toolchain
 from ..emulator import launch
 from ..errors import EnvironmentProblem
-from . import cache
+from . import cache, tools
 
 PYTHON_AT_LEAST = (3, 10)
 
@@ -38,7 +37,7 @@ def examine() -> list[Finding]:
         _asked("CuTe DSL", _dsl, needed=True),
         *(
             _asked(name, functools.partial(_tool, name), needed=True)
-            for name in toolchain.TOOLS
+            for name in tools.TOOLS
         ),
         _asked("emulator", _emulator, needed=False),
         _asked("GPU", _gpu, needed=False),
@@ -87,15 +86,13 @@ def _python() -> Finding:
 
 
 def _dsl() -> str:
-    version = toolchain.require_dsl()
-    parts = (
-        f"{name} {number}" for name, number in toolchain.dsl_distributions().items()
-    )
-    return f"{version}, supported {toolchain.DSL_RANGE} ({', '.join(parts)})"
+    version = tools.require_dsl()
+    parts = (f"{name} {number}" for name, number in tools.dsl_distributions().items())
+    return f"{version}, supported {tools.DSL_RANGE} ({', '.join(parts)})"
 
 
 def _tool(name: str) -> str:
-    return str(toolchain.require_tool(name))
+    return str(tools.require_tool(name))
 
 
 def _emulator() -> str:

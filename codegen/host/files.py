@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import re
 import secrets
@@ -15,6 +16,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import EnvironmentProblem
+
+
+def packaged(name: str) -> Path:
+    """A folder of data: inside the installed package, or beside the package in a source tree."""
+    spec = importlib.util.find_spec(f"fmha_gen.{name}")
+    if spec is not None and spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(__file__).resolve().parents[2] / name
 
 
 @contextlib.contextmanager

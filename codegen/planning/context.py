@@ -11,7 +11,6 @@ from typing import Any
 
 from .. import features
 from ..arch import ARCHITECTURES
-from ..build import toolchain
 from ..ops import OPERATIONS
 from ..spec.model import SpecFile
 from .kernel_plan import Number
@@ -27,7 +26,7 @@ def common_context(
     roles: Sequence[str],
     spec_items: Sequence[tuple[str, object]],
 ) -> dict[str, Any]:
-    """Return every name that the templates under common/ read, but the digests.
+    """Return every name that the templates under common/ read, but what `render` adds.
 
     roles: the lines of the header that say who does what, and what it takes.
     """
@@ -43,8 +42,6 @@ def common_context(
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
         "gpu_arch": ARCHITECTURES[spec.arch].compile_arch,
-        "dsl_wanted": f"{toolchain.DSL}{toolchain.DSL_RANGE}",
-        "ffi_wanted": f"{toolchain.FFI}{toolchain.FFI_RANGE}",
         "spec_items": [*own_items, *spec_items],
         "chosen": chosen,
         "derived": derived,

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from ..bench.command import Choice, cells_for
 from ..bench.problems import Problem
-from ..build import records, toolchain, tree
+from ..build import records, tree
 from ..build.kernel_text import read_constants
 from ..errors import CheckFailed, Diagnostic, SpecError
 from ..evidence import evaluation
 from ..evidence.validate import require_gpu
-from ..host import cache
+from ..host import cache, tools
 from ..host.executor import HERE, Executor, Task
 from ..host.gpu import find_gpu
 from ..spec.model import SpecFile, load_specs
@@ -133,7 +133,7 @@ def _tune(
     terms = Terms(
         gpu=machine.gpu,
         driver=machine.driver,
-        dsl=str(toolchain.dsl_distributions()),
+        dsl=str(tools.dsl_distributions()),
         problems=tuple(str(problem) for problem in tuning.problems),
         source=cache.source_digest(),
     )

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from fmha_gen import cli
 from fmha_gen.bench import command, timing
-from fmha_gen.build import records, toolchain
+from fmha_gen.build import records
 from fmha_gen.build.render import DIGEST_PLACEHOLDER, body_digest, finish
 from fmha_gen.errors import CheckFailed
+from fmha_gen.host import tools
 from typer.testing import CliRunner
 
 from . import model
@@ -334,7 +335,7 @@ def test_without_tvm_ffi_nothing_is_called(
     generated: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = generated
-    monkeypatch.setattr(toolchain, "FFI", "no-such-distribution")
+    monkeypatch.setattr(tools, "FFI", "no-such-distribution")
     result = invoke(folder, *SIZES)
     assert result.exit_code == 3
     assert result.stderr.startswith("no-such-distribution is not installed: pip")

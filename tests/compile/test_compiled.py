@@ -16,6 +16,7 @@ import pytest
 import support
 from fmha_gen.build import engine, toolchain
 from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.host import tools
 from fmha_gen.host.executor import Local
 from support import GENERATED, SHIPPED, SPECS
 
@@ -84,7 +85,7 @@ def test_compiles_to_what_is_recorded(stem: str, tmp_path: Path) -> None:
 def only_dsl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A site-packages folder as `pip install nvidia-cutlass-dsl apache-tvm-ffi` leaves it."""
     folder = tmp_path_factory.mktemp("site-packages")
-    support.link_distributions(folder, toolchain.DSL, toolchain.FFI)
+    support.link_distributions(folder, tools.DSL, tools.FFI)
     return folder
 
 
@@ -131,7 +132,7 @@ def test_without_the_dsl_the_traceback_says_what_to_install(stem: str) -> None:
         timeout=SECONDS,
     )
     assert "ModuleNotFoundError: No module named 'cuda'" in done.stderr
-    wanted = f"{toolchain.DSL}{toolchain.DSL_RANGE}"
+    wanted = f"{tools.DSL}{tools.DSL_RANGE}"
     assert f'# pip install "{wanted}"' in done.stderr
 
 

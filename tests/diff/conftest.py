@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from fmha_gen.build import engine, lint, toolchain
+from fmha_gen.build import engine, lint
+from fmha_gen.host import tools
 
 from . import model
 
@@ -21,9 +22,7 @@ def compiler(monkeypatch) -> model.Compiler:
     found = model.Compiler()
     monkeypatch.setattr(engine, "default_engine", found.engine)
     monkeypatch.setattr(lint, "lint", lambda text: [])
-    monkeypatch.setattr(
-        toolchain, "dsl_distributions", lambda: {toolchain.DSL: found.dsl}
-    )
+    monkeypatch.setattr(tools, "dsl_distributions", lambda: {tools.DSL: found.dsl})
     return found
 
 

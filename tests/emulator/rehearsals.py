@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from fmha_gen.build import captures
+from fmha_gen.build.calls import arguments
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import lower, ptx, walk
 from fmha_gen.emulator.launch import Called
 from fmha_gen.evidence.coverage import rows_stored, walked
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
-from fmha_gen.evidence.tensors import arguments, make_problem
+from fmha_gen.evidence.tensors import make_problem
 from fmha_gen.ops.cases import Case, cases_for, tiles_of
 
 from tests import support

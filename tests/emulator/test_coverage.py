@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from fmha_gen.build import captures
+from fmha_gen.build.calls import arguments
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import ptx, walk
 from fmha_gen.evidence.coverage import walked
 from fmha_gen.evidence.rehearsal import schedules
-from fmha_gen.evidence.tensors import arguments
 from fmha_gen.ops.cases import tiles_of, walks_for
 
 from tests.emulator.rehearsals import damaged, tagged

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fmha_gen.build import captures
+from fmha_gen.build.calls import FIRST_ADDRESS, arguments
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory, MemoryFault
-from fmha_gen.evidence.tensors import FIRST_ADDRESS, arguments
 
 from .rehearsals import tagged
 from .walks import GENERATED

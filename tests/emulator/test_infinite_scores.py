@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import support
 from fmha_gen.build import captures, kernel_text
+from fmha_gen.build.calls import arguments
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.evidence import rehearsal, tensors
 from fmha_gen.ops.cases import Case
@@ -62,7 +63,7 @@ def make(stem: str) -> rehearsal.Rehearsal:
         k_values[:, keys, head, 0] = -np.inf
     for tensor, values in zip(problem.inputs, (q_values, k_values), strict=False):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](values)
-    call = tensors.arguments(spec, case)
+    call = arguments(spec, case)
     text, (called,) = captures.capture(path, [call], arch=spec["arch"])
     programs = lower_kernels(text)
     return rehearsal.Rehearsal(spec, tiles, programs, case, problem, called.launched)

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from fmha_gen.build import captures
+from fmha_gen.build import calls, captures
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import launch, ptx
 from fmha_gen.emulator.launch import CaptureError, Launch, open_host_program
@@ -135,8 +135,8 @@ def test_a_shipped_kernel_is_launched_as_its_plan_says(pair, layout):
     spec = constants["SPEC"]
     case = Case("x", batch=3, kv_heads=2, q=300, kv=301, sm_count=5, layout=layout)
     problem = tensors.make_problem(spec, tiles_of(constants), case)
-    (captured,) = pair.call(tensors.arguments(spec, case)).launched
-    assert captured.stream == tensors.STREAM
+    (captured,) = pair.call(calls.arguments(spec, case)).launched
+    assert captured.stream == calls.STREAM
 
     (spec_file,) = load_specs([ROOT / "specs" / f"{PAIR.stem}.yaml"])
     plan = resolve(spec_file)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from fmha_gen import cli
-from fmha_gen.build import engine, records, toolchain
+from fmha_gen.build import engine, records
 from fmha_gen.errors import EnvironmentProblem
-from fmha_gen.host import doctor
+from fmha_gen.host import doctor, tools
 from typer.testing import CliRunner
 
 from . import fake
@@ -235,7 +235,7 @@ def test_doctor(monkeypatch):
     assert result.exit_code == 0
     assert "CuTe DSL" in result.stdout
     assert json.loads(run("doctor", "--json").stdout)["can_build"] is True
-    monkeypatch.setattr(toolchain, "dsl_distributions", dict)
+    monkeypatch.setattr(tools, "dsl_distributions", dict)
     result = run("doctor")
     assert result.exit_code == 3
     assert "missing  nvidia-cutlass-dsl is not installed" in result.stdout

@@ -17,6 +17,7 @@ from fmha_gen import cli
 from fmha_gen.build import export, toolchain
 from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.evidence import validate
+from fmha_gen.host import tools
 from support import GENERATED, ROOT, SPECS
 from typer.testing import CliRunner
 
@@ -291,6 +292,6 @@ def test_export_needs_a_build_that_compiles(tmp_path: Path, option: str) -> None
 def test_without_tvm_ffi_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(toolchain, "FFI", "no-such-distribution")
+    monkeypatch.setattr(tools, "FFI", "no-such-distribution")
     with pytest.raises(toolchain.EnvironmentProblem, match="pip install"):
         export.export([SOURCE], tmp_path)

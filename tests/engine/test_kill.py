@@ -39,7 +39,7 @@ from fmha_gen.build import manifest, records, toolchain
 from fmha_gen.build.render import body_digest
 from fmha_gen.compat import cells, document
 from fmha_gen.evidence import emulate, validate
-from fmha_gen.host import cache, processes
+from fmha_gen.host import cache, processes, tools
 from fmha_gen.tune import command as tune
 from tune.model import ModelGpu
 from vendor.test_vendor import rebuild
@@ -294,8 +294,8 @@ def models(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
             compile_kernel=lambda text, stem, arch: fake.report(),
         )
     monkeypatch.setattr(build, "default_engine", lambda: engine)
-    monkeypatch.setattr(toolchain, "require_dsl", lambda: "4.8.1")
-    monkeypatch.setattr(toolchain, "require_ffi", lambda: "0.1.11")
+    monkeypatch.setattr(tools, "require_dsl", lambda: "4.8.1")
+    monkeypatch.setattr(tools, "require_ffi", lambda: "0.1.11")
     compiled = f"object {LARGE}".encode()
     monkeypatch.setattr(
         toolchain, "compile_object", lambda text, *_: text.encode() + compiled

@@ -7,6 +7,7 @@ import pytest
 from fmha_gen.arch import sm90
 from fmha_gen.build import sass, toolchain
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
+from fmha_gen.host import tools
 
 DATA = Path(__file__).parent / "data"
 VECTOR_ADD = (DATA / "vector_add.py").read_text()
@@ -136,17 +137,17 @@ def test_a_hang_ends():
     ],
 )
 def test_wrong_dsl_is_one_line(monkeypatch, installed, message):
-    monkeypatch.setattr(toolchain, "dsl_distributions", lambda: installed)
+    monkeypatch.setattr(tools, "dsl_distributions", lambda: installed)
     with pytest.raises(EnvironmentProblem, match=message) as info:
         toolchain.compile_kernel(VECTOR_ADD, "vector_add")
     assert "\n" not in str(info.value)
 
 
 def test_missing_disassembler_is_one_line(monkeypatch):
-    monkeypatch.setitem(toolchain.TOOLS, "nvdisasm", "no-such-distribution")
+    monkeypatch.setitem(tools.TOOLS, "nvdisasm", "no-such-distribution")
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(EnvironmentProblem, match="nvdisasm is not installed"):
-        toolchain.require_tool("nvdisasm")
+        tools.require_tool("nvdisasm")
 
 
 LISTING = """

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Preloaded by a worker: it has another version of the DSL."""
 
-from fmha_gen.build import toolchain
+from fmha_gen.host import tools
 
-toolchain.dsl_distributions = lambda: {toolchain.DSL: "4.8.0"}
+tools.dsl_distributions = lambda: {tools.DSL: "4.8.0"}

@@ -77,12 +77,11 @@ def stated(name: str) -> Stated:
 @functools.cache
 def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
     """The values that an architecture's templates get, for every spec of it we have."""
-    digest_line = {"digest_line": render.DIGEST_PLACEHOLDER}
     every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
     plans = [each for each in every if each.arch == arch]
     with support.causal_is(masks.window(1000, 7)):
         plans.append(plan.resolve(support.load_text(WINDOW.format(arch=arch))))
-    return tuple({**each.context, **digest_line} for each in plans)
+    return tuple({**each.context, **render.OF_EVERY_KERNEL} for each in plans)
 
 
 @functools.cache

@@ -17,9 +17,10 @@ from typing import Any
 
 import numpy as np
 from fmha_gen.build import captures
+from fmha_gen.build.calls import arguments
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.build.render import body_digest
-from fmha_gen.evidence.tensors import arguments, make_problem
+from fmha_gen.evidence.tensors import make_problem
 from fmha_gen.ops.cases import Case, Data, cases_for, tiles_of
 from fmha_gen.verify import sha256
 

@@ -17,11 +17,12 @@ from fmha_gen.build.render import body_digest
 from fmha_gen.compat import document, environments
 from fmha_gen.errors import CheckFailed
 from fmha_gen.evidence import emulate
+from fmha_gen.host import tools
 from typer.testing import CliRunner
 
 from tests.engine.fake import COUNTS, report
 
-HERE = toolchain.require_dsl()
+HERE = tools.require_dsl()
 FAKE_PROCESS = Path(__file__).parents[1] / "unit" / "fake_trial.py"
 RUN = {
     "event": "run",

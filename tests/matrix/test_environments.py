@@ -16,8 +16,9 @@ import pytest
 from fmha_gen.build import toolchain
 from fmha_gen.compat import environments
 from fmha_gen.errors import EnvironmentProblem
+from fmha_gen.host import tools
 
-HERE = toolchain.require_dsl()
+HERE = tools.require_dsl()
 
 # Answers as an interpreter does that has venv and pip, and notes what it was asked.
 STUB = """#!{python}
@@ -66,8 +67,8 @@ def test_this_interpreter_is_one() -> None:
     found = environments.given(f"{HERE}={sys.executable}")
     assert found.dsl == HERE
     assert found.python == f"{sys.version_info.major}.{sys.version_info.minor}"
-    assert found.distributions == toolchain.dsl_distributions() | {
-        "apache-tvm-ffi": toolchain.require_ffi()
+    assert found.distributions == tools.dsl_distributions() | {
+        "apache-tvm-ffi": tools.require_ffi()
     }
 
 
@@ -92,9 +93,7 @@ def test_a_version_is_installed_once(tmp_path: Path, own_cache: Path) -> None:
     first = environments.made("4.7.1", base)
     venv, pip = asked(tmp_path)
     assert venv.startswith("-m venv ")
-    assert pip.endswith(
-        f"nvidia-cutlass-dsl==4.7.1 apache-tvm-ffi{toolchain.FFI_RANGE}"
-    )
+    assert pip.endswith(f"nvidia-cutlass-dsl==4.7.1 apache-tvm-ffi{tools.FFI_RANGE}")
     place = own_cache / "dsl" / "4.7.1-py3.12" / "bin" / "python"
     assert first.compiler == toolchain.Compiler(str(place), "4.7.1")
     assert environments.made("4.7.1", base) == first

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 from fmha_gen import cli
-from fmha_gen.build import toolchain
+from fmha_gen.host import tools
 from typer.testing import CliRunner
 
-HERE = toolchain.require_dsl()
+HERE = tools.require_dsl()
 BLOCK = "block=[128 * WARPGROUPS, 1, 1]"
 
 

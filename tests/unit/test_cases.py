@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
+from fmha_gen.build.calls import arguments
 from fmha_gen.build.kernel_text import read_constants
-from fmha_gen.evidence.tensors import arguments
 from fmha_gen.ops.cases import (
     DYNAMIC,
     LONG_TILE,

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fmha_gen.build import captures, render
-from fmha_gen.build.probes import LAYOUTS
+from fmha_gen.build.calls import LAYOUTS, STREAM, arguments
 from fmha_gen.emulator.launch import Called, Launch
 from fmha_gen.evidence import coverage, tensors
 from fmha_gen.ops import OPERATIONS, operation_of
@@ -162,7 +162,7 @@ def test_a_problem_has_values_in_the_inputs_alone() -> None:
 
 def test_a_call_says_what_is_taken_and_returned() -> None:
     case = Case(*("x", 2, 3, 48, 40), scale_factor=3.0, layout="plain")
-    call = tensors.arguments(spec(), case)
+    call = arguments(spec(), case)
     assert (call["function"], call["scalars"]) == ("turn", {"factor": 3.0})
     assert list(call["tensors"]) == ["x", "y", "table"]
     assert call["outputs"] == {"dy": 4, "sums": 1}
@@ -170,8 +170,8 @@ def test_a_call_says_what_is_taken_and_returned() -> None:
 
 
 def test_outputs_that_are_missing_or_swapped_are_findings() -> None:
-    call = tensors.arguments(spec(), CASE)
-    launched = Launch("k", (1, 1, 1), (1, 1, 1), (1, 1, 1), 0, b"", tensors.STREAM)
+    call = arguments(spec(), CASE)
+    launched = Launch("k", (1, 1, 1), (1, 1, 1), (1, 1, 1), 0, b"", STREAM)
     places = [call["tensors"][name]["address"] for name in ("dy", "sums")]
     right = Called((launched,), "", tuple(places), {})
     assert list(captures.wrong_host(call, right)) == []

@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+from fmha_gen.build import calls
 from fmha_gen.emulator import launch
 from fmha_gen.emulator.memory import MemoryFault
 from fmha_gen.evidence import tensors
@@ -35,7 +36,7 @@ def problem(layout="own", q=5, kv=5, scale_factor=1.0, **changes):
 def test_addresses_and_strides_find_every_row_of_every_tensor(layout, lengths):
     case, made = problem(layout, *lengths)
     memory = made.memory()
-    located = tensors.locate(tensors.place_tensors(SPEC, case))
+    located = calls.locate(place_tensors(SPEC, case))
     for tensor in (*made.inputs, *made.outputs):
         view, itemsize = tensor.view, tensor.view.itemsize
         tensor.view[...] = np.arange(view.size).reshape(view.shape) % 65521
@@ -109,7 +110,7 @@ def test_no_overrun_reaches_the_next_storage():
 
 def test_storages_of_many_batches_do_not_overlap_either():
     case = Case("x", 2**16 + 1, 1, q=1024, kv=1024, sm_count=1)
-    located = tensors.locate(place_tensors(SPEC, case))
+    located = calls.locate(place_tensors(SPEC, case))
     ends = {
         x.address: x.address + x.placed.strides[0] * case.batch * x.itemsize
         for x in located.values()
@@ -123,7 +124,7 @@ def test_storages_of_many_batches_do_not_overlap_either():
 
 def test_what_a_kernel_is_told():
     case, made = problem()
-    found = tensors.arguments(SPEC, case)
+    found = calls.arguments(SPEC, case)
     assert list(found["tensors"]) == ["q", "k", "v", "out", "lse"]
     for name, tensor in (("v", made["v"]), ("out", made["out"])):
         told = found["tensors"][name]
@@ -132,27 +133,27 @@ def test_what_a_kernel_is_told():
         )
     assert found["tensors"]["lse"]["dtype"] == "fp32"
     assert found["scalars"] == {}, "the default is the kernel's"
-    assert found["stream"] == tensors.STREAM and found["torch"] is None
+    assert found["stream"] == calls.STREAM and found["torch"] is None
     assert found["sm_count"] == case.sm_count
     assert not found["keywords"]
     assert found["function"] == "fmha"
     assert found["outputs"] == {"out": 4, "lse": 3}
-    assert "lse" not in tensors.arguments({**SPEC, "lse": False}, case)["tensors"]
+    assert "lse" not in calls.arguments({**SPEC, "lse": False}, case)["tensors"]
 
 
 def test_another_scale_is_given():
     case, _ = problem(scale_factor=30.0)
-    scale = tensors.arguments(SPEC, case)["scalars"]["softmax_scale"]
-    assert scale == tensors.scale_of(SPEC, case) == pytest.approx(30 / 8)
+    scale = calls.arguments(SPEC, case)["scalars"]["softmax_scale"]
+    assert scale == calls.scale_of(SPEC, case) == pytest.approx(30 / 8)
 
 
 def test_of_a_plain_case_fmha_makes_the_outputs():
     case, made = problem("plain")
-    found = tensors.arguments(SPEC, case)
+    found = calls.arguments(SPEC, case)
     assert list(found["tensors"]) == ["q", "k", "v"]
     assert found["stream"] is None
     assert found["torch"] == {
-        "stream": tensors.STREAM,
+        "stream": calls.STREAM,
         "out": made["out"].address,
         "lse": made["lse"].address,
     }
@@ -160,7 +161,7 @@ def test_of_a_plain_case_fmha_makes_the_outputs():
 
 def test_the_arguments_come_by_name_in_one_layout():
     named = {
-        layout: tensors.arguments(SPEC, problem(layout)[0])["keywords"]
+        layout: calls.arguments(SPEC, problem(layout)[0])["keywords"]
         for layout in LAYOUTS
     }
     assert [layout for layout, is_named in named.items() if is_named] == ["bhsd"]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import support
-from fmha_gen.build import toolchain
+from fmha_gen.host import tools
 from fmha_gen.vendoring import command
 from support import GENERATED, ROOT
 
@@ -40,7 +40,7 @@ def run(*arguments: str | Path, cwd: Path) -> str:
 def test_a_vendored_package_alone(tmp_path: Path) -> None:
     packages, folder = tmp_path / "site-packages", tmp_path / "attention"
     packages.mkdir()
-    support.link_distributions(packages, "torch", toolchain.DSL, toolchain.FFI)
+    support.link_distributions(packages, "torch", tools.DSL, tools.FFI)
     command.vendor(command.Options(folder, GENERATED, (STEM,), init=True))
 
     report = json.loads(run(ALONE, packages, folder, cwd=tmp_path))

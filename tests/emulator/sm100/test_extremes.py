@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import support
 from fmha_gen.build import captures, kernel_text
+from fmha_gen.build.calls import arguments
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.evidence import rehearsal, tensors
 from fmha_gen.ops import cases
@@ -35,7 +36,7 @@ def make(stem, fill):
     values = [tensors.FROM_BITS[spec["dtype"]](x.view) for x in problem.inputs]
     for tensor, changed in zip(problem.inputs, fill(*values), strict=True):
         tensor.view[...] = tensors.TO_BITS[spec["dtype"]](changed)
-    call = tensors.arguments(spec, case)
+    call = arguments(spec, case)
     text, (called,) = captures.capture(path, [call], arch="sm100")
     programs = lower_kernels(text)
     return rehearsal.Rehearsal(spec, tiles, programs, case, problem, called.launched)
