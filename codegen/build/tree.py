@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only writer of output folders: what differs from what is wanted, and how it gets there.
 
-`replace` (of files.py) is for single files elsewhere.
+`replace` (of host/files.py) is for single files elsewhere.
 
 Apply writes every new file whole into a private folder, and when all are there renames each to its
 place, deletes what is not wanted, and renames the lock last. A crash in between leaves old and new
