@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, islice, pairwise
 from typing import Any
 
@@ -291,29 +291,35 @@ class _Check:
 
     def _received(self, name: str, boxes: Boxes, mine: I64, who: str) -> Iterator[str]:
         """What is not received once for each of the cluster's work tiles that needs it."""
-        plan = self.plan
-        least, most = _coverage(boxes, plan.shape(name), plan.width(name))
-        wanted = np.zeros(plan.shape(name), np.int64)
-        for number in mine.tolist():
-            work = self._work_of(number)
-            blocks, block = plan.blocks(work.tile), plan.tiles.kv
+        plan, block = self.plan, self.plan.tiles.kv
+        works = [self._work_of(number) for number in mine.tolist()]
+        # Of the heads only those that it has to do with: there may be 2^16 of them.
+        spans = zip(boxes.begin[:, 2].tolist(), boxes.end[:, 2].tolist(), strict=True)
+        seen_heads = {head for span in {*spans} for head in range(*span)}
+        heads = sorted(seen_heads | {work.head // plan.group for work in works})
+        boxes = replace(boxes, begin=boxes.begin.copy(), end=boxes.end.copy())
+        for side in (boxes.begin, boxes.end):
+            side[:, 2] = np.searchsorted(heads, side[:, 2])
+        batches, rows, _ = plan.shape(name)
+        shape = batches, rows, len(heads)
+        least, most = _coverage(boxes, shape, plan.width(name))
+        wanted = np.zeros(shape, np.int64)
+        for work in works:
+            blocks = plan.blocks(work.tile)
             keys = slice(blocks.start * block, blocks.stop * block)
-            wanted[work.batch, keys, work.head // plan.group] += 1
-        bad = (least != wanted) | (most != wanted)
-        if not bad.any():
-            return
+            wanted[work.batch, keys, heads.index(work.head // plan.group)] += 1
         seen = set()
-        for batch, row, head in np.argwhere(bad).tolist():
-            block = row // plan.tiles.kv
-            if (batch, head, block) in seen:
+        bad = (least != wanted) | (most != wanted)
+        for place in map(tuple, np.argwhere(bad).tolist()):
+            batch, number, head = place[0], place[1] // block, heads[place[2]]
+            if (batch, head, number) in seen:
                 continue
-            seen.add((batch, head, block))
-            place = batch, row, head
+            seen.add((batch, head, number))
             got = int(least[place] if least[place] < wanted[place] else most[place])
             yield (
-                f"KV block {block} of KV head {head}, batch {batch}: {who} receives "
+                f"KV block {number} of KV head {head}, batch {batch}: {who} receives "
                 f"{name} {got} times, and {wanted[place]} of its work tiles see it"
-                + self._seen_by(mine, batch, head, block)
+                + self._seen_by(mine, batch, head, number)
             )
 
     def _seen_by(self, mine: I64, batch: int, head: int, block: int) -> str:
