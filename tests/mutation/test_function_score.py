@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import pytest
 from fmha_gen.emulator.launch import CaptureError
+from fmha_gen.ops.cases import cases_for, walks_for
 
-from tests.emulator.rehearsals import emulated_cases
+from tests.emulator.rehearsals import tag_of
+from tests.emulator.walks import read
 
 from . import emulation
 from .campaign import SAME
@@ -15,22 +17,41 @@ from .ptx_mutants import Mutant
 
 SINGLE = "sm100_d128_bf16_full_q1000_single_lse"
 
-# Decision 0027 has more of them. One or two of each class, in turn on sm90 and sm100.
+# Decision 0027 has more of them. One or two of each class, in turn on sm90 and sm100, with the case
+# that is the first to show it.
 SAMPLE = (
-    ("sm90_d128_bf16_causal_lse", "indices: ", ": k: head 0", ""),
-    (SINGLE, "residues: ", ": 31 keys at most", ""),
-    ("sm90_d64_bf16_causal_s512", "scheduler: ", ": the last tile is missing", ""),
-    ("sm90_d128_bf16_causal_lse", "strides: ", "lse: heads and rows swapped", ""),
-    ("sm100_d96_fp16_full_kv1000", "magnitudes: ", ": the reference never moves", ""),
-    ("sm90_d128_fp16_full_c2x1_vmc_kv1000", "rows: ", "the second row is not rescaled", "wrong"),
-    ("sm90_d192x128_bf16_full_q1000", "writes: ", ": the second row of O is not stored", ""),
-    ("sm90_d128_bf16_full_gqa8_pack_lse", "scale: ", ": lse in log2", "of lse"),
+    ("sm90_d128_bf16_causal_lse", "indices: ", ": k: head 0", "sms_1", "receives k"),
+    (SINGLE, "residues: ", ": 31 keys at most", "ragged", "of out"),
+    ("sm90_d64_bf16_causal_s512", "scheduler: ", ": the last tile is missing", "sms_1", "no CTA"),
+    ("sm90_d128_bf16_causal_lse", "strides: ", "lse: heads and rows swapped", "sms_1", "no tensor"),
+    ("sm100_d96_fp16_full_kv1000", "magnitudes: ", ": the reference never moves", "ragged", "NaN"),
+    ("sm90_d128_fp16_full_c2x1_vmc_kv1000", "rows: ", "row is not rescaled", "ragged", "wrong"),
+    ("sm90_d192x128_bf16_full_q1000", "writes: ", "row of O is not stored", "sms_1", "no CTA"),
+    ("sm90_d128_bf16_full_gqa8_pack_lse", "scale: ", ": lse in log2", "ragged", "of lse"),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("stem", "group", "what", "finding"), SAMPLE)
-def test_damage_to_the_function_is_noticed(stem, group, what, finding):
+@pytest.fixture
+def only(monkeypatch):
+    """Leaves one case of a kernel to `emulate`."""
+
+    def choose(path, tag):
+        about = read(path)
+        name = next(
+            case.name
+            for case in (*cases_for(*about), *walks_for(*about))
+            if tag_of(case) == tag
+        )
+        stages = [(*options, f"--case={name}") for options in emulation.STAGES]
+        monkeypatch.setattr(emulation, "STAGES", stages)
+
+    return choose
+
+
+@pytest.mark.parametrize(("stem", "group", "what", "tag", "finding"), SAMPLE)
+def test_damage_to_the_function_is_noticed(stem, group, what, tag, finding, only):
     subject = FunctionSubject(stem)
+    only(subject.path, tag)
     found = [
         mutant
         for mutant in subject.mutants(KIND)
@@ -59,11 +80,9 @@ def test_what_is_no_other_kernel_is_told():
         subject.notice(KIND, broken)
 
 
-def test_a_whole_kernel_is_clean(monkeypatch):
+def test_a_whole_kernel_is_clean(only):
     """In one case; its record says so of all."""
     subject = FunctionSubject("sm90_d64_bf16_causal_s512")
-    case = emulated_cases(subject.path)[0].name
-    stages = [(*options, f"--case={case}") for options in emulation.STAGES]
-    monkeypatch.setattr(emulation, "STAGES", stages)
+    only(subject.path, "ragged")
     whole = changed(subject, "import math\n", "import math\n")
     assert subject.notice(KIND, whole) is None
