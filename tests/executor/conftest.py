@@ -98,7 +98,7 @@ def wait_for(what: Callable[[], bool]) -> None:
 GPU = ("--resources", "GPU=1", "--preload", str(HERE / "gpu_model.py"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")  # idle processes of Dask take 5 % of a core
 def lasting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Processes]:
     """Two workers, of which one has a GPU; for tests that kill none."""
     with running(tmp_path_factory.mktemp("dask"), plain=(), gpu=GPU) as found:
