@@ -6,17 +6,19 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import hashlib
 import importlib.metadata
 import os
 import tempfile
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jinja2.meta
 import pytest
 from fmha_gen.build import render
+from fmha_gen.host import cache
 from fmha_gen.ops import masks
 from fmha_gen.ops.masks import Mask
 from fmha_gen.planning import plan
@@ -29,6 +31,20 @@ SPECS = ROOT / "specs"
 GENERATED = ROOT / "generated"
 SHIPPED = sorted(path.stem for path in SPECS.glob("*.yaml"))
 
+# One of each structure.
+STRUCTURES = (
+    "sm90_d128_bf16_full_c2x1_kvmc",  # cluster along the queries, multicast
+    "sm90_d128_bf16_causal_lse",  # two loops, and QK of the next tile beside PV of the last
+    "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
+    "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
+    "sm100_d128_bf16_causal_gqa4_lse",  # roles of their own, tensor memory
+    "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair of CTAs per MMA
+    "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse",  # multicast over two query tiles
+    "sm100_d192x128_bf16_causal_lse",  # V smaller than K, halves take turns to store O
+    "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair, S of two blocks in turn
+)
+
+ALL = "FMHA_GEN_ALL"  # `1` runs what `rotated` leaves out as well
 ACCEPT = "FMHA_GEN_ACCEPT"  # `1` makes what is now the accepted text, and prints what changed
 
 
@@ -73,16 +89,39 @@ def shipped_plan(stem: str) -> KernelPlan:
 
 @functools.cache
 def sample(arch: str) -> list[str]:
-    """Few shipped kernels with every flag, head dim and cluster that the others have.
+    """Few shipped kernels with every structure, flag, head dim and cluster that the others have.
 
-    For tests that take seconds a kernel, where a record stands for the others.
+    For tests that take seconds a kernel, where a record stands for the others. A kernel compiles
+    once for all tests that ask for its cases (tests/emulator/rehearsals.py): take them from here.
     """
     kernels = {stem: _traits(stem) for stem in SHIPPED if stem.startswith(f"{arch}_")}
-    left, chosen = set().union(*kernels.values()), []
+    chosen = [stem for stem in STRUCTURES if stem in kernels]
+    left = set().union(*kernels.values()).difference(*map(kernels.get, chosen))
     while left:
         chosen.append(max(kernels, key=lambda stem: len(left & kernels[stem])))
         left -= kernels[chosen[-1]]
     return chosen
+
+
+def picked(names: Iterable[str], count: int) -> list[str]:
+    """So many of the names, others after each change of the package or of a generated kernel."""
+
+    def place(name: str) -> str:
+        return hashlib.sha256(f"{_state()}{name}".encode()).hexdigest()
+
+    found = list(names)
+    chosen = sorted(found, key=place)[:count]
+    return [name for name in found if name in chosen]
+
+
+def rotated(table: Collection[str], count: int) -> list[str]:
+    """The same of a table of damages that takes seconds each; FMHA_GEN_ALL=1 runs all of it."""
+    return picked(table, len(table) if os.environ.get(ALL) == "1" else count)
+
+
+@functools.cache
+def _state() -> str:
+    return cache.source_digest() + (GENERATED / "MANIFEST.lock").read_text("utf-8")
 
 
 def _traits(stem: str) -> set[tuple[str, Any]]:

@@ -29,22 +29,13 @@ from fmha_gen.ops.cases import Case, cases_for
 from fmha_gen.ops.reference import Truth
 
 from tests.emulator.rehearsals import captured
+from tests.support import STRUCTURES
 
 from . import ptx_mutants, source_mutants
 from .ptx_mutants import Mutant
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
-KERNELS = (  # one for each structure
-    "sm90_d128_bf16_full_c2x1_kvmc",  # cluster along the queries, multicast
-    "sm90_d128_bf16_causal_lse",  # two loops, and QK of the next tile beside PV of the last
-    "sm90_d256_bf16_full",  # one Q stage: tiles do not overlap
-    "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of one KV head
-    "sm100_d128_bf16_causal_gqa4_lse",  # roles of their own, tensor memory
-    "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair of CTAs per MMA
-    "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse",  # multicast over two query tiles
-    "sm100_d192x128_bf16_causal_lse",  # V smaller than K, halves take turns to store O
-    "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse",  # a pair, S of two blocks in turn
-)
+KERNELS = STRUCTURES
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
 # are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
