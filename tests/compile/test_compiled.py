@@ -56,18 +56,23 @@ def test_compiled_as_planned(stem: str) -> None:
     assert asked <= made.registers * numbers["THREADS"] <= 65536
 
 
-def kind_of(stem: str) -> tuple[object, ...]:
-    """What decides which imports, arguments and checks a file has."""
-    spec = support.shipped_plan(stem).spec_file.spec
-    return spec.arch, spec.cta_group, spec.mask, spec.lse
+# Between them they have every mask, cta_group, and LSE or none, on their architecture: what decides
+# which imports, arguments and checks a file has.
+ONE_OF_EACH = (
+    "sm90_d64_bf16_full",
+    "sm90_d64_bf16_causal_lse",
+    "sm100_d64_fp16_full_s1024",
+    "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse",
+)
 
 
-ONE_OF_EACH = {kind_of(stem): stem for stem in reversed(SHIPPED)}.values()
-
-
-@pytest.mark.parametrize("stem", ONE_OF_EACH)
+@pytest.mark.parametrize("stem", support.picked(SHIPPED, 3))
 def test_compiles_to_what_is_recorded(stem: str, tmp_path: Path) -> None:
-    """`fmha-gen build specs/ --check` asks this of every kernel."""
+    """Registers and instructions; others after the next change.
+
+    `make check` asks this of every kernel; that the PTX of one of each structure is the recorded
+    one shows tests/emulator/test_shipped_kernels.py.
+    """
     result = engine.build([SPECS / f"{stem}.yaml"], tmp_path, executor=Local(1))
     assert result.failures == ()
     (kernel,) = result.kernels

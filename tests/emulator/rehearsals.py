@@ -15,7 +15,7 @@ from fmha_gen.emulator.launch import Called
 from fmha_gen.evidence.coverage import rows_stored, walked
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
 from fmha_gen.evidence.tensors import make_problem
-from fmha_gen.ops.cases import Case, cases_for, tiles_of
+from fmha_gen.ops.cases import Case, cases_for, tiles_of, walks_for
 
 from tests import support
 
@@ -37,14 +37,15 @@ def captured(path: Path, cases: Sequence[Case]) -> tuple[str, list[Called]]:
 
     Of a shipped one all its cases are captured by one compile, which tests share by the cache.
     """
-    spec = read_constants(path.read_text(encoding="utf-8"))["SPEC"]
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    spec = constants["SPEC"]
 
     def of(some: Sequence[Case]) -> tuple[str, list[Called]]:
         calls = [arguments(spec, case) for case in some]
         return captures.capture(path, calls, arch=spec["arch"])
 
     if path.parent == support.GENERATED:
-        of(emulated_cases(path))
+        of([*emulated_cases(path), *walks_for(spec, tiles_of(constants))])
     return of(cases)
 
 

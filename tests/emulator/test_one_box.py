@@ -71,32 +71,41 @@ def walk_findings(folder, text):
     return found
 
 
-@pytest.mark.parametrize("fields", ONE_BOX.values(), ids=ONE_BOX)
-def test_one_box_is_stored_once_or_it_is_a_race(fields, tmp_path, monkeypatch):
-    planned = kernel(fields)
-    assert planned.context["one_box"]
-    text = render.render_kernel(planned)
+@pytest.fixture
+def several_boxes(monkeypatch):
+    """Plans kernels as if all of their boxes were wanted."""
+    for module in (sm90_context, sm100_context):
+        monkeypatch.setattr(module.Traits, "one_box", property(lambda traits: False))
+
+
+@pytest.mark.parametrize("what", {**ONE_BOX, **LOADED, **SEVERAL})
+def test_the_plan_knows_them(what):
+    fields = {**ONE_BOX, **LOADED, **SEVERAL}[what]
+    assert kernel(fields).context["one_box"] == (what not in SEVERAL)
+
+
+@pytest.mark.parametrize(
+    "what", [*ONE_BOX, "rows of two warpgroups", "two packed tiles"]
+)
+def test_a_box_is_stored_once(what, tmp_path):
+    text = render.render_kernel(kernel({**ONE_BOX, **SEVERAL}[what]))
     assert findings(written(tmp_path, text), "ragged") == []
-    monkeypatch.setattr(sm90_context.Traits, "one_box", property(lambda traits: False))
-    text = render.render_kernel(kernel(fields))
-    found = findings(written(tmp_path, text), "ragged")
+
+
+@pytest.mark.parametrize("what", LOADED)
+def test_a_box_is_loaded_once(what, tmp_path):
+    assert walk_findings(tmp_path, render.render_kernel(kernel(LOADED[what]))) == []
+
+
+@pytest.mark.parametrize("what", support.rotated(ONE_BOX, 2))
+def test_a_box_too_many_is_a_race(what, tmp_path, several_boxes):
+    found = findings(
+        written(tmp_path, render.render_kernel(kernel(ONE_BOX[what]))), "ragged"
+    )
     assert any("TMA store writes bytes of out" in finding for finding in found), found
 
 
-@pytest.mark.parametrize("fields", LOADED.values(), ids=LOADED)
-def test_one_box_is_loaded_once(fields, tmp_path, monkeypatch):
-    planned = kernel(fields)
-    assert planned.context["one_box"]
-    assert walk_findings(tmp_path, render.render_kernel(planned)) == []
-    for module in (sm90_context, sm100_context):
-        monkeypatch.setattr(module.Traits, "one_box", property(lambda traits: False))
-    found = walk_findings(tmp_path, render.render_kernel(kernel(fields)))
+@pytest.mark.parametrize("what", support.rotated(LOADED, 2))
+def test_a_box_too_many_is_loaded_again(what, tmp_path, several_boxes):
+    found = walk_findings(tmp_path, render.render_kernel(kernel(LOADED[what])))
     assert any("more than once" in text or "2 times" in text for text in found), found
-
-
-@pytest.mark.parametrize("fields", SEVERAL.values(), ids=SEVERAL)
-def test_other_lengths_need_nothing(fields, tmp_path):
-    planned = kernel(fields)
-    assert not planned.context["one_box"]
-    text = render.render_kernel(planned)
-    assert findings(written(tmp_path, text), "ragged") == []

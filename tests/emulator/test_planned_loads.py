@@ -14,10 +14,10 @@ from tests.emulator.rehearsals import emulated_cases, rehearsals
 
 ELEMENT_BYTES = 2
 KERNELS = (
-    "sm90_d128_bf16_causal_c2x1_kvmc_lse",
-    "sm90_d128_bf16_causal_gqa8_c1x2_vmc",
-    "sm100_d128_fp16_full_c2x1_cta2",
-    "sm100_d128_bf16_full_c2x1_kvmc",
+    "sm90_d128_bf16_full_c2x1_kvmc",
+    "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",
+    "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse",
+    "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse",
 )
 
 

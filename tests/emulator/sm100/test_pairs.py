@@ -60,7 +60,7 @@ def test_it_holds(stem, tag):
         assert kernel.run(schedule).findings == [], schedule
 
 
-@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("name", support.rotated(DAMAGE, 7))
 def test_damage_is_noticed(tmp_path, name):
     stem, tag, right, wrong = DAMAGE[name]
     path = damaged(tmp_path, stem, right, wrong, once=False)
