@@ -18,6 +18,7 @@ from typing import Any
 import jinja2.meta
 import pytest
 from fmha_gen.build import render
+from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.host import cache
 from fmha_gen.ops import masks
 from fmha_gen.ops.masks import Mask
@@ -85,6 +86,12 @@ def shipped_plan(stem: str) -> KernelPlan:
     """Return the plan of a shipped kernel."""
     (spec,) = load_specs([SPECS / f"{stem}.yaml"])
     return plan.resolve(spec)
+
+
+@functools.cache
+def constants(stem: str) -> dict[str, Any]:
+    """Return the module-level constants of a shipped kernel; its text takes 20 ms to parse."""
+    return read_constants((GENERATED / f"{stem}.py").read_text("utf-8"))
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every command that a document shows is run, in order, in a copy of the checkout.
 
-The copy has the kernels that commands name; the others are built by `make build`.
+The copy has a kernel and those that the document's commands name; `make build` builds the others.
 A spec that a document shows is written where its first line says. A comment `# status N` behind a
 command is the status it must end with. What needs a GPU runs where one is.
 """
@@ -75,28 +75,26 @@ def steps(text: str) -> Iterator[Command | Spec]:
             )
 
 
-def named_kernels() -> set[str]:
-    texts = [(support.ROOT / name).read_text(encoding="utf-8") for name in DOCUMENTS]
-    commands = [
-        step for text in texts for step in steps(text) if isinstance(step, Command)
-    ]
-    return {stem for each in commands for stem in re.findall(r"sm\d+_\w+", each.line)}
+def named_kernels(name: str) -> set[str]:
+    found = steps((support.ROOT / name).read_text(encoding="utf-8"))
+    lines = [step.line for step in found if isinstance(step, Command)]
+    return {stem for line in lines for stem in re.findall(r"sm\d+_\w+", line)}
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of what git knows, and a repository of its own."""
+def checkout(name: str, tmp_path: Path) -> Path:
+    """A copy of what git knows, and a repository of its own. name: the document."""
     folder = tmp_path / "checkout"
     found = subprocess.run(
         ["git", "ls-files", "-z"], cwd=support.ROOT, capture_output=True, check=True
     )
-    left_out = set(support.SHIPPED) - named_kernels()
-    for name in filter(None, found.stdout.decode().split("\0")):
-        if Path(name).stem in left_out:
+    left_out = set(support.SHIPPED[1:]) - named_kernels(name)
+    for path in filter(None, found.stdout.decode().split("\0")):
+        if Path(path).stem in left_out:
             continue
-        target = folder / name
+        target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(support.ROOT / name, target, follow_symlinks=False)
+        shutil.copy(support.ROOT / path, target, follow_symlinks=False)
     specs, generated = folder / "specs", folder / "generated"
     assert engine.build([specs], generated, compile=False, prune=True).ok
     for command in (

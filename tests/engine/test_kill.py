@@ -46,7 +46,7 @@ from vendor.test_vendor import rebuild
 
 from . import fake
 
-KILLS = int(os.environ.get("FMHA_GEN_KILLS", "4"))
+KILLS = int(os.environ.get("FMHA_GEN_KILLS", "3"))
 OPERATIONS = {
     *("close", "flush", "fsync", "mkdir", "remove", "rename", "replace"),
     *("rmdir", "truncate", "unlink", "write", "writelines"),

@@ -10,7 +10,6 @@ import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build.calls import arguments
-from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.ops.cases import (
     DYNAMIC,
     LONG_TILE,
@@ -30,10 +29,7 @@ from fmha_gen.ops.cases import (
     work_tiles,
 )
 
-KERNELS = {
-    path.stem: read_constants(path.read_text(encoding="utf-8"))
-    for path in sorted(support.GENERATED.glob("*.py"))
-}
+KERNELS = {stem: support.constants(stem) for stem in support.SHIPPED}
 every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
 MOST_BLOCKS = 1400  # (work tile, KV block) pairs of all emulated cases of a kernel
 

@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import support
-from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.ops.cases import Case, Tiles, cases_for, residues, tiles_of
 from fmha_gen.ops.compare import judge_output
 from fmha_gen.ops.inputs import FAR, GUARD, place_tensors, values
@@ -27,10 +26,7 @@ SPEC = {
     "mask": "none",
 }
 TILES = Tiles(64, 64, (1, 1))
-CONSTANTS = [
-    read_constants(path.read_text(encoding="utf-8"))
-    for path in sorted(support.GENERATED.glob("*.py"))
-]
+CONSTANTS = [support.constants(stem) for stem in support.SHIPPED]
 KV_TILES = sorted({constants["TILE_KV"] for constants in CONSTANTS})
 LAYOUTS = ("own", "bhsd", "mixed", "fused", "cache", "far", "plain")
 
