@@ -12,21 +12,19 @@ from .campaign import GENERATED, KERNELS, Subject
 from .ptx_mutants import Mutant
 from .survivors import ACCEPTED, reason
 
-KINDS = ("ptx", "source")
 
-
-@pytest.fixture(scope="module", params=KERNELS)
-def subject(request):
-    return Subject(request.param)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_damage_is_noticed(subject, kind):
+@pytest.mark.parametrize("stem", KERNELS)
+def test_damage_is_noticed(stem):
     """One mutant; decision 0009 has all of them."""
-    stem = subject.path.stem
-    able = {m.name: m for m in subject.mutants(kind) if not reason(stem, kind, m.name)}
-    for name in support.picked(able, 1):
-        assert subject.notice(kind, able[name]) is not None, name
+    subject = Subject(stem)
+    able = {
+        f"{kind} {mutant.name}": (kind, mutant)
+        for kind in ("ptx", "source")
+        for mutant in subject.mutants(kind)
+        if not reason(stem, kind, mutant.name)
+    }
+    (name,) = support.picked(able, 1)
+    assert subject.notice(*able[name]) is not None, name
 
 
 STORE = "ready = STORE_BARRIER + mma.warpgroup_idx: a store barrier for all"
