@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from ..ops import masks
 from .feature import Accepts, Feature
 from .vocabulary import NOT_YET
+
+if TYPE_CHECKING:
+    from ..spec.model import Spec
 
 Mask = Annotated[
     Literal["none", "causal"],
@@ -31,7 +34,13 @@ Mask = Annotated[
 ]
 
 
-def _flags(mask: masks.Mask) -> dict[str, bool]:
+def keys_of(spec: Spec) -> masks.Mask:
+    """Return which keys a query sees, by all fields that have a say in it."""
+    return masks.of_spec(spec.model_dump(mode="json"))
+
+
+def _flags(spec: Spec) -> dict[str, bool]:
+    mask = keys_of(spec)
     return {
         "edges": mask.edges,
         "left_edge": mask.left is not None,
@@ -41,8 +50,14 @@ def _flags(mask: masks.Mask) -> dict[str, bool]:
     }
 
 
-def _contract(keys: str) -> str:
-    if not keys:
+def _title(spec: Spec) -> str:
+    if spec.mask == "causal":
+        return "causal"
+    return "" if keys_of(spec).edges else "full mask"
+
+
+def _contract(spec: Spec) -> str:
+    if not (keys := str(keys_of(spec))):
         return ""
     seen = f"Query i, at q = i + seqlen_kv - seqlen_q, sees {keys}."
     return f"{seen} A row that sees no key is 0."
@@ -57,7 +72,7 @@ MASK: Final = Feature(
         r"(is_)?causal": "write mask: causal",
         r"block_sparse|block_mask|mask_mod": f"masks but causal are {NOT_YET}",
     },
-    flags=lambda spec: _flags(masks.MASKS[spec.mask]),
-    title=lambda spec: "causal" if spec.mask == "causal" else "full mask",
-    contract=lambda spec: _contract(str(masks.MASKS[spec.mask])),
+    flags=_flags,
+    title=_title,
+    contract=_contract,
 )

@@ -7,7 +7,7 @@ Templates do no arithmetic and take no decision: each is taken here once, under 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 from .. import features
 from ..arch import ARCHITECTURES
@@ -15,6 +15,12 @@ from ..ops import OPERATIONS
 from ..spec.model import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
+
+_PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
+_IN_EVERY_SPEC: Final = {
+    *("arch", "op", "dtype", "head_dim", "seqlen", "heads", "pack_gqa", "mask"),
+    *("lse", "cluster", "multicast"),
+}
 
 
 def common_context(
@@ -66,9 +72,13 @@ def _units(traits: Traits) -> dict[str, str]:
 
 
 def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
-    """The SPEC dict of the generated file, in its order."""
-    left_out = {"cta_group", "schedule", "tile", "stages"}
-    values = spec_file.spec.model_dump(mode="json", exclude=left_out)
+    """The SPEC dict of the generated file, in its order.
+
+    A field that came later is in it where it is not at its default: texts without it stay.
+    """
+    spec = spec_file.spec
+    given = spec.model_dump(exclude=_PLANNED, exclude_defaults=True)
+    values = spec.model_dump(mode="json", include={*_IN_EVERY_SPEC, *given})
     values = {"name": spec_file.stem, **values}
-    group = ("q_per_kv", spec_file.spec.heads.q_per_kv)
+    group = ("q_per_kv", spec.heads.q_per_kv)
     return [group if item[0] == "heads" else item for item in values.items()]

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from ..features.gqa import heads_of_tile
-from ..ops import masks
+from ..features.mask import keys_of
 from ..ops.masks import Lengths, Mask
 from ..spec.model import Spec
 
@@ -37,10 +38,10 @@ class Traits:
     spec: Spec
     sizes: Sizes
 
-    @property
+    @cached_property
     def mask(self) -> Mask:
         """Which keys a query sees."""
-        return masks.MASKS[self.spec.mask]
+        return keys_of(self.spec)
 
     def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:
         """Which loops over KV blocks run for some query tile, or may where a length is open.

@@ -12,7 +12,8 @@ NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 def crossed(has: Mapping[str, Any]) -> str:
     """What KV blocks are masked for, because it runs through them; nothing: no mask."""
     edges = {
-        "the diagonal": has["right_edge"],
+        "the diagonal": has["right_edge"] and not has["right_offset"],
+        "the right edge of the window": has["right_offset"],
         "the left edge of the window": has["left_edge"],
         "the end of K": has["kv_tail"],
     }
