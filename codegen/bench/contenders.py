@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..evidence.trial import DTYPES
-from ..ops.masks import MASKS
+from ..ops import masks
 from ..ops.reference import attention
 from . import fa3 as fa3_module
 from .problems import Problem
@@ -67,8 +67,10 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
     function = import_module("flash_attn.cute").flash_attn_func
-    causal, lse = problem.causal, problem.lse
-    return lambda: _out(function(*inputs, causal=causal, return_lse=lse))
+    given: dict[str, Any] = {"causal": problem.causal, "return_lse": problem.lse}
+    if problem.has_window:
+        given["window_size"] = (problem.window_left, problem.window_right)
+    return lambda: _out(function(*inputs, **given))
 
 
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
@@ -81,6 +83,8 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     """Attention of cuDNN, as PyTorch offers it."""
     if problem.causal and problem.q != problem.kv:
         raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
+    if problem.has_window:
+        raise RuntimeError("PyTorch's cuDNN attention has no window")
     q, k, v = (x.transpose(1, 2) for x in inputs)
     grouped = problem.heads != problem.kv_heads
 
@@ -118,7 +122,7 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
     last = (slice(-1, None), slice(None), slice(-1, None))
     q, k, v = (x[last] for x in inputs)
     scale = problem.d_qk**-0.5
-    truth = attention(q, k, v, scale=scale, mask=MASKS[problem.mask]).out
+    truth = attention(q, k, v, scale=scale, mask=masks.of_spec(problem.spec)).out
     error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())
 

@@ -23,8 +23,6 @@ VLLM = "vllm"
 LIBRARY = Path("vllm_flash_attn", "_vllm_fa3_C.abi3.so")  # in vLLM's folder
 # Of the operator's arguments, those that are not None and not the problem's.
 SETTINGS = {
-    "window_size_left": -1,
-    "window_size_right": -1,
     "softcap": 0.0,
     "is_rotary_interleaved": False,
     "num_splits": 1,
@@ -57,13 +55,21 @@ def launch(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> Launch:
     """A call of it. Tensors are [batch, rows, heads, dim]."""
+    sides = {
+        f"window_size_{side}": -1 if keys is None else keys
+        for side, keys in (
+            ("left", problem.window_left),
+            ("right", problem.window_right),
+        )
+    }
     with contextlib.suppress(ImportError):
         function = import_module(OWN).flash_attn_func
-        return lambda: function(q, k, v, causal=problem.causal)
+        own = {"window_size": tuple(sides.values())} if problem.has_window else {}
+        return lambda: function(q, k, v, causal=problem.causal, **own)
     torch.ops.load_library(str(library()))
     operator = torch.ops._vllm_fa3_C.fwd.default
     packed = [x.flatten(0, 1) for x in (q, k, v)]
-    given: dict[str, Any] = dict(zip("qkv", packed, strict=True)) | SETTINGS
+    given: dict[str, Any] = dict(zip("qkv", packed, strict=True)) | SETTINGS | sides
     for name, x in (("q", q), ("k", k)):
         batch, rows = x.shape[:2]
         given[f"cu_seqlens_{name}"] = torch.arange(

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import CheckFailed, UsageProblem, quoted
 from ..ops.cases import DYNAMIC
+from ..ops.masks import word_of
 from .problems import Problem, default_heads, problem_for
 
 COLUMNS = ("dtype", "head_dim", "mask", "q_per_kv", "batch", "seqlen", "best/fa4")
@@ -40,7 +41,7 @@ class Row:
         """The problem as the kernel of a SPEC computes it; None when it computes another."""
         asked = (self.dtype, self.d_qk, self.d_v, self.mask, self.q_per_kv)
         dims = spec["head_dim"]
-        made = (spec["dtype"], dims["qk"], dims["v"], spec["mask"], spec["q_per_kv"])
+        made = (spec["dtype"], dims["qk"], dims["v"], word_of(spec), spec["q_per_kv"])
         lengths = spec["seqlen"].values()
         if made != asked or any(n not in (DYNAMIC, self.seqlen) for n in lengths):
             return None

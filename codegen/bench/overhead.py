@@ -21,7 +21,8 @@ from typing import Final
 
 import numpy as np
 
-from ..ops.masks import MASKS, Lengths
+from ..ops import masks
+from ..ops.masks import Lengths
 from .problems import Problem
 from .results import Lines
 
@@ -71,7 +72,7 @@ class Fit:
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
     rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
-    blocks = MASKS[problem.mask].key_blocks(rows, rows + ROWS, lengths, KEYS)
+    blocks = masks.of_spec(problem.spec).key_blocks(rows, rows + ROWS, lengths, KEYS)
     taken = np.maximum(blocks.end - blocks.first, 1)
     return problem.batch * problem.heads * len(rows), float(taken.mean())
 

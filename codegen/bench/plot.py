@@ -27,7 +27,7 @@ MARGIN_INCHES: Final = 0.7  # for what stands above and below all panels
 MOST_COLUMNS: Final = 5  # then a page's width is full
 ROWS_INCHES: Final = 3.9  # the width of a chart of rows, which fits a phone
 ROW_INCHES: Final = 0.17
-MASKS: Final = ("none", "causal")  # from the top
+MASKS: Final = ("none", "causal")  # from the top, before all others
 STYLES: Final[dict[str, dict[str, Any]]] = {
     name: {
         "color": color,
@@ -144,7 +144,7 @@ def speeds(found: Lines, caption: str) -> Any:
 
     drawn = panels(found)
     shown = {(panel.column, panel.mask): panel for panel in drawn}
-    masks = [mask for mask in MASKS if any(mask == panel.mask for panel in drawn)]
+    masks = sorted({panel.mask for panel in drawn}, key=_from_the_top)
     columns = sorted({panel.column for panel in drawn}, key=by_number)
     width = max(1, min(MOST_COLUMNS, len(columns)))
     bands = [columns[i : i + width] for i in range(0, len(columns), width)]
@@ -170,6 +170,10 @@ def speeds(found: Lines, caption: str) -> Any:
     figure.supxlabel(f"sequence length (keys)\n{caption}", fontsize="small")
     figure.supylabel("TFLOPS", fontsize="small")
     return figure
+
+
+def _from_the_top(mask: str) -> tuple[int, str]:
+    return (MASKS.index(mask) if mask in MASKS else len(MASKS), mask)
 
 
 def _draw_panel(place: Any, panel: Panel) -> None:

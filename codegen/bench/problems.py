@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckFailed
-from ..ops import operation_of
+from ..ops import masks, operation_of
 from ..ops.cases import DYNAMIC
 from ..ops.operation import Operation
 
@@ -21,7 +21,8 @@ DEFAULT_WIDTH = 2048  # heads * head_dim.v
 class Problem:
     """One call. batch, heads, kv_heads, q, kv: counts; d_qk, d_v: head dims; causal: bottom-right.
 
-    lse: whether log-sum-exp is written as well.
+    lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
+    and behind its place a query sees, as `masks.Mask` counts them; None for all.
     """
 
     dtype: str
@@ -34,6 +35,8 @@ class Problem:
     d_v: int
     causal: bool
     lse: bool
+    window_left: int | None = None
+    window_right: int | None = None
 
     @property
     def flops(self) -> float:
@@ -48,16 +51,24 @@ class Problem:
     @property
     def spec(self) -> dict[str, Any]:
         """The fields of a SPEC that decide what is computed."""
+        window = {"left": self.window_left, "right": self.window_right}
         return {
-            **{"op": "fmha_fwd", "dtype": self.dtype, "mask": self.mask},
+            **{"op": "fmha_fwd", "dtype": self.dtype},
+            "mask": "causal" if self.causal else "none",
+            "window": {side: "none" if n is None else n for side, n in window.items()},
             "head_dim": {"qk": self.d_qk, "v": self.d_v},
             **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
         }
 
     @property
     def mask(self) -> str:
-        """As a spec says it."""
-        return "causal" if self.causal else "none"
+        """What it is called; see `masks.word_of`."""
+        return masks.word_of(self.spec)
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a query sees not all keys before its place, or some behind it alone."""
+        return self.window_left is not None or self.window_right is not None
 
     @property
     def variant(self) -> str:
@@ -83,6 +94,7 @@ def problem_for(
     spec: Mapping[str, Any], *, batch: int, heads: int, q: int, kv: int
 ) -> Problem:
     """The problem that a SPEC's kernel computes for these counts."""
+    mask = masks.of_spec(spec)
     return Problem(
         dtype=spec["dtype"],
         batch=batch,
@@ -92,8 +104,10 @@ def problem_for(
         kv=kv,
         d_qk=spec["head_dim"]["qk"],
         d_v=spec["head_dim"]["v"],
-        causal=spec["mask"] == "causal",
+        causal=mask.right == 0,
         lse=bool(spec["lse"]),
+        window_left=mask.left,
+        window_right=mask.right or None,
     )
 
 

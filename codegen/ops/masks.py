@@ -225,3 +225,9 @@ MASKS: Final[Mapping[str, Mask]] = {"none": ALL_KEYS, "causal": ALL_KEYS & (kv <
 def of_spec(spec: Mapping[str, Any]) -> Mask:
     """The mask of a SPEC."""
     return MASKS[spec["mask"]]
+
+
+def word_of(spec: Mapping[str, Any]) -> str:
+    """What the mask of a SPEC is called: as `MASKS` has it, else by its edges."""
+    mask = of_spec(spec)
+    return next((word for word, one in MASKS.items() if one == mask), str(mask))

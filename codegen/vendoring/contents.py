@@ -13,6 +13,7 @@ from ..build import records, render
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
+from ..ops.masks import word_of
 from .source import Source
 
 README = "README.md"
@@ -99,7 +100,7 @@ def made_for(spec: Mapping[str, Any]) -> str:
     words = [
         f"{spec['arch']} {spec['dtype']}",
         f"head_dim {qk}" if qk == v else f"head_dim {qk} with {v}",
-        "causal" if spec["mask"] == "causal" else "no mask",
+        "no mask" if (mask := word_of(spec)) == "none" else mask,
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
     if spec["q_per_kv"] > 1:
@@ -115,7 +116,7 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
             *(spec["arch"], spec["dtype"]),
             *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
             *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
-            *(spec["mask"], spec["lse"]),
+            *(word_of(spec), spec["lse"]),
         )
     except _EDITED:
         return None

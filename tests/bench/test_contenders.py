@@ -40,12 +40,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
 
     def fa4(q: Any, k: Any, v: Any, **options: Any) -> Any:
         found.append(("fa4", options))
-        out = exact(q, k, v, causal=options["causal"])
+        out = exact(q, k, v, causal=options["causal"])  # whatever the window is
         return (out, "lse") if options["return_lse"] else out
 
     def fa3(q: Any, k: Any, v: Any, **options: Any) -> Any:
         found.append(("fa3", options))
-        return exact(q, k, v, **options)
+        return exact(q, k, v, causal=options["causal"])
 
     @contextlib.contextmanager
     def sdpa_kernel(backend: Any) -> Any:
@@ -77,6 +77,17 @@ def test_every_peer_computes_the_problem(
         "cudnn": {"name": "CUDNN_ATTENTION"},
     }
     assert calls[-1][1] == told[name]
+
+
+def test_a_window_is_handed_on_or_refused(calls: list[Any]) -> None:
+    asked = replace(PROBLEM, window_left=9)
+    inputs = contenders.make_inputs(asked, "cpu")
+    for name, window in (("fa4", (9, None)), ("fa3", (9, -1))):
+        contenders.PEERS[name](asked, inputs)()
+        assert calls[-1][1]["window_size"] == window
+        assert calls[-1][1]["causal"]
+    with pytest.raises(RuntimeError, match="no window"):
+        contenders.cudnn(asked, inputs)
 
 
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
@@ -234,6 +245,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     monkeypatch.syspath_prepend(tmp_path)
     names = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
     names += ("max_seqlen_k", "softmax_scale", "is_causal", "num_splits", "softcap")
+    names += ("window_size_left", "window_size_right")
     calls: list[dict[str, Any]] = []
 
     class Operator:
@@ -249,7 +261,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     operators = SimpleNamespace(fwd=SimpleNamespace(default=Operator()))
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
-    found = fa3.launch(PROBLEM, *inputs)()
+    found = fa3.launch(replace(PROBLEM, window_left=9), *inputs)()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls
@@ -259,3 +271,4 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     assert call["cu_seqlens_q"].tolist() == [0, rows, 2 * rows]
     assert (call["max_seqlen_q"], call["num_splits"], call["out"]) == (rows, 1, None)
     assert call["is_causal"] == PROBLEM.causal
+    assert (call["window_size_left"], call["window_size_right"]) == (9, -1)

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...bench import plot
-from ...bench.problems import Problem
+from ...bench.problems import Problem, problem_for
 from ...bench.results import OURS, Lines
 from .kernels import Cell, Kernel
 from .pages import Charts
@@ -81,16 +81,9 @@ def _title(timed: Mapping[str, Any]) -> Iterator[str]:
 
 def _problem(kernel: Kernel, cell: Cell) -> Problem:
     """With and without LSE it is the same here, as in the plot of a run."""
-    spec = kernel.plan.spec_file.spec
-    counts = {name: cell[name] for name in ("batch", "heads", "kv_heads", "q", "kv")}
-    return Problem(
-        **counts,
-        dtype=spec.dtype,
-        d_qk=spec.head_dim.qk,
-        d_v=spec.head_dim.v,
-        causal=cell["mask"] == "causal",
-        lse=False,
-    )
+    spec = kernel.plan.context["spec"]
+    counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
+    return replace(problem_for(spec, **counts), lse=False)
 
 
 def _lines(machine: Machine) -> Lines:
