@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import numpy as np
+
 from ..arch import ARCHITECTURES
 from . import masks
+from .masks import Lengths
 
 Data = Literal[
     "normal",
@@ -214,6 +217,7 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _magnitudes(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
+        yield from _window(spec, tiles)
     yield from _calls(spec, tiles)
     yield from _large(spec, tiles)
 
@@ -235,6 +239,8 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
         walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
     walk("whole", 2 * rows, 5 * block, 2, 3)
+    if (left := masks.of_spec(spec).left) is not None:
+        walk("slides", 3 * rows + 1, left + 2 * rows, 2, 3)
     if tiles.sms_per_head:
         kv_heads, clusters = _sections(spec, tiles, 3)
         tail, sm_count = rows + 1, clusters * tiles.ctas
@@ -332,7 +338,7 @@ def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case("long_kv", few, many * block, 1, 1, data="negative")
         # Causal: a warpgroup without a row has no masked block, in a tile after another, either.
         # With a group of heads `long_kv` has such tiles.
-        if tiles.sms_per_head and not group:
+        if masks.of_spec(spec).edges and not group:
             yield case("few_rows", max(tiles.positions // 16, 1), 2 * block, 1, 2)
         # Causal: rows of the last block, and one before it that not all rows see whole.
         yield case("half", rows, rows + block + block // 2, 1, 1, **second)
@@ -431,6 +437,42 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             yield _fitted(spec, tiles, name, q, kv, 1, 1, data="edges", layout=layout)
 
 
+def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Of edges that are not the diagonal: every residue of a row's first key to a KV tile.
+
+    A window that is shorter than a tile, or longer than K, is so in other cases, too.
+    """
+    mask, fixed = masks.of_spec(spec), spec["seqlen"]["q"]
+    left, right = mask.left, mask.right or 0
+    rows, block = tiles.cluster_rows, tiles.kv
+    if right:  # rows that see no key come before those that do
+        late = right + rows + 5
+        yield _fitted(spec, tiles, "late", late, block // 2 + 3, 1, 1, data="edges")
+    if left is None:
+        return
+
+    def case(tag: str, q: int, hidden: int, **options: Any) -> Case:
+        """hidden: keys before those of the first row; less than 0: those that it sees are less."""
+        q = q if fixed == DYNAMIC else int(fixed)
+        kv = max(q + left + hidden, 1)
+        return _fitted(spec, tiles, tag, q, kv, 1, 1, **options)
+
+    below, above = max(tiles.positions // 2 + 3, 1), rows + 3
+    # A longer window is another constant in the same instructions, and costs many blocks.
+    work_of_head = spec["q_per_kv"] // tiles.heads
+    is_short = work_of_head * (left + right) <= MANY_BLOCKS * block
+    for number, residue in enumerate(residues(block) if is_short else (1,)):
+        q, hidden = (below, above)[number % 2], (1 + number % 3) * block + residue
+        layout: Layout = ("own", "mixed", "bhsd")[number % 3]
+        yield case(f"left_{residue}", q, hidden, data="edges", layout=layout)
+    # Keys are hidden from some rows of a tile alone.
+    yield case("left_of_some", below, -(below // 2), data="edges")
+    if is_short:
+        # Each tile of a CTA begins and ends with other blocks, through which the rings go on.
+        slide = 2 * rows + 5
+        yield case("slides", slide, -rows, timing=True, data="second_rows")
+
+
 def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Where tensors lie, and what `fmha` is left to decide."""
     few = max((min(tiles.positions, 17) - 1) | 1, 3)  # odd: heads are even
@@ -473,6 +515,9 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield many("many_even", EVEN_TILES_LENGTH, 1000, data="edges")
     yield many("many_one_block", ODD_TILES_LENGTH, 1, layout="mixed")
     yield case("long_kv", 129, 4097, 1, 1)
+    if (left := masks.of_spec(spec).left) is not None:
+        length = EVEN_TILES_LENGTH
+        yield many("many_slide", length, left + length // 2, data="edges")
 
 
 def _fitted(
@@ -502,7 +547,7 @@ def _fitted(
     made = Case(name, batch, kv_heads, q, kv, **options)
     if fill:
         return made
-    work, per_tile = work_tiles(made, spec, tiles), math.ceil(kv / tiles.kv)
+    work, per_tile = work_tiles(made, spec, tiles), _most_blocks(made, spec, tiles)
     running: tuple[int, ...] | None = None
     if work * per_tile > MANY_BLOCKS and DYNAMIC not in spec["seqlen"].values():
         # Every cluster has a work tile, or one has two; of more clusters the others do not start.
@@ -513,3 +558,11 @@ def _fitted(
         work = len(running) * (1 + two)
     sm_count = clusters * tiles.ctas + idle
     return replace(made, sm_count=sm_count, clusters=running, blocks=work * per_tile)
+
+
+def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
+    """KV blocks of the work tile that has most."""
+    first = np.arange(0, case.q, tiles.cluster_rows)
+    end, lengths = first + tiles.cluster_rows, Lengths(case.q, case.kv)
+    blocks = masks.of_spec(spec).key_blocks(first, end, lengths, tiles.kv)
+    return max(int((blocks.end - blocks.first).max()), 1)
