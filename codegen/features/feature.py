@@ -157,7 +157,8 @@ class Feature:
     """All that is said of a field of the spec, such as `tile.kv`, beside its type.
 
     tokens: by pattern of a name's words that speak about it, those that are true, the one to
-    suggest first; "" suggests none. keys: what other tools call it, and the answer to that. flags:
+    suggest first; "" suggests none. keys: what other tools call it, and the answer to that.
+    refusals: what is wrong with its numbers beside others', which is no relation of values. flags:
     what templates test. title: its part of a kernel's title. contract: a line of the kernel's
     docstring. The last two are empty where the spec does not have it.
     """
@@ -166,6 +167,7 @@ class Feature:
     tokens: Mapping[str, Callable[[Spec], Sequence[str]]] = field(default_factory=dict)
     keys: Words = field(default_factory=dict)
     relations: Sequence[Relation] = ()
+    refusals: Callable[[Spec], Iterable[Violation]] = lambda spec: ()
     flags: Callable[[Spec], Mapping[str, Any]] = lambda spec: {}
     title: Callable[[Spec], str] = lambda spec: ""
     contract: Callable[[Spec], str] = lambda spec: ""

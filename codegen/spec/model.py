@@ -71,6 +71,7 @@ class Spec(Model):
             for relation in feature.relations
             for violation in relation.broken_by(self, feature.path)
         ]
+        violations += [each for feature in FEATURES for each in feature.refusals(self)]
         violations += names.contradictions(stem, self) if stem else ()
         if violations:
             text = "; ".join(violation.message for violation in violations)
