@@ -111,4 +111,5 @@ def template_context(
         "masks": traits.masks,
         "whole_loop": traits.block_loops.whole,
         "left_loop": traits.block_loops.left,
+        "edges_apart": traits.edges_apart(sm100.MMA_ROWS),
     }

@@ -125,4 +125,4 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
         rows = "row" if has["by_block"] else "row of the half"
         yield f"Loop 2, without masks: blocks that every {rows} sees whole."
     if has["left_loop"]:
-        yield "Loop 3, masked for the same: blocks that the left edge crosses."
+        yield f"Loop 3, masked {words.of_left_edge(has)}."

@@ -82,7 +82,7 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
     loops = {
         f"masked the same way: further blocks that not every {rows} sees whole": "masked_loop",
         f"without masks: blocks that every {rows} sees whole": "whole_loop",
-        "masked the same way: blocks that the left edge crosses": "left_loop",
+        f"masked {words.of_left_edge(has)}": "left_loop",
     }
     there = [what for what, name in loops.items() if has[name]]
     if there and not has["masked_loop"] and not has["left_loop"]:

@@ -68,6 +68,18 @@ class Traits:
         ranges = (whole_end, end), (whole_first, whole_end), (taken.first, whole_first)
         return Loops(*(bool((low < high).any()) for low, high in ranges))
 
+    def edges_apart(self, rows: int) -> bool:
+        """No KV block of so many positions needs a mask for the left edge and for another end.
+
+        Hidden keys before the last of them and behind the first are further apart than a block,
+        and so are those before the last one and the end of K.
+        """
+        left, right = self.mask.left, self.mask.right
+        if left is None:
+            return False
+        between = left if right is None else min(left, left + right - rows)
+        return between >= self.sizes.tile_kv
+
     @property
     def persistent(self) -> bool:
         """A CTA works on one tile after the other."""

@@ -9,15 +9,27 @@ from typing import Any, Final
 NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 
 
+LEFT_EDGE: Final = "the left edge of the window"
+
+
 def crossed(has: Mapping[str, Any]) -> str:
-    """What KV blocks are masked for, because it runs through them; nothing: no mask."""
+    """What KV blocks are masked for, because it runs through them; nothing: no mask.
+
+    Where its edges are far apart, the left one of a window is crossed by others.
+    """
     edges = {
         "the diagonal": has["right_edge"] and not has["right_offset"],
         "the right edge of the window": has["right_offset"],
-        "the left edge of the window": has["left_edge"],
+        LEFT_EDGE: has["left_edge"] and not has["edges_apart"],
         "the end of K": has["kv_tail"],
     }
     return " and ".join(name for name, is_there in edges.items() if is_there)
+
+
+def of_left_edge(has: Mapping[str, Any]) -> str:
+    """What the blocks at the left edge are masked for, and which these are."""
+    how = "for it alone" if has["edges_apart"] else "the same way"
+    return f"{how}: blocks that {LEFT_EDGE} crosses"
 
 
 def empty_rows(has: Mapping[str, Any]) -> str:
