@@ -48,6 +48,7 @@ CODES: dict[str, str] = {
     "FG203": "packed query heads, of which a KV head has one",
     "FG204": "a cluster along query heads that are packed",
     "FG205": "a value that is not generated for the architecture",
+    "FG214": "a window that hides no key",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",

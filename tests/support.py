@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import hashlib
 import importlib.metadata
 import os
 import tempfile
-import unittest.mock
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,6 @@ import pytest
 from fmha_gen.build import render
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.host import cache
-from fmha_gen.ops import masks
-from fmha_gen.ops.masks import Mask
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec.model import SpecFile, load_specs
@@ -146,11 +142,19 @@ def kernel_text(text: str, stem: str = "candidate") -> str:
     return render.render_kernel(plan.resolve(load_text(text, stem)))
 
 
-@contextlib.contextmanager
-def causal_is(mask: Mask) -> Iterator[None]:
-    """Plan and check kernels of causal specs with another mask, which no spec can say."""
-    with unittest.mock.patch.dict(masks.MASKS, causal=mask):
-        yield
+NO_WINDOW = {"left": "none", "right": "none"}
+
+
+def hides_keys(fields: dict[str, Any]) -> bool:
+    """Whether each side of the window does, by the mask and fixed lengths (FG214)."""
+    left, right = fields["window"]["left"], fields["window"]["right"]
+    q, kv = fields["seqlen"]["q"], fields["seqlen"]["kv"]
+    if right != "none" and fields["mask"] == "causal":
+        return False
+    return all(
+        "none" in (side, length) or length == "dynamic" or side < length - 1
+        for side, length in ((left, kv), (right, q))
+    )
 
 
 def link_distributions(folder: Path, *names: str) -> None:

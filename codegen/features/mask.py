@@ -17,7 +17,7 @@ Mask = Annotated[
     Accepts(
         "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q",
         words={
-            r".*(window|swa|local|band).*": f"a sliding window is {NOT_YET}",
+            r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
             r".*(prefix|document|block|chunk|sparse|custom|bias|tree).*": (
                 f"such a mask is {NOT_YET}"

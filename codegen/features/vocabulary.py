@@ -17,7 +17,6 @@ Words = Mapping[str, str]
 NOT_YET: Final = "not generated; the README's Limits list what is not"
 
 KEYS: Final[Words] = {
-    r"(sliding_?)?window(_size|_left|_right)?|local(_size)?": f"a sliding window is {NOT_YET}",
     r"(attn_|logits?_)?soft_?cap(ping)?|logits?_cap": f"a soft cap of the scores is {NOT_YET}",
     r"(attention_|attn_|learnable_)?sinks?|s_aux": f"attention sinks are {NOT_YET}",
     r"page(d|s|_size)?|paged_kv|kv_cache|(block|page)_tables?": f"a paged KV cache is {NOT_YET}",

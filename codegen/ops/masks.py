@@ -223,8 +223,9 @@ MASKS: Final[Mapping[str, Mask]] = {"none": ALL_KEYS, "causal": ALL_KEYS & (kv <
 
 
 def of_spec(spec: Mapping[str, Any]) -> Mask:
-    """The mask of a SPEC."""
-    return MASKS[spec["mask"]]
+    """The mask of a SPEC: the conjunction of all fields that hide keys."""
+    sides = {side: n for side, n in spec.get("window", {}).items() if n != "none"}
+    return MASKS[spec["mask"]] & window(sides.get("left"), sides.get("right"))
 
 
 def word_of(spec: Mapping[str, Any]) -> str:

@@ -34,6 +34,7 @@ from ..features.lse import Lse
 from ..features.mask import Mask
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
+from ..features.window import Sides, Window
 from . import names, specfile
 from .specfile import Document, FieldPath
 
@@ -53,6 +54,7 @@ class Spec(Model):
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     mask: Mask = "none"
+    window: Window = Sides()
     lse: Lse = False
     cluster: Cluster = (1, 1)
     multicast: Multicast = "none"

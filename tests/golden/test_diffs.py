@@ -42,6 +42,7 @@ GROUP = "heads: {q_per_kv: 8}; mask: causal; lse: true; cluster: [2, 1]; multica
 FEATURES = {
     "lse": Edit("lse: true", "lse: false", "head_dim: 64; mask: causal"),
     "mask": Edit("mask: none", "mask: causal"),
+    "window": Edit("window: {}", "window: {left: 1023}", "mask: causal", 140),
     "multicast": Edit("multicast: none", "multicast: kv", "cluster: [2, 1]"),
     "seqlen_fixed": Edit("seqlen: dynamic", "seqlen: 4096"),
     "pack_gqa": Edit("pack_gqa: false", "pack_gqa: true", GROUP),
@@ -50,6 +51,9 @@ FEATURES = {
     ),
     "sm100_lse": Edit("lse: true", "lse: false", "mask: causal", arch="sm100"),
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),
+    "sm100_window": Edit(
+        "window: {}", "window: {left: 255, right: 256}", "lse: true", 140, "sm100"
+    ),
     "sm100_multicast": Edit(
         "multicast: none", "multicast: kv", "cluster: [2, 1]", arch="sm100"
     ),

@@ -15,11 +15,8 @@ import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build import render, specialise
-from fmha_gen.ops import masks
-from fmha_gen.planning import plan
 from test_unshipped import unshipped
 
-WINDOW = "{{arch: {arch}, op: fmha_fwd, dtype: bf16, head_dim: 128, mask: causal}}"
 MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
@@ -79,8 +76,6 @@ def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
     """The values that an architecture's templates get, for every spec of it we have."""
     every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
     plans = [each for each in every if each.arch == arch]
-    with support.causal_is(masks.window(1000, 7)):
-        plans.append(plan.resolve(support.load_text(WINDOW.format(arch=arch))))
     return tuple({**each.context, **render.OF_EVERY_KERNEL} for each in plans)
 
 

@@ -66,12 +66,16 @@ def test_generated_holds_nothing_else() -> None:
 
 def test_there_are_specs_for_every_axis() -> None:
     specs = [support.shipped_plan(stem).spec_file.spec for stem in SHIPPED]
-    assert 16 <= len(specs) <= 64
+    assert 16 <= len(specs) <= 80
     assert {spec.dtype for spec in specs} == {"bf16", "fp16"}
     heads = {(spec.head_dim.qk, spec.head_dim.v) for spec in specs}
     assert heads >= {(n, n) for n in (32, 64, 80, 96, 128, 160, 192, 256)}
     assert (192, 128) in heads
     assert {spec.mask for spec in specs} == {"none", "causal"}
+    sides = {
+        (spec.window.left == "none", spec.window.right == "none") for spec in specs
+    }
+    assert sides == {(True, True), (False, True), (False, False)}
     assert {spec.lse for spec in specs} == {True, False}
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
     assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}

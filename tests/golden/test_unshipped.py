@@ -25,13 +25,8 @@ from fmha_gen.planning.kernel_plan import KernelPlan
 
 TABLE = Path(__file__).with_name("unshipped.txt")
 DIGITS = 12  # of SHA-256
-# Flags with one value in all kernels: what tells architectures apart, what one cannot do, and
-# edges of a window, which no spec can say.
-WINDOW = {"LEFT_EDGE", "LEFT_LOOP", "RIGHT_OFFSET"}
-CONSTANT = {
-    "sm90": {"NAMES_ARCH", "PERSISTENT", *WINDOW},
-    "sm100": {"NAMES_ARCH", "PACK_GQA", *WINDOW},
-}
+# Flags with one value in all kernels: what tells architectures apart, and what one cannot do.
+CONSTANT = {"sm90": {"NAMES_ARCH", "PERSISTENT"}, "sm100": {"NAMES_ARCH", "PACK_GQA"}}
 
 
 @functools.cache

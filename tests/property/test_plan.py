@@ -51,13 +51,18 @@ tiles = {
 stages = {"q": st.integers(1, 2), "kv": st.integers(2, 8), "v": st.integers(2, 8)}
 
 
+SIDES = st.sampled_from(["none", "none", 0, 40, 300]) | st.integers(0, 2**24)
+windows = st.fixed_dictionaries({"left": SIDES, "right": SIDES})
+
+
 def keeps_rules(fields: Fields) -> bool:
-    """Whether the fields go together (the rules FG201 to FG204)."""
+    """Whether the fields go together (the rules FG201 to FG214)."""
     alone = fields["cluster"] == [1, 1]
     group, along_heads = fields["heads"]["q_per_kv"], fields["cluster"][1]
     packable = group > 1 and along_heads == 1
     shares_heads = group % along_heads == 0 and (packable or not fields["pack_gqa"])
-    return shares_heads and not (alone and fields["multicast"] != "none")
+    shares_loads = not (alone and fields["multicast"] != "none")
+    return shares_heads and shares_loads and support.hides_keys(fields)
 
 
 def spec_fields(
@@ -74,6 +79,7 @@ def spec_fields(
             "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
             "pack_gqa": st.booleans(),
             "mask": st.sampled_from(["none", "causal"]),
+            "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
             "cluster": clusters,
             "multicast": multicasts,
@@ -125,6 +131,7 @@ UNALIGNED = {
     "heads": {"q_per_kv": 1},
     "pack_gqa": False,
     "mask": "none",
+    "window": support.NO_WINDOW,
     "lse": False,
     "cluster": [1, 1],
     "multicast": "none",
@@ -298,7 +305,8 @@ def test_what_a_warpgroup_skips_fits_in_the_rings(fields: Fields) -> None:
     skipped = -(-(numbers["TILE_Q"] - 64) // numbers["TILE_KV"])
     if kernel.context["strips"]:
         assert skipped < numbers["K_STAGES"] and skipped <= numbers["V_STAGES"]
-        assert fields["mask"] == "causal" and fields["cluster"] == [1, 1]
+        assert fields["cluster"] == [1, 1]
+        assert kernel.context["right_edge"] and not kernel.context["left_edge"]
 
 
 # --- texts ---------------------------------------------------------------------
@@ -311,6 +319,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "lse": r"\blse\b|LSE|\bLN_2\b",
         "cluster": r"(?i)cluster",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
+        "window": r"WINDOW|mask_left|\bRange\b",
         "causal": r"causal|diagonal|common_keys|end_position|backwards",
         "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
         "seqlen_kv at run time": r"problem\.seqlen_kv|seqlen_kv: Int32|seqlen_kv=",
@@ -325,14 +334,15 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "lse": fields["lse"],
         "cluster": fields["cluster"] != [1, 1],
         "multicast": fields["multicast"] != "none",
-        "causal": fields["mask"] == "causal",
+        "causal": kernel.context["edges"],
+        "window": fields["window"] != support.NO_WINDOW,
         "seqlen_q at run time": fields["seqlen"]["q"] == "dynamic",
         "seqlen_kv at run time": fields["seqlen"]["kv"] == "dynamic",
         "overlap across tiles": numbers["Q_STAGES"] == 2,
         "O from registers": numbers["Q_STAGES"] == 1,
         "turns of warpgroups": numbers["TILE_Q"] > 64,
         "skipped blocks": kernel.context["strips"],
-        "sections of heads": fields["mask"] == "causal",
+        "sections of heads": kernel.context["lpt_order"],
         "packed heads": fields["pack_gqa"],
     }
     return {name: pattern for name, pattern in words.items() if not present[name]}
@@ -347,6 +357,7 @@ LONGEST = {  # every feature at once: the lint's limit of lines is meant for thi
     "heads": {"q_per_kv": 2},
     "pack_gqa": False,
     "mask": "causal",
+    "window": {"left": 1023, "right": "none"},
     "lse": True,
     "cluster": [1, 2],
     "multicast": "kv",
@@ -424,6 +435,7 @@ def test_another_feature_changes_a_bounded_part(
             [
                 ("dtype", st.sampled_from(["bf16", "fp16"])),
                 ("mask", st.sampled_from(["none", "causal"])),
+                ("window", windows),
                 ("lse", st.booleans()),
                 ("pack_gqa", st.booleans()),
                 ("cluster", clusters),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import support
@@ -31,6 +32,8 @@ few = settings(
 
 Fields = dict[str, Any]
 
+SIDES = st.sampled_from(["none", "none", 0, 100, 700])
+windows = st.fixed_dictionaries({"left": SIDES, "right": SIDES})
 lengths = st.sampled_from(["dynamic", 1, 77, 128, 300, 1000, 4096])
 clusters = st.sampled_from([([1, 1], "none"), ([2, 1], "none"), ([2, 1], "kv")])
 head_dims = st.sampled_from([64, 96, 128, {"qk": 192, "v": 128}])
@@ -66,13 +69,14 @@ singles = st.builds(
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": st.sampled_from([1, 4, 128])}),
             "mask": st.sampled_from(["none", "causal"]),
+            "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
             "schedule": st.sampled_from(["persistent", "single"]),
             "tile": tiles,
             "stages": stages,
         }
     ),
-)
+).filter(support.hides_keys)
 valid = singles | st.builds(pair_of, head_dims_of_pairs, singles)
 
 
@@ -162,19 +166,20 @@ def assert_numbers_follow(kernel: KernelPlan) -> None:
         offset += region.nbytes
 
 
-def absent_words(fields: Fields) -> dict[str, str]:
+def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
     """What the code of a kernel must not speak of: feature that is off -> pattern."""
     fixed = {axis: n != "dynamic" for axis, n in fields["seqlen"].items()}
-    causal = fields["mask"] == "causal"
     words = {
         "lse": (fields["lse"], r"\blse\b|LSE|\bLN_2\b"),
         "cluster": (fields["cluster"] != [1, 1], r"(?i)cluster"),
         "pair": ("cta_group" in fields, r"is_two_cta|TWO|MMA_ROWS|both CTAs share"),
         "multicast": (fields["multicast"] != "none", r"(?i)multicast|mcast|peers"),
-        "causal": (
-            causal,
-            r"(?i)causal|diagonal|common_keys|backwards|section|SMS_PER_HEAD",
+        "edges": (has["edges"], r"(?i)causal|diagonal|common_keys"),
+        "window": (
+            fields["window"] != support.NO_WINDOW,
+            r"WINDOW|mask_left|\bRange\b",
         ),
+        "sections": (has["lpt_order"], r"(?i)backwards|section|SMS_PER_HEAD"),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),
         "seqlen_kv at run time": (not fixed["kv"], r"problem\.seqlen_kv|seqlen_kv="),
@@ -190,6 +195,7 @@ FULLEST = {  # every feature at once
     "seqlen": {"q": "dynamic", "kv": "dynamic"},
     "heads": {"q_per_kv": 128},
     "mask": "causal",
+    "window": {"left": 1023, "right": "none"},
     "lse": True,
     "cluster": [2, 1],
     "multicast": "kv",
@@ -209,6 +215,7 @@ SHORTEST = FULLEST | {  # and with none: roles that need not know the problem
     "head_dim": 64,
     "seqlen": {"q": "dynamic", "kv": 77},
     "mask": "none",
+    "window": support.NO_WINDOW,
     "lse": False,
     "cluster": [1, 1],
     "multicast": "none",
@@ -222,12 +229,13 @@ SHORTEST = FULLEST | {  # and with none: roles that need not know the problem
 @example(LONGEST)
 @example(SHORTEST)
 def test_text(fields: Fields) -> None:
-    text = render.render_kernel(planned(fields))
+    kernel = planned(fields)
+    text = render.render_kernel(kernel)
     assert lint.lint(text) == []
     assert render.render_kernel(planned(fields)) == text
     assert render.format_source(text) == text
     code = text.partition("\nDTYPE = ")[2]
-    for feature, pattern in absent_words(fields).items():
+    for feature, pattern in absent_words(fields, kernel.context).items():
         lines = [line for line in code.splitlines() if re.search(pattern, line)]
         assert not lines, f"{feature} is off: {lines}"
 

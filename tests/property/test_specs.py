@@ -40,6 +40,12 @@ def load_bytes(raw: bytes, stem: str = "candidate") -> SpecFile | SpecError:
     return spec
 
 
+def with_lengths_for_window(fields: dict[str, Any]) -> dict[str, Any]:
+    """Lengths that are open where there is a window, which a short one would make idle."""
+    left_out = {"seqlen"} if fields.get("window") else set()
+    return {key: value for key, value in fields.items() if key not in left_out}
+
+
 # --- valid specs, as the data a file holds ----------------------------------
 
 length = st.integers(1, 2**24) | st.just("dynamic")
@@ -50,6 +56,7 @@ optional = {
     "seqlen": length | st.fixed_dictionaries({}, optional={"q": length, "kv": length}),
     "heads": group | st.just({}),
     "mask": st.sampled_from(["none", "causal"]),
+    "window": st.fixed_dictionaries({}, optional={"left": st.integers(0, 2**24)}),
     "lse": st.booleans(),
     "tile": st.fixed_dictionaries(
         {},
@@ -78,7 +85,7 @@ packing = st.sampled_from([{}, {"pack_gqa": False}]) | st.fixed_dictionaries(
 )
 valid = st.builds(
     lambda fields, shared, packed: fields | shared | packed,
-    st.fixed_dictionaries(required, optional=optional),
+    st.fixed_dictionaries(required, optional=optional).map(with_lengths_for_window),
     sharing,
     packing,
 )

@@ -10,6 +10,7 @@ import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build.calls import arguments
+from fmha_gen.ops import masks
 from fmha_gen.ops.cases import (
     DYNAMIC,
     LONG_TILE,
@@ -28,10 +29,11 @@ from fmha_gen.ops.cases import (
     walks_for,
     work_tiles,
 )
+from fmha_gen.ops.masks import Lengths
 
 KERNELS = {stem: support.constants(stem) for stem in support.SHIPPED}
 every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
-MOST_BLOCKS = 1400  # (work tile, KV block) pairs of all emulated cases of a kernel
+MOST_BLOCKS = 1600  # (work tile, KV block) pairs of all emulated cases of a kernel
 
 
 def taken(constants):
@@ -46,6 +48,19 @@ def emulated(cases):
 
 def blocks(tiles, case):
     return math.ceil(case.kv / tiles.kv)
+
+
+def most_blocks(spec, tiles, case):
+    """Of the work tile that has most, row by row."""
+    first, end = masks.of_spec(spec).keys(range(case.q), Lengths(case.q, case.kv))
+    most = 1
+    for tile in range(0, case.q, tiles.cluster_rows):
+        rows = slice(tile, tile + tiles.cluster_rows)
+        seeing = end[rows] > first[rows]
+        if seeing.any():
+            low = first[rows][seeing].min() // tiles.kv
+            most = max(most, math.ceil(end[rows][seeing].max() / tiles.kv) - low)
+    return most
 
 
 def clusters(case, tiles):
@@ -91,7 +106,7 @@ def test_every_kind_of_data_layout_and_scale(constants):
     spec, tiles, cases = taken(constants)
     shown = emulated(cases)
     data = set(get_args(Data))
-    if spec["mask"] != "causal":
+    if masks.of_spec(spec).right is None:
         data -= {"future"}
     if not is_dynamic(spec):
         data -= {"second_rows", "negative", "normal"}
@@ -113,7 +128,7 @@ def test_every_kind_of_data_layout_and_scale(constants):
 
 @every_kernel
 def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
-    """Of kv, and where it is causal of kv - q: the mask's edge."""
+    """Of kv, and of kv - q where the mask has an edge on the right."""
     spec, tiles, cases = taken(constants)
     if spec["seqlen"]["kv"] != DYNAMIC:
         return
@@ -126,9 +141,8 @@ def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
         if fixed != DYNAMIC and (fixed > tiles.positions) != above:
             continue
         some = [case for case in edges if (case.q > tiles.positions) == above]
-        of = {
-            (case.kv - case.q * (spec["mask"] == "causal")) % tiles.kv for case in some
-        }
+        moves = masks.of_spec(spec).right is not None
+        of = {(case.kv - case.q * moves) % tiles.kv for case in some}
         assert of >= wanted, above
 
 
@@ -222,11 +236,12 @@ def test_no_case_costs_more_than_a_model_can_pay(constants):
         running = work if tiles.single else min(clusters(case, tiles), work)
         each = math.ceil(work / running)
         if case.clusters is None:
-            assert case.blocks == work * blocks(tiles, case)
-            assert case.blocks <= 4 * MANY_BLOCKS
+            assert case.blocks == work * most_blocks(spec, tiles, case)
+            assert case.blocks <= 6 * MANY_BLOCKS
         else:
             assert all(0 <= number < running for number in case.clusters)
-            assert case.blocks == len(case.clusters) * each * blocks(tiles, case)
+            each *= most_blocks(spec, tiles, case)
+            assert case.blocks == len(case.clusters) * each
     assert sum(case.blocks for case in emulated(cases)) <= MOST_BLOCKS
 
 
@@ -246,7 +261,7 @@ def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(consta
 @every_kernel
 def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
     spec, tiles, cases = taken(constants)
-    assert (tiles.sms_per_head > 0) == (spec["mask"] == "causal")
+    assert (tiles.sms_per_head > 0) == masks.of_spec(spec).uneven
     found = [case for case in emulated(cases) if case.name.startswith("sections")]
     asked = tiles.sms_per_head > 0 and is_dynamic(spec)
     assert len(found) == asked
@@ -278,7 +293,7 @@ def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
     constants,
 ):
     spec, tiles, cases = taken(constants)
-    if spec["mask"] != "causal" or not is_dynamic(spec):
+    if not masks.of_spec(spec).edges or not is_dynamic(spec):
         return
     assert any(
         case.kv % tiles.kv == 0  # so that they have no masked block
@@ -291,9 +306,40 @@ def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
 @every_kernel
 def test_rows_see_no_key(constants):
     spec, _, cases = taken(constants)
-    lengths = spec["seqlen"]
-    if spec["mask"] == "causal" and lengths["kv"] == DYNAMIC:
-        assert any(case.kv + 1 < case.q for case in emulated(cases))
+    right = masks.of_spec(spec).right
+    if right is not None and spec["seqlen"]["kv"] == DYNAMIC:
+        assert any(case.kv + right + 1 < case.q for case in emulated(cases))
+
+
+@every_kernel
+def test_a_left_edge_is_at_every_place_of_a_kv_tile(constants):
+    """For rows of one tile and of two; some rows of a tile see the first key, others do not."""
+    spec, tiles, cases = taken(constants)
+    mask = masks.of_spec(spec)
+    if mask.left is None or not is_dynamic(spec):
+        return
+    hidden = {
+        case: mask.keys([0, case.q - 1], Lengths(case.q, case.kv))[0]
+        for case in emulated(cases)
+    }
+    cut = [case for case, (first, _) in hidden.items() if first > 0]
+    edges = [case for case in cut if case.data == "edges"]
+    assert any(first == 0 < last for first, last in hidden.values())
+    assert any(last == 0 for _, last in hidden.values()), "longer than K"
+    blocks_of_head = spec["q_per_kv"] // tiles.heads * mask.left / tiles.kv
+    if blocks_of_head <= 32:
+        found = {hidden[case][0] % tiles.kv for case in edges}
+        assert found >= {*residues(tiles.kv)}
+        assert {hidden[case][0] // tiles.kv for case in edges} >= {1, 2, 3}
+        assert {case.q > tiles.cluster_rows for case in edges} == {False, True}
+        # Several tiles, of which each has its own first block, in every schedule.
+        assert any(
+            case.timing and case.q > 2 * tiles.cluster_rows and last > 0
+            for case, (_, last) in hidden.items()
+        )
+    assert {hidden[case][0] % tiles.kv for case in edges} & {1}
+    large = [case for case in cases if case.repeats == REPEATS]
+    assert any(case.kv > mask.left + case.q // 4 for case in large)
 
 
 @every_kernel

@@ -31,6 +31,7 @@ def test_defaults() -> None:
         "heads": {"q_per_kv": 1},
         "pack_gqa": False,
         "mask": "none",
+        "window": {"left": "none", "right": "none"},
         "lse": False,
         "cluster": (1, 1),
         "multicast": "none",
