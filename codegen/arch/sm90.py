@@ -32,7 +32,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=880,
+    mean_lines=890,
     mma_class="HGMMA",
     sass_classes={
         "HGMMA": "HGMMA",

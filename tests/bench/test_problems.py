@@ -87,6 +87,26 @@ def test_many_lengths(
     assert [(one.batch, one.q, one.kv) for one in found] == expected
 
 
+def test_a_window_is_the_problem_that_its_mask_is() -> None:
+    """However the SPEC says it; a grid's rows are of no window."""
+    sides = {"left": 1023, "right": "none"}
+    (one,) = problems_for(spec(mask="causal", window=sides))
+    (same,) = problems_for(spec(window={"left": 1023, "right": 0}))
+    assert one == same and (one.causal, one.window_left, one.window_right) == (
+        *(True, 1023, None),
+    )
+    assert one.mask == "q - 1023 <= kv <= q" and one.has_window
+    # A row sees 1024 keys once there are so many, but half of its own is not counted.
+    pairs = 4096 * 1024 - 1024 * 1023 / 2 - 4096 / 2
+    assert one.flops == 4 * one.batch * one.heads * 128 * pairs
+    row = Row("bf16", 128, 128, "causal", 1, 4, 4096, None)
+    assert row.problem(spec(mask="causal")) is not None
+    assert row.problem(spec(mask="causal", window=sides)) is None
+    (other,) = problems_for(spec(window={"left": 255, "right": 256}))
+    assert (other.causal, other.window_left, other.window_right) == (False, 255, 256)
+    assert other.mask == "q - 255 <= kv <= q + 256"
+
+
 def test_heads_are_a_multiple_of_the_group() -> None:
     (found,) = problems_for(spec(q_per_kv=4), heads=12)
     assert (found.heads, found.kv_heads) == (12, 3)

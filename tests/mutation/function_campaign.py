@@ -28,6 +28,7 @@ KERNELS = (  # every structure, mask, kind of length and way to store
     "sm90_d128_bf16_causal_gqa8_pack_t64x128",
     "sm90_d128_fp16_full_c2x1_vmc_kv1000",  # cluster along the queries, multicast of V
     "sm90_d128_bf16_causal_gqa8_c1x2_kvmc",  # cluster along the heads of a KV head
+    "sm90_d128_bf16_full_w255x256",  # a window with two edges, each masked by its own loop
     "sm90_d64_bf16_causal_s512",  # fixed lengths
     "sm90_d192x128_bf16_full_q1000",  # O from registers, V smaller than K
     "sm90_d256_bf16_causal_lse",  # O from registers, a warpgroup has blocks of its own

@@ -287,6 +287,23 @@ def _residues() -> Iterator[Operator]:
         r"return cutlass\.max\((cutlass\.min\(.*\)), 0\)$",
         r"return \1",
     )
+    # The left edge of a window, and what counts blocks by either edge.
+    for what, instead in (
+        ("a key too many before the first", ">= unseen - 1"),
+        ("the first key is lost", "> unseen"),
+        ("half a tile too many before the first", ">= unseen - TILE_KV // 2"),
+    ):
+        yield Operator("residues", what, r"(?<=c % 2 )>= unseen", instead)
+    for what, pattern, instead in (
+        ("blocks: the first by the last row", r"(?<=first_key = )first_position", "end_position - 1"),
+        ("blocks: the first a key later", r"(?<=first_key = first_position - )WINDOW_LEFT", "WINDOW_LEFT + 1"),
+        ("blocks: the last by the first row", r"(?<=end_key = )end_position", "1 + first_position"),
+        ("masked: the left edge by the first row", r"\bend_position - 1(?= - WINDOW_LEFT)", "first_position"),
+        ("masked: the left edge a key earlier", r"\bend_position - 1(?= - WINDOW_LEFT)", "end_position - 2"),
+        ("masked: the right edge by the last row", r"(?<=end = )first_position \+ 1(?= \+ WINDOW_RIGHT)", "end_position"),
+        ("masked: the right edge a key later", r"(?<=end = first_position \+ )1(?= \+ WINDOW_RIGHT)", "2"),
+    ):  # fmt: skip
+        yield Operator("residues", what, pattern, instead)
     # sm100's masks, a bit per column.
     for what, instead in (
         ("a key too many", "seen - first + 1"),

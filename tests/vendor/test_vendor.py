@@ -196,6 +196,16 @@ def test_the_package_knows_no_kernel_whose_spec_nobody_can_read(
     assert A not in text and B in text
 
 
+def test_the_package_takes_a_window_for_no_causal_mask(into: Path) -> None:
+    stem = "sm90_d128_bf16_causal_w1023"
+    vendor(GENERATED, into, stem, init=True)
+    text = (into / contents.PACKAGE).read_text()
+    assert '"q - 1023 <= kv <= q"' in text or "'q - 1023 <= kv <= q'" in text
+    made = text.partition("KERNELS = {")[2].partition("\n}")[0]
+    assert stem in made and 'causal"' not in made and "causal'" not in made
+    assert ", q - 1023 <= kv <= q, any seqlen" in (into / "README.md").read_text()
+
+
 def test_more_kernels_later(source: Path, into: Path) -> None:
     vendor(source, into, A)
     vendor(source, into, str(source / f"{B}.py"))
