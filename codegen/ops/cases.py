@@ -239,8 +239,10 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
         walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
     walk("whole", 2 * rows, 5 * block, 2, 3)
-    if (left := masks.of_spec(spec).left) is not None:
-        walk("slides", 3 * rows + 1, left + 2 * rows, 2, 3)
+    mask = masks.of_spec(spec)
+    if mask.left is not None or mask.right:
+        q = 3 * rows + 1 + (mask.right or 0)
+        walk("slides", q, q - rows - 1 + (mask.left or 0), 2, 3)
     if tiles.sms_per_head:
         kv_heads, clusters = _sections(spec, tiles, 3)
         tail, sm_count = rows + 1, clusters * tiles.ctas
@@ -438,22 +440,20 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 
 def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
-    """Of edges that are not the diagonal: every residue of a row's first key to a KV tile.
+    """Of edges that are not the diagonal: every residue of them to a KV tile, inside K.
 
     A window that is shorter than a tile, or longer than K, is so in other cases, too.
     """
     mask, fixed = masks.of_spec(spec), spec["seqlen"]["q"]
-    left, right = mask.left, mask.right or 0
-    rows, block = tiles.cluster_rows, tiles.kv
-    if right:  # rows that see no key come before those that do
-        late = right + rows + 5
-        yield _fitted(spec, tiles, "late", late, block // 2 + 3, 1, 1, data="edges")
-    if left is None:
+    left, right = mask.left or 0, mask.right or 0
+    if mask.left is None and not right:
         return
+    side = "right" if mask.left is None else "left"
+    rows, block = tiles.cluster_rows, tiles.kv
 
     def case(tag: str, q: int, hidden: int, **options: Any) -> Case:
-        """hidden: keys before those of the first row; less than 0: those that it sees are less."""
-        q = q if fixed == DYNAMIC else int(fixed)
+        """q: rows whose right edge is inside K. hidden: keys before the first row's first one."""
+        q = q + right if fixed == DYNAMIC else int(fixed)
         kv = max(q + left + hidden, 1)
         return _fitted(spec, tiles, tag, q, kv, 1, 1, **options)
 
@@ -464,13 +464,20 @@ def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     for number, residue in enumerate(residues(block) if is_short else (1,)):
         q, hidden = (below, above)[number % 2], (1 + number % 3) * block + residue
         layout: Layout = ("own", "mixed", "bhsd")[number % 3]
-        yield case(f"left_{residue}", q, hidden, data="edges", layout=layout)
-    # Keys are hidden from some rows of a tile alone.
-    yield case("left_of_some", below, -(below // 2), data="edges")
+        yield case(f"{side}_{residue}", q, hidden, data="edges", layout=layout)
+    # Some rows of a tile see the first key.
+    yield case(f"{side}_of_some", below, -(below // 2), data="edges")
     if is_short:
         # Each tile of a CTA begins and ends with other blocks, through which the rings go on.
         slide = 2 * rows + 5
         yield case("slides", slide, -rows, timing=True, data="second_rows")
+    if right:  # rows that see no key come before those that do
+        late = right + rows + 5
+        yield _fitted(spec, tiles, "late", late, block // 2 + 3, 1, 1, data="edges")
+        # The first row misses the last key of a block, alone, and of all keys it would weigh most:
+        # `inputs.values` gives the first of 3, 43, ... rows the key behind its last.
+        q = below + -(right + below - 3) % 40
+        yield case("end", q, 2 * block - 2 - left - right, data="edges")
 
 
 def _calls(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -515,9 +522,10 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield many("many_even", EVEN_TILES_LENGTH, 1000, data="edges")
     yield many("many_one_block", ODD_TILES_LENGTH, 1, layout="mixed")
     yield case("long_kv", 129, 4097, 1, 1)
-    if (left := masks.of_spec(spec).left) is not None:
-        length = EVEN_TILES_LENGTH
-        yield many("many_slide", length, left + length // 2, data="edges")
+    mask = masks.of_spec(spec)
+    if mask.left is not None or mask.right:
+        q = EVEN_TILES_LENGTH + (mask.right or 0)
+        yield many("many_slide", q, (mask.left or 0) + q // 2, data="edges")
 
 
 def _fitted(

@@ -312,32 +312,42 @@ def test_rows_see_no_key(constants):
 
 
 @every_kernel
-def test_a_left_edge_is_at_every_place_of_a_kv_tile(constants):
+def test_edges_of_a_window_are_at_every_place_of_a_kv_tile(constants):
     """For rows of one tile and of two; some rows of a tile see the first key, others do not."""
     spec, tiles, cases = taken(constants)
     mask = masks.of_spec(spec)
     if mask.left is None or not is_dynamic(spec):
         return
-    hidden = {
-        case: mask.keys([0, case.q - 1], Lengths(case.q, case.kv))[0]
+    right = mask.right or 0
+    # Of the first row and the last: the first key, and the end.
+    keys = {
+        case: mask.keys([0, case.q - 1], Lengths(case.q, case.kv))
         for case in emulated(cases)
     }
-    cut = [case for case, (first, _) in hidden.items() if first > 0]
-    edges = [case for case in cut if case.data == "edges"]
-    assert any(first == 0 < last for first, last in hidden.values())
-    assert any(last == 0 for _, last in hidden.values()), "longer than K"
-    blocks_of_head = spec["q_per_kv"] // tiles.heads * mask.left / tiles.kv
-    if blocks_of_head <= 32:
-        found = {hidden[case][0] % tiles.kv for case in edges}
-        assert found >= {*residues(tiles.kv)}
-        assert {hidden[case][0] // tiles.kv for case in edges} >= {1, 2, 3}
-        assert {case.q > tiles.cluster_rows for case in edges} == {False, True}
-        # Several tiles, of which each has its own first block, in every schedule.
+    assert any(first[0] == 0 < first[1] for first, _ in keys.values())
+    assert any(first[1] == 0 for first, _ in keys.values()), "longer than K"
+    # Their left edge is inside K, and the right one of some.
+    edges = [
+        case
+        for case, (first, end) in keys.items()
+        if first[0] > 0 and end[0] < case.kv and case.data == "edges"
+    ]
+    assert edges
+    if spec["q_per_kv"] // tiles.heads * mask.left / tiles.kv <= 32:
+        for which in (0, 1):
+            places = {keys[case][which][0] % tiles.kv for case in edges}
+            assert len(places) >= 6
+        assert {keys[case][0][0] % tiles.kv for case in edges} >= {*residues(tiles.kv)}
+        assert {keys[case][0][0] // tiles.kv for case in edges} >= {1, 2, 3}
+        assert {case.q - right > tiles.cluster_rows for case in edges} == {False, True}
+        # Several tiles, of which each has its own blocks, in every schedule, and both edges move.
         assert any(
-            case.timing and case.q > 2 * tiles.cluster_rows and last > 0
-            for case, (_, last) in hidden.items()
+            case.timing
+            and case.q - right > 2 * tiles.cluster_rows
+            and first[1] > 0
+            and end[0] + tiles.cluster_rows < case.kv
+            for case, (first, end) in keys.items()
         )
-    assert {hidden[case][0] % tiles.kv for case in edges} & {1}
     large = [case for case in cases if case.repeats == REPEATS]
     assert any(case.kv > mask.left + case.q // 4 for case in large)
 
