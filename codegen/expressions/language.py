@@ -144,7 +144,7 @@ def parse(
     try:
         body = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError) as error:
-        column = (getattr(error, "offset", None) or 1) - 1
+        column = (getattr(error, "offset", None) or len(text)) - 1
         raise ExpressionError("FG211", column, "is not an expression") from None
     reader = _Reader(text, len(text) - len(text.lstrip()), params or {})
     return reader.read(body, type)
