@@ -2,15 +2,15 @@
 """The keys that a query sees, as bounds of ``kv``: what a truth value over ``kv`` comes to.
 
 A tree becomes alternatives of atoms, comparisons ``form <= 0`` of forms that are affine in names
-and in terms that are not. An atom with one ``kv`` in it, plain or divided by a number, is a bound of
-it; bounds of one alternative are an intersection. What is no bound, or a bound of which nothing says
-that it rises or falls with the row, stays a test of single scores: no visible key lies outside of
-the bounds then, and `Ranges.exact` is false.
+and in terms that are not. An atom with one ``kv`` in it, plain or divided by a number, is a bound
+of it; bounds of one alternative are an intersection. What is no bound, or a bound of which nothing
+says that it rises or falls with the row, stays a test of single scores: no visible key lies outside
+of the bounds then, and `Ranges.exact` is false.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -37,6 +37,7 @@ MOST_PIECES: Final = 2
 _LISTS: Final = "say the blocks in lists"
 
 Direction = Literal[-1, 0, 1]
+Side = Literal["lower", "upper"]
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def solve(node: Node, params: Mapping[str, Param] | None = None) -> Ranges:
                 exact = False
                 continue
             (lower if side == "lower" else upper).add(bound)
-        pieces.append(Piece(_strictest(lower, max), _strictest(upper, min)))
+        pieces.append(Piece(strictest(lower, "lower"), strictest(upper, "upper")))
     merged = _merged(pieces, params or {})
     if len(merged) > MOST_PIECES:
         if exact:
@@ -281,7 +282,7 @@ def _has_key(node: Node) -> bool:
     return "kv" in names_in(node)
 
 
-def _bound(atom: Form) -> tuple[Literal["lower", "upper"] | None, Form]:
+def _bound(atom: Form) -> tuple[Side | None, Form]:
     """Solve ``atom <= 0`` for the key: a first key, or the key after the last; None: no bound."""
     keys = [(term, n) for term, n in atom.terms if _has_key(term)]
     if len(keys) != 1:
@@ -301,15 +302,27 @@ def _bound(atom: Form) -> tuple[Literal["lower", "upper"] | None, Form]:
     return None, atom
 
 
-def _strictest(
-    bounds: Iterable[Form], pick: Callable[[int, int], int]
-) -> frozenset[Form]:
-    """Of bounds that differ in their constants alone, the one that leaves fewer keys."""
-    found: dict[tuple[tuple[Node, int], ...], int] = {}
-    for bound in bounds:
-        constant = bound.constant
-        found[bound.terms] = pick(found.get(bound.terms, constant), constant)
-    return frozenset(Form(terms, constant) for terms, constant in found.items())
+def strictest(bounds: Iterable[Form], side: Side) -> frozenset[Form]:
+    """Of bounds that follow from others, those others: less of them, and the same keys."""
+    sign = 1 if side == "lower" else -1
+    found: list[Form] = []
+    for bound in sorted(bounds, key=lambda each: (text_of(each.node()))):
+        if not any(_at_most((bound - other) * sign) for other in found):
+            found = [x for x in found if not _at_most((x - bound) * sign)] + [bound]
+    return frozenset(found)
+
+
+def _at_most(form: Form) -> bool:
+    """Whether a form is 0 at most, whatever its names: a quotient is near what was divided."""
+    for term, n in form.terms:
+        match term:
+            case Term(operator="//", operands=(operand, Number(value=divisor))):
+                if n % divisor == 0:
+                    # divisor * (x // divisor) is at most x, and more than x - divisor.
+                    rest = form - Form.of({term: n}, 0)
+                    near = form_of(operand).plus(0 if n > 0 else 1 - divisor)
+                    return _at_most(rest + near * (n // divisor))
+    return not form.terms and form.constant <= 0
 
 
 def _merged(pieces: Sequence[Piece], params: Mapping[str, Param]) -> list[Piece]:

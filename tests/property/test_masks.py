@@ -5,48 +5,43 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fmha_gen.expressions.language import ExpressionError, parse
+from fmha_gen.expressions.values import evaluate
 from fmha_gen.ops import masks
-from fmha_gen.ops.masks import ALL_KEYS, MASKS, Affine, Lengths, Mask, kv, q, window
+from fmha_gen.ops.masks import ALL_KEYS, MASKS, Lengths, of_text, window
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 lengths = st.builds(Lengths, st.integers(1, 90), st.integers(1, 90))
 offsets = st.integers(-40, 40)
-windows = st.builds(window, st.none() | offsets, st.none() | offsets)
-bounds = st.builds(
-    Affine,
-    q=st.integers(-2, 2),
-    seqlen_q=st.integers(-1, 1),
-    seqlen_kv=st.integers(-1, 1),
-    constant=offsets,
+atoms = st.builds(
+    "{} {} {} * {} + {} * seqlen_q + {} * seqlen_kv + {}".format,
+    st.sampled_from(["kv", "kv // 7", "3 * kv"]),
+    st.sampled_from(["<=", ">="]),
+    st.integers(-2, 2),
+    st.sampled_from(["q", "(q // 5)"]),
+    *[st.integers(-1, 1)] * 2,
+    offsets,
 )
+conjunctions = st.builds(" and ".join, st.lists(atoms, min_size=1, max_size=3))
 
 
-@st.composite
-def conjunctions(draw: st.DrawFn) -> Mask:
-    """Some atoms, of any directions."""
-    mask = ALL_KEYS
-    for bound in draw(st.lists(bounds, max_size=3)):
-        mask &= kv <= bound if draw(st.booleans()) else kv >= bound
-    return mask
+def seen(text: str, sizes: Lengths) -> np.ndarray:
+    """Bool [rows, kv], by the truth value of each score."""
+    row, key = np.arange(sizes.q)[:, None], np.arange(sizes.kv)[None]
+    place = {"q": row + sizes.kv - sizes.q, "row": row, "kv": key}
+    values = {**place, "seqlen_q": sizes.q, "seqlen_kv": sizes.kv}
+    return np.broadcast_to(evaluate(parse(text), values), (sizes.q, sizes.kv))
 
 
-def seen(mask: Mask, rows: range, sizes: Lengths) -> np.ndarray:
-    """Bool [rows, kv], each bound by itself, element by element."""
-    found = np.zeros((len(rows), sizes.kv), np.bool_)
-    for i, row in enumerate(rows):
-        position = row + sizes.kv - sizes.q
-        values = {"q": position, "seqlen_q": sizes.q, "seqlen_kv": sizes.kv}
+def of_window(left: int | None, right: int | None) -> str:
+    """A window's expression."""
+    sides = [f"q - kv <= {left}"] * (left is not None)
+    sides += [f"kv - q <= {right}"] * (right is not None)
+    return " and ".join(sides) or "0 <= kv"
 
-        def value(bound: Affine, values: dict[str, int] = values) -> int:
-            return bound.constant + sum(
-                getattr(bound, x) * n for x, n in values.items()
-            )
 
-        for key in range(sizes.kv):
-            above = all(key >= value(bound) for bound in mask.lower)
-            found[i, key] = above and all(key < value(bound) for bound in mask.upper)
-    return found
+windows = st.builds(of_window, st.none() | offsets, st.none() | offsets)
 
 
 def groups(size: int, sizes: Lengths) -> list[tuple[int, int]]:
@@ -55,14 +50,15 @@ def groups(size: int, sizes: Lengths) -> list[tuple[int, int]]:
 
 
 @settings(deadline=None, max_examples=150)
-@given(windows | conjunctions(), lengths, st.integers(1, 40), st.integers(1, 40))
-def test_no_block_is_wrong(mask: Mask, sizes: Lengths, rows: int, tile_kv: int) -> None:
+@given(windows | conjunctions, lengths, st.integers(1, 40), st.integers(1, 40))
+def test_no_block_is_wrong(text: str, sizes: Lengths, rows: int, tile_kv: int) -> None:
+    mask, truth = of_text(text), seen(text, sizes)
     first_rows, end_rows = zip(*groups(rows, sizes), strict=True)
     every = mask.key_blocks(first_rows, end_rows, sizes, tile_kv)
     for number, (first_row, end_row) in enumerate(groups(rows, sizes)):
         blocks = masks.KeyBlocks(*(int(each[number]) for each in every))
         assert 0 <= blocks.first <= blocks.whole_first <= blocks.whole_end <= blocks.end
-        visible = seen(mask, range(first_row, min(end_row, sizes.q)), sizes)
+        visible = truth[first_row:end_row]
         for block in range(-(-sizes.kv // tile_kv)):
             keys = visible[:, block * tile_kv : (block + 1) * tile_kv]
             if not blocks.first <= block < blocks.end:
@@ -74,12 +70,13 @@ def test_no_block_is_wrong(mask: Mask, sizes: Lengths, rows: int, tile_kv: int) 
 @settings(deadline=None, max_examples=150)
 @given(windows, lengths, st.integers(1, 40), st.integers(1, 40))
 def test_no_block_is_taken_in_vain(
-    mask: Mask, sizes: Lengths, rows: int, tile_kv: int
+    text: str, sizes: Lengths, rows: int, tile_kv: int
 ) -> None:
     """The ranges are tight for windows, of whose rows each sees a key."""
+    mask, truth = of_text(text), seen(text, sizes)
     for first_row, end_row in groups(rows, sizes):
-        visible = seen(mask, range(first_row, end_row), sizes)
-        if not visible.any(1).all():
+        visible = truth[first_row:end_row]
+        if end_row > sizes.q or not visible.any(1).all():
             continue
         blocks = mask.key_blocks(first_row, end_row, sizes, tile_kv)
         some, whole = [], []
@@ -92,36 +89,58 @@ def test_no_block_is_taken_in_vain(
 
 
 @settings(deadline=None, max_examples=100)
-@given(windows | conjunctions(), lengths)
-def test_rows_see_what_the_atoms_say(mask: Mask, sizes: Lengths) -> None:
-    rows = range(sizes.q)
-    expected = seen(mask, rows, sizes)
-    assert (mask.visible(rows, sizes) == expected).all()
+@given(windows | conjunctions, lengths)
+def test_rows_see_what_the_expression_says(text: str, sizes: Lengths) -> None:
+    mask, expected = of_text(text), seen(text, sizes)
+    assert (mask.visible(range(sizes.q), sizes) == expected).all()
     counted = mask.pairs(sizes)
     assert counted <= expected.sum() <= counted + expected.any(1).sum() / 2
-    assert counted == expected.sum() or any(bound.q for bound in mask.upper)
+    assert counted == expected.sum() or mask.right_edges
 
 
 def test_one_mask_has_one_form() -> None:
-    assert window(None, None) == MASKS["none"] == ALL_KEYS
-    assert window(None, 0) == MASKS["causal"]
+    assert (
+        window(None, None) == MASKS["none"] == ALL_KEYS == of_text("kv < seqlen_kv + 3")
+    )
+    assert (
+        window(None, 0)
+        == MASKS["causal"]
+        == of_text("not kv > q")
+        == of_text("q - kv >= 0")
+    )
     assert window(None, 0) & window(9, 30) == window(9, 0) == window(9, 0) & ALL_KEYS
-    assert (kv < q + 1) == (kv <= q) == (q >= kv) == (q > kv - 1) != (kv <= q + 1)
+    assert of_text("kv <= q") == of_text("kv < q + 1") != of_text("kv <= q + 1")
+    chunk = of_text("kv <= q and kv // 64 == q // 64")
+    assert chunk == of_text("kv <= q and kv >= q // 64 * 64")
+    assert chunk == of_text("kv <= q and kv // 64 >= q // 64")
 
 
-def test_a_window_is_told_by_its_edges() -> None:
+def test_a_mask_is_told_by_its_edges() -> None:
     assert [str(mask) for mask in MASKS.values()] == ["", "kv <= q"]
     assert str(window(1023, 0)) == "q - 1023 <= kv <= q"
+    assert str(window(None, 3)) == "kv <= q + 3"
+    assert str(window(-2, None)) == "q + 2 <= kv"
     assert (
-        str(window(None, 3)) == "kv <= q + 3" and str(window(-2, None)) == "q + 2 <= kv"
+        str(of_text("kv <= q and kv // 64 == q // 64")) == "64 * (q // 64) <= kv <= q"
     )
-    assert (window(9, 0).left, window(9, 0).right) == (9, 0)
-    for other in (kv <= q + q, (kv <= q) & (kv <= q - masks.seqlen_q)):
-        with pytest.raises(ValueError, match="no window"):
-            print(other.right)
+    assert str(of_text("kv <= q and 2 * kv >= q and kv > q - 99")) == (
+        "max((q + 1) // 2, q - 98) <= kv <= q"
+    )
+    edges = [(each.left, each.right) for each in (window(9, 0), of_text("2 * kv <= q"))]
+    assert edges == [(9, 0), (None, None)]
 
 
-def test_what_is_no_bound_of_keys_is_refused() -> None:
-    for form in (q - 5, kv + kv - q):
-        with pytest.raises(ValueError, match="kv once"):
-            form <= 0  # noqa: B015
+@pytest.mark.parametrize(
+    "text",
+    [
+        "kv <= q or kv == q + 9",
+        "(q - kv) % 4 == 0",
+        "kv <= h",
+        "row < 4 or kv <= q",
+        "q > 3",
+    ],
+)
+def test_what_is_no_range_of_keys_is_refused(text: str) -> None:
+    with pytest.raises(ExpressionError) as caught:
+        of_text(text)
+    assert caught.value.code == "FG219"
