@@ -48,7 +48,16 @@ CODES: dict[str, str] = {
     "FG203": "packed query heads, of which a KV head has one",
     "FG204": "a cluster along query heads that are packed",
     "FG205": "a value that is not generated for the architecture",
-    "FG214": "a window that hides no key",
+    # Expressions.
+    "FG211": "an expression that is not in the language",
+    "FG212": "an unknown name",
+    "FG213": "a number where a truth value stands, or the other way round",
+    "FG214": "a mask that hides no key",
+    "FG215": "too many alternatives",
+    "FG216": "a number that 32 bits do not hold",
+    "FG217": "a mask that hides every key",
+    "FG218": "an operand or an index that is not accepted",
+    "FG219": "a mask that is not generated",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",

@@ -96,6 +96,8 @@ class Form:
         return found
 
 
+FIRST_KEY: Final = Form()
+END_KEY: Final = Form.of({Name("seqlen_kv"): 1}, 0)
 _ROW: Final = Form.of({Name("q"): 1, Name("seqlen_q"): 1, Name("seqlen_kv"): -1}, 0)
 
 
@@ -143,6 +145,11 @@ class Piece:
         end = [evaluate(bound.node(), values) for bound in self.upper]
         return reduce(np.maximum, first), reduce(np.minimum, end)
 
+    @property
+    def empty(self) -> bool:
+        """There is no key in it, whatever the row."""
+        return any(_at_most(end - first) for end in self.upper for first in self.lower)
+
 
 @dataclass(frozen=True)
 class Ranges:
@@ -156,7 +163,7 @@ def solve(node: Node, params: Mapping[str, Param] | None = None) -> Ranges:
     """Return the keys of a truth value; raises ExpressionError for too many alternatives."""
     pieces, exact = [], True
     for atoms in _alternatives(node, negated=False):
-        lower, upper = {Form()}, {Form.of({Name("seqlen_kv"): 1}, 0)}
+        lower, upper = {FIRST_KEY}, {END_KEY}
         for atom in atoms:
             side, bound = _bound(atom)
             if side is None or direction(bound.node(), params or {}) is None:

@@ -63,7 +63,7 @@ class Accepts:
 
         def check(value: Any, inner: core_schema.ValidatorFunctionWrapHandler) -> Any:
             if type(value) not in types:
-                raise _refusal("FG103", text, value, _unquote_hint(value, types))
+                raise refusal("FG103", text, value, _unquote_hint(value, types))
             try:
                 return inner(value)
             except ValidationError:
@@ -72,7 +72,7 @@ class Accepts:
                     or did_you_mean(value, names)
                     or _unquote_hint(value, types)
                 )
-                raise _refusal("FG104", text, value, hint) from None
+                raise refusal("FG104", text, value, hint) from None
 
         return core_schema.no_info_wrap_validator_function(check, handler(source))
 
@@ -106,7 +106,7 @@ class Block(Accepts):
                 return value
             if self.expand is None or type(value) not in self.types:
                 hint = self.hint or _unquote_hint(value, self.types)
-                raise _refusal("FG103", self.text, value, hint)
+                raise refusal("FG103", self.text, value, hint)
             return self.expand(value)
 
         model = handler(source)
@@ -227,7 +227,8 @@ def _unquote_hint(value: object, types: tuple[type, ...]) -> str:
     return "write it without quotes" if is_number and int in types else ""
 
 
-def _refusal(code: str, accepted: str, value: object, hint: str) -> PydanticCustomError:
+def refusal(code: str, accepted: str, value: object, hint: str) -> PydanticCustomError:
+    """Return the error at a value of a field that accepts something else."""
     # A code as the error's type is how `spec` tells our errors from Pydantic's.
     message = f"expected {accepted}, got {shown(value)}"
     return PydanticCustomError(

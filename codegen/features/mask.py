@@ -3,19 +3,93 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import PydanticCustomError, core_schema
+
+from ..expressions.language import ExpressionError, parse, text_of
 from ..ops import masks
-from .feature import Accepts, Feature
+from . import vocabulary
+from .feature import Accepts, Feature, did_you_mean, refusal
 from .vocabulary import NOT_YET
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
 
+_COMPARES: Final = re.compile("[<>=]")
+
+
+class _Expression(Accepts):
+    """A word of `masks.MASKS`, or an expression; one that means the same as a word becomes it."""
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self.check)
+
+    def __get_pydantic_json_schema__(
+        self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        forms = [
+            {"enum": [*masks.MASKS]},
+            {"type": "string", "pattern": _COMPARES.pattern},
+        ]
+        return {"anyOf": forms, "description": self.meaning}
+
+    def check(self, value: Any) -> str:
+        """Return what a SPEC says."""
+        if type(value) is not str:
+            raise refusal("FG103", self.text, value, "")
+        if value in masks.MASKS:
+            return value
+        if not _COMPARES.search(value):
+            words = [*masks.MASKS]
+            hint = vocabulary.answer(self.words, value) or did_you_mean(value, words)
+            raise refusal("FG104", self.text, value, hint)
+        try:
+            return _canonical(value)
+        except ExpressionError as error:
+            details = {
+                "message": error.message,
+                "hint": error.hint,
+                "column": error.column,
+            }
+            raise PydanticCustomError(
+                cast(Any, error.code), "{message}", details
+            ) from None
+
+
+def _canonical(text: str) -> str:
+    """Return an expression as it reads, or the word for it; raises ExpressionError."""
+    mask, tree = masks.of_text(text), parse(text)
+    if mask.empty:
+        raise ExpressionError("FG217", 0, "no query sees any key, whatever the lengths")
+    if mask == masks.ALL_KEYS:
+        hint = "write none"
+        raise ExpressionError(
+            "FG214", 0, "hides no key: every query sees all of them", hint
+        )
+    for bound in mask.falling:
+        found = text_of(bound.node())
+        message = (
+            f"a bound of kv that falls from query to query is not generated: {found}"
+        )
+        raise ExpressionError("FG219", 0, message)
+    return next(
+        (word for word, each in masks.MASKS.items() if each == mask), text_of(tree)
+    )
+
+
 Mask = Annotated[
-    Literal["none", "causal"],
-    Accepts(
-        "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q",
+    str,
+    _Expression(
+        "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q; or which keys kv the query"
+        " at q = i + seqlen_kv - seqlen_q sees, such as kv <= q and kv // 8192 == q // 8192",
+        "none, causal or a comparison of q and kv",
+        (str,),
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
@@ -43,17 +117,13 @@ def _flags(spec: Spec) -> dict[str, bool]:
     mask = keys_of(spec)
     return {
         "edges": mask.edges,
-        "left_edge": mask.left is not None,
-        "right_edge": mask.right is not None,
+        "left_edge": bool(mask.left_edges),
+        "right_edge": bool(mask.right_edges),
+        "left_window": mask.left is not None,
+        "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
         "lpt_order": mask.uneven,
     }
-
-
-def _title(spec: Spec) -> str:
-    if spec.mask == "causal":
-        return "causal"
-    return "" if keys_of(spec).edges else "full mask"
 
 
 def _contract(spec: Spec) -> str:
@@ -63,11 +133,18 @@ def _contract(spec: Spec) -> str:
     return f"{seen} A row that sees no key is 0."
 
 
+_TOKENS: Final = {"none": "full", "causal": "causal"}
+
+
+def _title(spec: Spec) -> str:
+    if spec.mask == "none":
+        return "" if keys_of(spec).edges else "full mask"
+    return "causal" if spec.mask == "causal" else f"mask {spec.mask}"
+
+
 MASK: Final = Feature(
     "mask",
-    tokens={
-        r"causal|full": lambda spec: ["causal" if spec.mask == "causal" else "full"]
-    },
+    tokens={r"causal|full": lambda spec: [_TOKENS.get(spec.mask, "")]},
     keys={
         r"(is_)?causal": "write mask: causal",
         r"block_sparse|block_mask|mask_mod": f"masks but causal are {NOT_YET}",

@@ -10,15 +10,24 @@ from the same mask (decisions 0033 and 0039).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..expressions.language import ExpressionError, Name, names_in, parse, text_of
-from ..expressions.solve import Form, solve, strictest
+from ..expressions.solve import (
+    END_KEY,
+    FIRST_KEY,
+    Form,
+    Piece,
+    direction,
+    solve,
+    strictest,
+)
 from ..expressions.values import Values, check_range, evaluate
 
 I64 = NDArray[np.int64]
@@ -62,14 +71,25 @@ class Mask:
         )
 
     @property
+    def empty(self) -> bool:
+        """No query sees any key, whatever the lengths."""
+        return Piece(self.lower, self.upper).empty
+
+    @property
+    def falling(self) -> tuple[Form, ...]:
+        """The bounds that fall where the row rises."""
+        falls = [x for x in self.lower | self.upper if direction(x.node(), {}) == -1]
+        return _sorted(falls)
+
+    @property
     def left_edges(self) -> tuple[Form, ...]:
-        """The first keys that differ from query to query."""
-        return _moving(self.lower)
+        """The bounds from below but for the first key."""
+        return _sorted(self.lower - {FIRST_KEY})
 
     @property
     def right_edges(self) -> tuple[Form, ...]:
-        """The ends of keys that differ from query to query."""
-        return _moving(self.upper)
+        """The bounds from above but for the end of K."""
+        return _sorted(self.upper - {END_KEY})
 
     @property
     def left(self) -> int | None:
@@ -85,7 +105,7 @@ class Mask:
 
     @property
     def edges(self) -> bool:
-        """Queries see different keys."""
+        """Some query does not see all keys."""
         return bool(self.left_edges or self.right_edges)
 
     @property
@@ -117,7 +137,7 @@ class Mask:
         So TFLOPS of causal attention are counted everywhere: an edge halves what it runs through.
         """
         lower, upper = self._bounds(np.arange(lengths.q), lengths)
-        halves = [bound in self.right_edges for bound in self.upper]
+        halves = [direction(bound.node(), {}) != 0 for bound in self.upper]
         ends = upper - np.array(halves)[:, None] / 2
         return float(np.maximum(ends.min(0) - lower.max(0), 0).sum())
 
@@ -170,7 +190,9 @@ def of_text(text: str) -> Mask:
         raise ExpressionError("FG219", tree.column, message)
     ranges = solve(tree)
     if not ranges.exact or len(ranges.pieces) > 1:
-        message = "is not one range of keys for every query"
+        message = (
+            "a mask that is not one range of keys for every query is not generated"
+        )
         raise ExpressionError("FG219", tree.column, message)
     return Mask(ranges.pieces[0].lower, ranges.pieces[0].upper)
 
@@ -185,9 +207,8 @@ def window(left: int | None, right: int | None) -> Mask:
     return mask
 
 
-def _moving(bounds: frozenset[Form]) -> tuple[Form, ...]:
-    found = [bound for bound in bounds if "q" in names_in(bound.node())]
-    return tuple(sorted(found, key=lambda bound: text_of(bound.node())))
+def _sorted(bounds: Iterable[Form]) -> tuple[Form, ...]:
+    return tuple(sorted(bounds, key=lambda bound: text_of(bound.node())))
 
 
 def _offset(edges: tuple[Form, ...]) -> int | None:
@@ -206,10 +227,16 @@ MASKS: Final[Mapping[str, Mask]] = {"none": ALL_KEYS, "causal": of_text("kv <= q
 """By what a spec says."""
 
 
+@cache
+def of_word(text: str) -> Mask:
+    """The mask of what a spec says: a word of `MASKS`, or an expression."""
+    return MASKS.get(text) or of_text(text)
+
+
 def of_spec(spec: Mapping[str, Any]) -> Mask:
     """The mask of a SPEC: the conjunction of all fields that hide keys."""
     sides = {side: n for side, n in spec.get("window", {}).items() if n != "none"}
-    return MASKS[spec["mask"]] & window(sides.get("left"), sides.get("right"))
+    return of_word(spec["mask"]) & window(sides.get("left"), sides.get("right"))
 
 
 def word_of(spec: Mapping[str, Any]) -> str:

@@ -69,7 +69,7 @@ class Traits(shared.Traits):
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         alone = self.cluster_size == 1 and not self.packed
-        one_edge = self.mask.right is not None and self.mask.left is None
+        one_edge = self.mask.right is not None and not self.mask.left_edges
         return one_edge and alone and rows >= block and fits
 
     @property

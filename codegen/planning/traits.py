@@ -51,7 +51,7 @@ class Traits:
         """
         kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
         q = self.seqlen_q if self.mask.edges else 1
-        left, right = self.mask.left is not None, self.mask.right is not None
+        left, right = bool(self.mask.left_edges), bool(self.mask.right_edges)
         if kv is None or q is None:
             several = kv is None or kv > tile_kv
             if first_apart:

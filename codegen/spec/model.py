@@ -236,8 +236,11 @@ def _diagnose(details: ErrorDetails, document: Document) -> Iterator[Diagnostic]
         )
     elif not any(_related(path, refused) for refused in document.refused):
         # A short form has one value for several fields: name the field that is written.
-        field = ".".join(_longest(document.values, path))
-        yield Diagnostic(place, kind, f"{field}: {context['message']}", context["hint"])
+        given = _longest(document.values, path)
+        if "column" in context:
+            place = document.inside(given, context["column"])
+        message = f"{'.'.join(given)}: {context['message']}"
+        yield Diagnostic(place, kind, message, context["hint"])
 
 
 def _placed(violation: Violation, places: Mapping[FieldPath, Location]) -> Diagnostic:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 from yaml.events import (
@@ -73,6 +73,21 @@ class Document:
     values: Mapping[FieldPath, Location]
     refused: frozenset[FieldPath]
     diagnostics: tuple[Diagnostic, ...]
+
+    def inside(self, path: FieldPath, column: int) -> Location:
+        """Return the place of a character, from 0, of a text; of the text where YAML folds it."""
+        place, value = self.values[path], self._text(path)
+        line = self.text.splitlines()[place.line - 1][place.column - 1 :]
+        for quote in ("'", '"', ""):
+            if line.startswith(quote + value):
+                return replace(place, column=place.column + len(quote) + column)
+        return place
+
+    def _text(self, path: FieldPath) -> str:
+        found: Any = self.data
+        for key in path:
+            found = found[key]
+        return str(found)
 
 
 def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Diagnostic]]:
