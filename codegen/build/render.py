@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 import jinja2
 
 from ..errors import CheckFailed
+from ..expressions.language import Node, Term, text_of
+from ..expressions.solve import Form
 from ..host import files, tools
 from ..ops.operation import OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
@@ -63,6 +65,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
     env.filters |= {
         **{"literal": repr, "constant": constant, "tuple": tuple_of},
         **{"element": element, "has_rank": has_rank, "allocated": allocated},
+        **{"greatest": greatest, "least": least},
     }
     return env
 
@@ -87,6 +90,33 @@ def allocated(tensor: Tensor) -> str:
     sizes = [x.symbol if x.constant else x.letter for x in tensor.axes]
     types = {OF_SPEC: [], "fp32": ["dtype=torch.float32"]}
     return ", ".join([*sizes, *types[tensor.dtype]])
+
+
+def greatest(bounds: Sequence[Form]) -> str:
+    """Return the greatest of some bounds of kv as a kernel computes it; 0 of none."""
+    return functools.reduce("cutlass.max({}, {})".format, map(in_kernel, bounds)) if bounds else "0"
+
+
+def least(bounds: Sequence[Form]) -> str:
+    """Return the least of some bounds of kv as a kernel computes it; 0 of none."""
+    return functools.reduce("cutlass.min({}, {})".format, map(in_kernel, bounds)) if bounds else "0"
+
+
+def in_kernel(bound: Form) -> str:
+    """Return a bound of kv in the DSL, of ``q`` and the lengths."""
+    text = text_of(_two_at_a_time(bound.node()))
+    lengths = re.sub(r"\b(seqlen_q|seqlen_kv)\b", r"\1_of(problem)", text)
+    return re.sub(r"\b(min|max)\(", r"cutlass.\1(", lengths)
+
+
+def _two_at_a_time(node: Node) -> Node:
+    """As the DSL takes a minimum or maximum."""
+    if not isinstance(node, Term):
+        return node
+    operands = [_two_at_a_time(each) for each in node.operands]
+    if node.operator not in ("min", "max"):
+        return Term(node.operator, tuple(operands))
+    return functools.reduce(lambda a, b: Term(node.operator, (a, b)), operands)
 
 
 def constant(number: Number) -> str:

@@ -10,7 +10,8 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from ..expressions.language import ExpressionError, parse, text_of
+from ..expressions.language import ExpressionError, names_in, parse, text_of
+from ..expressions.solve import Form
 from ..ops import masks
 from . import vocabulary
 from .feature import Accepts, Feature, did_you_mean, refusal
@@ -122,8 +123,14 @@ def _flags(spec: Spec) -> dict[str, bool]:
         "left_window": mask.left is not None,
         "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
+        "left_moves": _moves(mask.left_edges),
+        "right_moves": _moves(mask.right_edges),
         "lpt_order": mask.uneven,
     }
+
+
+def _moves(edges: tuple[Form, ...]) -> bool:
+    return any("q" in names_in(edge.node()) for edge in edges)
 
 
 def _contract(spec: Spec) -> str:

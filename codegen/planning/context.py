@@ -56,6 +56,8 @@ def common_context(
         "q_tail": traits.q_tail,
         "kv_tail": traits.kv_tail,
         "dynamic_blocks": traits.dynamic_blocks,
+        "left_edges": traits.mask.left_edges,
+        "right_edges": traits.mask.right_edges,
         **_units(traits),
     }
 
