@@ -203,6 +203,9 @@ class _Reader:
                 return self.divides(right, found)
             case ast.Compare(left=left, ops=ops, comparators=rights):
                 if len(ops) > 1:
+                    for side in (left, *rights):  # & and | bind tighter than <=
+                        if isinstance(side, ast.BinOp) and type(side.op) in _MEANT:
+                            self.unknown(side)
                     hint = "write one comparison at a time, joined by and"
                     self.refuse(rights[1], "FG211", "two comparisons in a row", hint)
                 if type(ops[0]) in _OPERATORS:
@@ -228,9 +231,8 @@ class _Reader:
         if param is None and name not in NAMES:
             known = [*NAMES, *self.params]
             close = difflib.get_close_matches(name, known, n=1)
-            meant = f"did you mean {close[0]}? " if close else ""
             message = f"unknown name {quoted(name)}; known: {', '.join(known)}"
-            hint = f"{meant}declare it in params"
+            hint = f"did you mean {close[0]}?" if close else ""
             raise ExpressionError("FG212", column, message, hint)
         needed = param.axes if param else ()
         if tuple(axes) != needed:

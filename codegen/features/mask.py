@@ -87,9 +87,8 @@ def _canonical(text: str) -> str:
 Mask = Annotated[
     str,
     _Expression(
-        "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q; or which keys kv the query"
-        " at q = i + seqlen_kv - seqlen_q sees, such as kv <= q and kv // 8192 == q // 8192",
-        "none, causal or a comparison of q and kv",
+        "causal: query i sees key j when j <= i + seqlen_kv - seqlen_q",
+        "none, causal or an expression",
         (str,),
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
