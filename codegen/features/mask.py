@@ -122,6 +122,7 @@ def _flags(spec: Spec) -> dict[str, bool]:
         "left_window": mask.left is not None,
         "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
+        "diagonal": mask.right == 0,
         "left_moves": _moves(mask.left_edges),
         "right_moves": _moves(mask.right_edges),
         "lpt_order": mask.uneven,

@@ -9,17 +9,17 @@ from typing import Any, Final
 NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 
 
-LEFT_EDGE: Final = "the left edge of the window"
+LEFT_EDGE: Final = "the left edge of the mask"
 
 
 def crossed(has: Mapping[str, Any]) -> str:
     """What KV blocks are masked for, because it runs through them; nothing: no mask.
 
-    Where its edges are far apart, the left one of a window is crossed by others.
+    Where its edges are far apart, the left one is crossed by others.
     """
     edges = {
-        "the diagonal": has["right_edge"] and not has["right_offset"],
-        "the right edge of the window": has["right_offset"],
+        "the diagonal": has["diagonal"],
+        "the right edge of the mask": has["right_edge"] and not has["diagonal"],
         LEFT_EDGE: has["left_edge"] and not has["edges_apart"],
         "the end of K": has["kv_tail"],
     }

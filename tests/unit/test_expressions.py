@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import pytest
-
 from fmha_gen.expressions.language import (
     ExpressionError,
     Param,
