@@ -11,7 +11,6 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from ..expressions.language import ExpressionError, names_in, parse, text_of
-from ..expressions.solve import Form
 from ..ops import masks
 from . import vocabulary
 from .feature import Accepts, Feature, did_you_mean, refusal
@@ -73,12 +72,19 @@ def _canonical(text: str) -> str:
         raise ExpressionError(
             "FG214", 0, "hides no key: every query sees all of them", hint
         )
-    for bound in mask.falling:
-        found = text_of(bound.node())
-        message = (
-            f"a bound of kv that falls from query to query is not generated: {found}"
-        )
-        raise ExpressionError("FG219", 0, message)
+    for edges in filter(None, (mask.left_edges, mask.right_edges)):
+        falling = [text_of(each.node()) for each in edges if each in mask.falling]
+        moves = any("q" in names_in(each.node()) for each in edges)
+        if falling or not moves:
+            what = (
+                "falls from query to query"
+                if falling
+                else "is the same for every query"
+            )
+            message = f"a bound of kv that {what} is not generated: "
+            message += (falling or [text_of(edges[0].node())])[0]
+            hint = "" if falling else "pass those keys alone"
+            raise ExpressionError("FG219", 0, message, hint)
     return next(
         (word for word, each in masks.MASKS.items() if each == mask), text_of(tree)
     )
@@ -123,14 +129,8 @@ def _flags(spec: Spec) -> dict[str, bool]:
         "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
         "diagonal": mask.right == 0,
-        "left_moves": _moves(mask.left_edges),
-        "right_moves": _moves(mask.right_edges),
         "lpt_order": mask.uneven,
     }
-
-
-def _moves(edges: tuple[Form, ...]) -> bool:
-    return any("q" in names_in(edge.node()) for edge in edges)
 
 
 def _contract(spec: Spec) -> str:

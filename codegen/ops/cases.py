@@ -218,6 +218,7 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
+        yield from _steps(spec, tiles)
     yield from _calls(spec, tiles)
     yield from _large(spec, tiles)
 
@@ -396,7 +397,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case(
         "columns", 2 * block, kv_heads=math.ceil(4 / spec["q_per_kv"]), data="columns"
     )
-    if masks.of_spec(spec).right is not None:
+    if masks.of_spec(spec).right_edges:
         yield case("future", 2 * block + 5, data="future")
     yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
@@ -420,7 +421,7 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
     For less rows than a query tile has, and for more.
     """
-    moves = masks.of_spec(spec).right is not None
+    moves = bool(masks.of_spec(spec).right_edges)
     below, above = max(tiles.positions // 2 + 3, 1), tiles.cluster_rows + 3
     kinds = [("below", below, moves), ("above", above, moves)]
     kinds += [("tail", min(5, tiles.positions), False)] * moves
@@ -437,6 +438,23 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             layout = ("own", "mixed", "bhsd")[number % 3]
             name = f"{tag}_{residue}"
             yield _fitted(spec, tiles, name, q, kv, 1, 1, data="edges", layout=layout)
+
+
+def _steps(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Of edges that are no window's: each number in them, and its double, among the positions."""
+    mask = masks.of_spec(spec)
+    rows = tiles.cluster_rows + 3
+    for number in mask.steps:
+        near = (
+            number - 1,
+            number,
+            number + 1,
+            number + rows // 2,
+            2 * number + rows // 2,
+        )
+        costly = number > MANY_BLOCKS * tiles.kv
+        for kv in near[-2:-1] if costly else near:
+            yield _fitted(spec, tiles, f"step_{kv}", rows, kv, 1, 1, data="edges")
 
 
 def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

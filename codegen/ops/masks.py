@@ -18,7 +18,15 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ..expressions.language import ExpressionError, Name, names_in, parse, text_of
+from ..expressions.language import (
+    ExpressionError,
+    Name,
+    Number,
+    names_in,
+    parse,
+    text_of,
+    walk,
+)
 from ..expressions.solve import (
     END_KEY,
     FIRST_KEY,
@@ -102,6 +110,16 @@ class Mask:
         """How many keys behind its own place a query sees; None for all, and where it varies."""
         offset = _offset(self.right_edges)
         return None if offset is None else offset - 1
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The numbers in edges that are no window's, where they may turn."""
+        own = [(self.left, self.left_edges), (self.right, self.right_edges)]
+        edges = [bound for offset, side in own if offset is None for bound in side]
+        found = {
+            n.value for x in edges for n in walk(x.node()) if isinstance(n, Number)
+        }
+        return tuple(sorted(found - {0, 1}))
 
     @property
     def edges(self) -> bool:

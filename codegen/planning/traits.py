@@ -75,7 +75,7 @@ class Traits:
         and so are those before the last one and the end of K.
         """
         left, right = self.mask.left, self.mask.right
-        if left is None:
+        if left is None or (right is None and self.mask.right_edges):
             return False
         between = left if right is None else min(left, left + right - rows)
         return between >= self.sizes.tile_kv
