@@ -93,13 +93,13 @@ def allocated(tensor: Tensor) -> str:
 
 
 def greatest(bounds: Sequence[Form]) -> str:
-    """Return the greatest of some bounds of kv as a kernel computes it; 0 of none."""
-    return functools.reduce("cutlass.max({}, {})".format, map(in_kernel, bounds)) if bounds else "0"
+    """Return the greatest of some bounds of kv as a kernel computes it; q of none."""
+    return functools.reduce("cutlass.max({}, {})".format, map(in_kernel, bounds)) if bounds else "q"
 
 
 def least(bounds: Sequence[Form]) -> str:
-    """Return the least of some bounds of kv as a kernel computes it; 0 of none."""
-    return functools.reduce("cutlass.min({}, {})".format, map(in_kernel, bounds)) if bounds else "0"
+    """Return the least of some bounds of kv as a kernel computes it; q of none."""
+    return functools.reduce("cutlass.min({}, {})".format, map(in_kernel, bounds)) if bounds else "q"
 
 
 def in_kernel(bound: Form) -> str:

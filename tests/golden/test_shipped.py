@@ -71,7 +71,7 @@ def test_there_are_specs_for_every_axis() -> None:
     heads = {(spec.head_dim.qk, spec.head_dim.v) for spec in specs}
     assert heads >= {(n, n) for n in (32, 64, 80, 96, 128, 160, 192, 256)}
     assert (192, 128) in heads
-    assert {spec.mask for spec in specs} == {"none", "causal"}
+    assert {spec.mask for spec in specs} > {"none", "causal"}  # and expressions
     sides = {
         (spec.window.left == "none", spec.window.right == "none") for spec in specs
     }
