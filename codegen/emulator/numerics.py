@@ -7,9 +7,10 @@ infinities and invalid operations NaN, as on the device, of which numpy warns: r
 `np.errstate(all="ignore")`, as the machine does. To do so in every function would take longer than
 some of them do.
 
-The approximations (`ex2`, `lg2`, `rcp`) return the correctly rounded value. PTX only bounds their
-error and the device is within that bound on either side, so two results of the same instruction may
-differ by `EX2_ERROR`, `LG2_ERROR` or `RCP_ERROR`: compare with tolerances, never bit for bit.
+The approximations (`ex2`, `lg2`, `rcp`, `tanh`) return the correctly rounded value. PTX only bounds
+their error and the device is within that bound on either side, so two results of the same
+instruction may differ by `EX2_ERROR`, `LG2_ERROR`, `RCP_ERROR` or `TANH_ERROR`: compare with
+tolerances, never bit for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ NAN_8 = np.uint16(0x7F)  # and conversions to e4m3 and e5m2
 EX2_ERROR = 2.0**-22  # [relative] ex2.approx.ftz.f32
 LG2_ERROR = 2.0**-22  # [absolute in 0.5 to 2, relative elsewhere] lg2.approx.ftz.f32
 RCP_ERROR = 2.0**-23  # [relative: 1 ulp] rcp.approx.ftz.f32
+TANH_ERROR = 2.0**-11  # [relative] tanh.approx.f32
 
 _SMALLEST_NORMAL = np.float32(2.0**-126)
 _SIGN = np.uint32(0x80000000)
@@ -330,6 +332,11 @@ def lg2_approx_ftz(x: F32) -> F32:
 def rcp_approx_ftz(x: F32) -> F32:
     """rcp.approx.ftz.f32: 1 / x within RCP_ERROR; subnormal x and results are zeros of its sign."""
     return _canonical(ftz(np.float32(1) / ftz(x)))
+
+
+def tanh_approx(x: F32) -> F32:
+    """tanh.approx.f32: within TANH_ERROR; infinities give +-1, zeros and subnormals themselves."""
+    return _canonical(np.tanh(x.astype(np.float64)).astype(np.float32))
 
 
 def _canonical(x: F32) -> F32:

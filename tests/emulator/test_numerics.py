@@ -308,6 +308,22 @@ def test_lg2():
     assert bits == [0x7F800000, 0xFF800000, 0xFF800000, 0x7FFFFFFF, 0x7FFFFFFF, 0]
 
 
+def test_tanh():
+    x = np.concatenate([np.linspace(-12, 12, 4001), np.geomspace(1e-44, 1e4, 4001)])
+    x = x.astype(np.float32)
+    got = numerics.tanh_approx(x).astype(np.float64)
+    want = np.array([math.tanh(v) for v in x.tolist()])
+    assert (np.abs(got - want) <= np.abs(want) * 2.0**-24 + 2.0**-150).all()
+    # Infinities, zeros and subnormals, as the PTX ISA has them; unlike ex2, nothing is flushed.
+    edge = f32(
+        *(0x7F800000, 0xFF800000, 0, 0x80000000, 0x00000001, 0x807FFFFF, 0x7FC01234)
+    )
+    bits = numerics.tanh_approx(edge).view(np.uint32).tolist()
+    assert bits == [
+        *(0x3F800000, 0xBF800000, 0, 0x80000000, 0x00000001, 0x807FFFFF, 0x7FFFFFFF)
+    ]
+
+
 def test_rcp():
     x = np.geomspace(1.2e-38, 8e37, 4001).astype(np.float32)
     got = numerics.rcp_approx_ftz(x)

@@ -320,6 +320,7 @@ def test_float_comparison(opcode, holds):
         ("ex2.approx.ftz.f32", np.exp2, 2.0**-21),
         ("lg2.approx.ftz.f32", np.log2, 2.0**-21),
         ("rcp.approx.ftz.f32", np.reciprocal, 2.0**-22),
+        ("tanh.approx.f32", np.tanh, 2.0**-22),
     ],
 )
 def test_approximations(opcode, expected, error):

@@ -98,6 +98,7 @@ def test_loads_and_stores_of_tensor_memory_are_tested_in_every_shape():
             "ex2.approx.f32 %r1, %r2;",
             "ex2.approx.f32 is not modelled: only .approx.ftz.f32 is",
         ),
+        ("tanh.approx.bf16 %r1, %r2;", "tanh.approx.bf16 is not modelled: .bf16"),
         (
             "shfl.sync.idx.b32 %r1, %r2, 0, 31, 255;",
             "shfl.sync.idx.b32 is not modelled: a member mask other than the whole warp",

@@ -193,6 +193,15 @@ def _approximate(emitter: Emitter, instruction: Instruction) -> None:
     )
 
 
+@emits("tanh", modifiers="approx f32")
+def _hyperbolic_tangent(emitter: Emitter, instruction: Instruction) -> None:
+    if instruction.modifiers != ("approx", "f32"):
+        raise UnsupportedInstruction(instruction)
+    destination, source = instruction.operands
+    value = emitter.value(source, "f32")
+    emitter.assign(destination, f"numerics.tanh_approx({value})", "f32")
+
+
 @emits("and", "or", "xor", modifiers=f"pred {UNTYPED}")
 def _bitwise(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
