@@ -71,6 +71,7 @@ def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
         scale=given.scale,
         mask=masks.of_spec(spec),
         dtype=spec["dtype"],
+        softcap=spec.get("softcap"),
         exp_error=reference.EXP_ERRORS[spec["arch"]],
         wanted=wanted,
     )
@@ -88,7 +89,8 @@ def _judge(
     verdict = judge_output(out, truth, wanted)
     if verdict.row is not None:
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
-        inputs = Inputs(q, k, v, given.scale, masks.of_spec(given.spec), tile)
+        mask, softcap = masks.of_spec(given.spec), given.spec.get("softcap")
+        inputs = Inputs(q, k, v, given.scale, mask, tile, softcap)
         arrays = map(_numpy, (out, truth.out, truth.out_bound))
         found, right, bound = arrays
         likeness = ending(verdict.row, found, inputs, right, bound)

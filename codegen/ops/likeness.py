@@ -24,7 +24,7 @@ MOST_HEADS = 64  # (batch, KV head) pairs that are tried
 @dataclass(frozen=True)
 class Inputs:
     """q [batch, q, heads, qk], k [batch, kv, kv_heads, qk], v [batch, kv, kv_heads, v]; scale: of
-    scores. tile: keys of a KV block."""
+    scores. tile: keys of a KV block. softcap: what scores are held between."""
 
     q: NDArray[Any]
     k: NDArray[Any]
@@ -32,6 +32,7 @@ class Inputs:
     scale: float
     mask: Mask
     tile: int
+    softcap: float | None = None
 
 
 def ending(
@@ -92,6 +93,8 @@ class _Row:
         k = self.inputs.k[batch, keys, kv_head].astype(np.float64)
         v = self.inputs.v[batch, keys, kv_head].astype(np.float64)
         scores = k @ self.q * self.inputs.scale
+        if (softcap := self.inputs.softcap) is not None:
+            scores = softcap * np.tanh(scores / softcap)
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
         return weights, weights[:, None] * v, largest

@@ -7,7 +7,7 @@ kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. A ro
 score -inf, or that sees none, has O = 0 and LSE = -inf.
 
 What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
-sums have fp32's errors.
+sums have fp32's errors, and scores under a softcap those of `tanh.approx` (decision 0041).
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ LAST_PLACE = 2.0**-23
 SUM_UNIT = 2.0**-21
 ADD_UNIT = 2.0**-26
 LSE_UNIT = 2.0**-22
+# Of tanh.approx, and of the exponent that a capped score is turned into: fp32 rounds it, at most
+# twice the cap in either direction, and the cap's product with log2(e).
+TANH_UNIT = 2.0**-11
+CAP_UNIT = 2.0**-22
 # Of exp2, beyond that: sm100 takes some columns of a row from a polynomial of degree 3.
 EXP_ERRORS: Mapping[str, float] = {"sm90": 0.0, "sm100": 1.1e-4}
 
@@ -86,10 +90,19 @@ class Truth(NamedTuple):
         return SIGMAS * self.rms + self.shift
 
 
-def attention(q: Array, k: Array, v: Array, *, scale: float, mask: Mask) -> Attention:
-    """The two results in float64."""
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    mask: Mask,
+    softcap: float | None = None,
+) -> Attention:
+    """The two results in float64. softcap: what scores are held between, on either side of 0."""
     out, lse = _empty(q, k, v, 2)
-    for place, rows, keys in _blocks(q, k, v, scale=scale, mask=mask):
+    blocks = _blocks(q, k, v, scale=scale, mask=mask, softcap=softcap)
+    for place, rows, keys in blocks:
         out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
@@ -102,6 +115,7 @@ def truth(
     scale: float,
     mask: Mask,
     dtype: str,
+    softcap: float | None = None,
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
@@ -112,9 +126,10 @@ def truth(
     """
     rounding = ROUNDINGS[dtype]
     made = _empty(q, k, v, 5)
-    for place, rows, keys in _blocks(q, k, v, scale=scale, mask=mask, wanted=wanted):
+    blocks = _blocks(q, k, v, scale=scale, mask=mask, softcap=softcap, wanted=wanted)
+    for place, rows, keys in blocks:
         out, lse = _out(rows, keys), _lse(rows)
-        errors = _errors(rows, keys, out, lse, rounding, scale, exp_error)
+        errors = _errors(rows, keys, out, lse, rounding, scale, softcap, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
             array[place.out if array.ndim == 4 else place.lse] = values
     return Truth(*made)
@@ -143,6 +158,7 @@ class _Rows(NamedTuple):
     """
 
     q: Array
+    products: Array  # scale * q k, before a softcap
     weights: Array
     logs: Array  # of the weights: those that float64 cannot hold are 0, but not far from others
     total: Array  # of exp(score - largest)
@@ -173,6 +189,7 @@ def _blocks(
     *,
     scale: float,
     mask: Mask,
+    softcap: float | None = None,
     wanted: Array | None = None,
 ) -> Iterator[tuple[_Place, _Rows, _Keys]]:
     xp = namespace(q)
@@ -189,7 +206,10 @@ def _blocks(
                 if wanted is not None and not bool(wanted[b, some, shared].any()):
                     continue
                 queries = _float64(q[b, some, shared]).swapaxes(0, 1)
-                scores = (queries @ keys.k.swapaxes(0, 1)) * scale
+                products = (queries @ keys.k.swapaxes(0, 1)) * scale
+                scores = products
+                if softcap is not None:
+                    scores = softcap * xp.tanh(products / softcap)
                 seen = mask.visible(np.arange(q_len)[some], Lengths(q_len, kv_len))
                 if not seen.all():
                     seen = _like(seen, scores)
@@ -202,7 +222,8 @@ def _blocks(
                 logs = scores - shift - xp.log(divisor)
                 weights = weights / divisor
                 place = _Place((b, some, shared), (b, shared, some))
-                yield place, _Rows(queries, weights, logs, total, largest), keys
+                rows = _Rows(queries, products, weights, logs, total, largest)
+                yield place, rows, keys
 
 
 def _out(rows: _Rows, keys: _Keys) -> Array:
@@ -222,6 +243,7 @@ def _errors(
     lse: Array,
     rounding: Rounding,
     scale: float,
+    softcap: float | None,
     exp_error: float,
 ) -> tuple[Array, Array, Array]:
     """rms, shift and lse_bound of some rows."""
@@ -240,6 +262,8 @@ def _errors(
     norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
     lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
     error = score_unit(keys.k.shape[-1]) * scale * lengths * norms
+    if softcap is not None:
+        error = _capped_error(rows.products, error, softcap)
     error = xp.where(rows.logs > -math.inf, error, _like(0.0, error))
     # A weight is off by a factor of exp(+-error), and by as much for the others' errors. It stays
     # below 1, and where errors are large one that is nearly 0 may become 1.
@@ -261,8 +285,19 @@ def _errors(
     lse_bound = of_scores[..., 0] + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
     lse_bound = lse_bound + exp_error
     finite = xp.where(lse == -math.inf, _like(0.0, lse), lse)
-    lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
+    # Of the sum's logarithm; a constant reference, which is added to it, is at most the cap.
+    lse_bound = lse_bound + LSE_UNIT * (xp.abs(finite) + (softcap or 0.0))
     return rms, shift, lse_bound
+
+
+def _capped_error(products: Array, error: Array, softcap: float) -> Array:
+    """The largest error of softcap * tanh(products / softcap), of products with that error."""
+    xp = namespace(products)
+    low, middle, high = (
+        softcap * xp.tanh((products + sign * error) / softcap) for sign in (-1, 0, 1)
+    )
+    moved = xp.where(high - middle > middle - low, high - middle, middle - low)
+    return moved + TANH_UNIT * xp.abs(middle) + CAP_UNIT * softcap
 
 
 def _float64(x: Array) -> Array:
