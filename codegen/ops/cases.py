@@ -12,6 +12,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any, Literal
 
 import numpy as np
@@ -36,6 +37,7 @@ Data = Literal[
     "close",
     "slope",
     "columns",
+    "saturated",
 ]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
@@ -90,7 +92,8 @@ class Tiles:
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
     starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
     packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
-    number of SMs. slack: [log2] by which scores may exceed their reference.
+    number of SMs. slack: [log2] by which scores may exceed their reference, 0
+    where that is constant.
     """
 
     q: int  # [rows]
@@ -187,7 +190,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         packed=constants["TILE_Q"]
         // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
         single=spec.get("schedule") == "single",
-        slack=constants["RESCALE_SLACK"],
+        slack=constants.get("RESCALE_SLACK", 0.0),
     )
 
 
@@ -290,9 +293,13 @@ def most_clusters(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
 def _sections(spec: Mapping[str, Any], tiles: Tiles, sections: int) -> tuple[int, int]:
     """KV heads and clusters for so many sections of heads or more, the last one smaller."""
     work_of_head = spec["q_per_kv"] // tiles.heads
-    kv_heads = math.ceil((2 * sections - 1) / work_of_head)
-    heads = kv_heads * work_of_head
-    section = next(size for size in (2, 3, 5, 7) if heads % size)
+    least = math.ceil((2 * sections - 1) / work_of_head)
+    kv_heads, section = next(
+        (kv_heads, size)
+        for kv_heads in count(least)
+        for size in (2, 3, 5, 7)
+        if (heads := kv_heads * work_of_head) % size and heads > (sections - 1) * size
+    )
     return kv_heads, section * tiles.sms_per_head // tiles.ctas
 
 
@@ -402,6 +409,8 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
     yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
     yield case("steep", block + 3, scale_factor=STEEP)
+    if "softcap" in spec:
+        yield case("saturated", 2 * block + 3, data="saturated")
     yield case("peaks", 2 * block, tiles.positions, data="peaks")
     kv = spec["seqlen"]["kv"]
     if kv != DYNAMIC and int(kv) > LONG_TILE * block:

@@ -48,6 +48,8 @@ FUTURE_STEP = 100.0  # that scores rise by from key to key: exp(-100) is nothing
 # Before they are scaled, scores rise by little in all rows: only a slack that is scaled, too, tells
 # that from no rise.
 CLOSE = 0.1
+SATURATED = 12.0  # scores over the cap: fp32 rounds their tangent to 1
+LARGEST_INPUT = 6e4  # that fp16 holds
 QUIET = 0.25  # standard deviation of what shall not hide a level
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
@@ -250,6 +252,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         k[:, :, 1::2] *= -1
     if case.data == "columns":
         _columns(tiles, q, k)
+    if case.data == "saturated":
+        _saturated(spec, q, k)
     if case.data == "slope":
         _slope(q, k, v, random)
     if case.data == "close":
@@ -318,6 +322,17 @@ def _levels(q: F32, k: F32, levels: NDArray[Any]) -> None:
     k *= QUIET
     q[..., :SHARED_DIMS] = math.sqrt(q.shape[-1]) / SHARED_DIMS
     k[..., :SHARED_DIMS] = levels[:, None, None]
+
+
+def _saturated(spec: Mapping[str, Any], q: F32, k: F32) -> None:
+    """Scores are at a softcap: by row all at its upper end, all at the lower one, or key by key."""
+    beyond = min(SATURATED * spec["softcap"] * math.sqrt(q.shape[-1]), LARGEST_INPUT)
+    q *= QUIET
+    k[..., 0], k[..., 1] = 1.0, np.where(np.arange(k.shape[1]) % 2, 1.0, -1.0)[:, None]
+    kinds = np.arange(q.shape[1]) % 3
+    q[..., :2] = (
+        beyond * np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])[kinds][:, None]
+    )
 
 
 def _columns(tiles: Tiles, q: F32, k: F32) -> None:

@@ -25,7 +25,7 @@ class Number:
     """
 
     name: str
-    value: int
+    value: int | float
     unit: str
     origin: str
     formula: str = ""

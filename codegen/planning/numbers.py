@@ -5,11 +5,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
 
 from ..features.feature import said
 from ..spec.model import Spec
 from .kernel_plan import Number, Region
-from .traits import Traits
+from .traits import P_RANGE, Traits
+
+LEAST_P_REASONS: Final[Mapping[str, str]] = {
+    "bf16": "products with V from 2^-14 on are then normal",
+    "fp16": "the least normal number",
+}
 
 
 def given(traits: Traits) -> Iterator[Number]:
@@ -25,6 +31,7 @@ def given(traits: Traits) -> Iterator[Number]:
         ("SEQLEN_Q", traits.seqlen_q, positions, "seqlen.q"),
         ("SEQLEN_KV", traits.seqlen_kv, "rows", "seqlen.kv"),
         ("WINDOW_LEFT", traits.mask.left, "keys before a query's own", "window.left"),
+        ("SOFTCAP", traits.softcap, "natural log: of a score, either way", "softcap"),
         (
             "WINDOW_RIGHT",
             traits.mask.right or None,
@@ -39,6 +46,21 @@ def given(traits: Traits) -> Iterator[Number]:
             ("CLUSTER_SIZE", 1),
         ):
             yield Number(name, value, unit, "given", field=path)
+    if traits.bounded:
+        least, reason = P_RANGE[spec.dtype][0], LEAST_P_REASONS[spec.dtype]
+        yield Number(
+            "LEAST_P", least, "log2: of P where a key is seen", "planned", reason=reason
+        )
+
+
+def of_scores(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula) of what follows from a cap of the scores."""
+    if traits.softcap is not None:
+        yield "CAP_LOG2", "log2: of a score", "SOFTCAP / math.log(2)"
+    if traits.bounded:
+        # A whole power of two at the cap, so that P is not rounded there.
+        yield "MOST_P", "log2: of P", "max(0, math.ceil(2 * CAP_LOG2 + LEAST_P))"
+        yield "REFERENCE", "log2: of every row", "CAP_LOG2 - MOST_P"
 
 
 def tuned(
@@ -61,7 +83,8 @@ def derived(
 
     constants: the architecture's.
     """
-    values = {**constants, **{number.name: number.value for number in chosen}}
+    values: dict[str, int | float] = {**constants}
+    values |= {number.name: number.value for number in chosen}
     for name, unit, formula in rows:
         values[name] = eval(formula, {"math": math}, values)
         yield Number(name, values[name], unit, "derived", formula)

@@ -21,7 +21,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions, tuned
+from .numbers import derived, given, of_scores, regions, tuned
 from .sm100_context import Sizes, Traits, template_context
 from .sm100_protocol import loads, phases
 from .sm100_words import statements
@@ -33,6 +33,9 @@ TILE_KV: Final = 128
 STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
 POLYNOMIAL_COLUMNS: Final = 2
+POLYNOMIAL_COLUMNS_CAPPED: Final = (
+    12  # 16 have more instructions than the MUFU has time
+)
 SOFTMAX_REGS: Final = {2: 192, 1: 256}  # by halves of a query tile
 # By these and stages of O.
 CORRECTION_REGS: Final = {(2, 2): 88, (2, 1): 96, (1, 1): 160}
@@ -48,6 +51,10 @@ REASONS: Final[Mapping[str, str]] = {
     "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
     "CORRECTION_REGS": "a part of a row of O, without a spill",
+}
+CAPPED_REASONS: Final[Mapping[str, str]] = {
+    "POLYNOMIAL_COLUMNS": "three quarters of the exponentials beside the MUFU, which the"
+    " tangents take as long: no GPU was asked",
 }
 
 
@@ -202,23 +209,27 @@ def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield from given(traits)
     softmax, correction, _ = _registers(sizes)
+    columns, reasons = POLYNOMIAL_COLUMNS, {**REASONS}
+    if traits.softcap is not None:
+        columns, reasons = POLYNOMIAL_COLUMNS_CAPPED, {**REASONS, **CAPPED_REASONS}
     rows = [
         ("TILE_Q", sizes.tile_q, "rows per CTA", "tile.q"),
         ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", "stages.kv"),
         ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", ""),
         ("SMS_PER_HEAD", SMS_PER_HEAD, "SMs that work on a head at a time", ""),
-        ("POLYNOMIAL_COLUMNS", POLYNOMIAL_COLUMNS, "of EX2_GROUP: exp2 by FFMA2", ""),
+        ("POLYNOMIAL_COLUMNS", columns, "of EX2_GROUP: exp2 by FFMA2", ""),
         ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
         ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
     absent = "" if traits.mask.uneven else "SMS_PER_HEAD"
     rows = [row for row in rows if row[0] != absent]
-    yield from tuned(spec, rows, REASONS.__getitem__)
+    yield from tuned(spec, rows, reasons.__getitem__)
 
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
+    yield from of_scores(traits)
     sizes, by_block = traits.sizes, traits.by_block
     clusters = traits.cluster_size > 1
     whose = " of both CTAs" if traits.pair else ""

@@ -92,7 +92,7 @@ def template_context(
         traits,
         chosen,
         derived,
-        roles=tuple(roles(spec, smem_bytes, columns, by_block=traits.by_block)),
+        roles=tuple(roles(spec, smem_bytes, int(columns), by_block=traits.by_block)),
         spec_items=items,
     )
     return {

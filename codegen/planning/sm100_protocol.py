@@ -135,8 +135,11 @@ class _Roles:
     def softmax_block(self, half: int) -> Iterator[Step]:
         """From S to P, a row per thread; PV may begin before the tail of P is there."""
         of, threads = self._of(half), WARPGROUP_THREADS
+        maximum = "max" if self.traits.softcap is None else "tanh, max"
         yield Step(
-            "S(n) to registers; max", "math", (Wait("s_full", of, earlier=True),)
+            f"S(n) to registers; {maximum}",
+            "math",
+            (Wait("s_full", of, earlier=True),),
         )
         factor = (Signal("stats_full", threads, of),)
         yield Step("factor of O to smem", "math", (), factor)

@@ -80,6 +80,8 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if traits.mask.edges:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
+    if traits.softcap is not None:
+        yield words.capped(traits.softcap)
     yield words.empty_rows(has)
     yield "O leaves through shared memory of its own; TMA drops rows past the end."
     if has["lse"]:

@@ -24,7 +24,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions, tuned
+from .numbers import derived, given, of_scores, regions, tuned
 from .sm90_context import Sizes, Traits, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
@@ -279,6 +279,7 @@ def _reason(spec: Spec, name: str) -> str:
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
+    yield from of_scores(traits)
     per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
     frees = "warps that free it"
     yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"

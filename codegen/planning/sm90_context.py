@@ -13,7 +13,7 @@ from ..spec.model import SpecFile
 from . import traits as shared
 from .context import common_context
 from .kernel_plan import Barrier, Number
-from .traits import Loops
+from .traits import P_RANGE, Loops
 
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
@@ -73,6 +73,14 @@ class Traits(shared.Traits):
         return one_edge and alone and rows >= block and fits
 
     @property
+    def bounded(self) -> bool:
+        """Capped scores span so little that one constant is the reference of all rows."""
+        least, most = P_RANGE[self.spec.dtype]
+        return (
+            self.softcap is not None and 2 * self.softcap / math.log(2) <= most - least
+        )
+
+    @property
     def takes_turns(self) -> bool:
         """Warpgroups take turns at the tensor cores."""
         return self.sizes.tile_q > 64
@@ -80,7 +88,7 @@ class Traits(shared.Traits):
     @property
     def early_wait(self) -> bool:
         """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
-        return self.spec.head_dim.v > 128
+        return self.spec.head_dim.v > 128 and self.softcap is None
 
     @property
     def cross_tile(self) -> bool:
@@ -139,6 +147,7 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
 def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
+        "bounded": traits.bounded,
         "one_box": traits.one_box,
         "masks": traits.masks,
         "masked_loop": loops.masked,

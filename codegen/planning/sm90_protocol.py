@@ -122,9 +122,10 @@ class _Consumer:
             yield over
             yield _math("row 0: exp2, row 1: max, exp2; P(n) = S(n)")
         else:
-            yield _math("row 0: max, exp2; row 1: max")
+            first, second = self._softmax()
+            yield _math(first)
             yield over
-            yield _math("row 1: exp2; P(n) = S(n) in 16 bits")
+            yield _math(f"{second}; P(n) = S(n) in 16 bits")
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""
@@ -170,6 +171,13 @@ class _Consumer:
         self, text: str, waits: tuple[Wait, ...], signals: tuple[Signal, ...] = ()
     ) -> Step:
         return Step(text, "mma", waits, signals, issues=text)
+
+    def _softmax(self) -> tuple[str, str]:
+        """What comes before and after the wait for PV(n-1)."""
+        if self._traits.bounded:
+            return "row 0: tanh, exp2", "row 1: tanh, exp2"
+        tanh = "tanh; " if self._traits.softcap is not None else ""
+        return f"{tanh}row 0: max, exp2; row 1: max", "row 1: exp2"
 
     def _free(self, ring: str) -> tuple[Signal, ...]:
         return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import words
-from .traits import Traits
+from .traits import P_RANGE, Traits
 
 
 def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
@@ -17,11 +18,31 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         query = "position" if traits.packed else "row"
         yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
-    yield "A row may have no finite score so far: its maximum is then the least float, and P is 0."
+    if traits.softcap is not None:
+        yield words.capped(traits.softcap)
+        yield _reference_statement(traits, traits.softcap)
+    if not has["bounded"]:
+        least = "below any tangent" if has["capped"] else "the least float"
+        yield f"A row may have no finite score so far: its maximum is then {least}, and P is 0."
     yield words.empty_rows(has)
     yield _output_statement(has)
     if has["lse"]:
         yield f"LSE is stored by one thread in four, {words.tail_of_rows(has)}."
+
+
+def _reference_statement(traits: Traits, cap: float) -> str:
+    dtype, log2 = traits.spec.dtype, cap / math.log(2)
+    least, most = P_RANGE[dtype]
+    if not traits.bounded:
+        return (
+            f"Rows have references: with one constant for all, P would span 2^{2 * log2:.1f}, and"
+            f" {dtype} takes 2^{most - least}."
+        )
+    highest = max(0, math.ceil(2 * log2 + least))
+    return (
+        "One constant is the reference of all rows: no maximum is taken, O is never rescaled,"
+        f" and P of a key that is seen is from 2^{highest - 2 * log2:.1f} to 2^{highest}."
+    )
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:

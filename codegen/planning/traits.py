@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from ..features.gqa import heads_of_tile
 from ..features.mask import keys_of
+from ..features.softcap import cap_of
 from ..ops.masks import Lengths, Mask
 from ..spec.model import Spec
+
+# log2 of P at least and at most where one constant is the reference of all rows, by P's type. bf16:
+# products with V from 2^-14 on are normal, and sums over 2^24 keys of those with V up to 2^16 are
+# finite. fp16: P is normal and finite. Decision 0041.
+P_RANGE: Final[Mapping[str, tuple[int, int]]] = {"bf16": (-112, 87), "fp16": (-14, 15)}
 
 
 @dataclass(frozen=True)
@@ -42,6 +49,16 @@ class Traits:
     def mask(self) -> Mask:
         """Which keys a query sees."""
         return keys_of(self.spec)
+
+    @property
+    def softcap(self) -> float | None:
+        """What scores are held between, on either side of 0; None where nothing holds them."""
+        return cap_of(self.spec)
+
+    @property
+    def bounded(self) -> bool:
+        """One constant is the reference of all rows, where an architecture makes use of it."""
+        return False
 
     def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:
         """Which loops over KV blocks run for some query tile, or may where a length is open.

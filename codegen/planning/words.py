@@ -32,10 +32,24 @@ def of_left_edge(has: Mapping[str, Any]) -> str:
     return f"{how}: blocks that {LEFT_EDGE} crosses"
 
 
+def capped(cap: float) -> str:
+    """What a softcap does to scores."""
+    return (
+        f"Scores are within -{cap:g} and {cap:g}: a hyperbolic tangent before the mask."
+    )
+
+
 def empty_rows(has: Mapping[str, Any]) -> str:
     """What becomes of rows that see no key, or none whose score is finite."""
     what = "A row that sees no key, or" if has["edges"] else "A row"
     lse = " and its LSE -inf" if has["lse"] else ""
+    if has["capped"]:
+        empty = f"A row that sees no key: its O is 0{lse}."
+        return (
+            empty
+            if has["edges"]
+            else "Every row sees a key, and its scores are finite."
+        )
     return f"{what} whose scores are all -inf: its O is 0{lse}."
 
 

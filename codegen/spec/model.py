@@ -33,6 +33,7 @@ from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
 from ..features.mask import Mask
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
+from ..features.softcap import Softcap
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
 from ..features.window import Sides, Window
 from . import names, specfile
@@ -53,6 +54,7 @@ class Spec(Model):
     seqlen: Seqlen = Lengths()
     heads: Heads = Group()
     pack_gqa: PackGqa = False
+    softcap: Softcap = "none"
     mask: Mask = "none"
     window: Window = Sides()
     lse: Lse = False

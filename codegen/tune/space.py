@@ -45,7 +45,7 @@ FIELDS: Final = tuple(tunable.field for tunable in TUNABLE)
 
 def chosen(plan: KernelPlan) -> Point:
     """The point that a plan is at; raises CheckFailed for a plan of other numbers than these."""
-    values = {number.name: number.value for number in plan.chosen}
+    values = {number.name: int(number.value) for number in plan.chosen}
     if any(tunable.constant not in values for tunable in TUNABLE):
         raise CheckFailed(
             f"{plan.stem}: tune knows the numbers of Hopper's plans only, not those of {plan.arch}"

@@ -49,6 +49,12 @@ FEATURES = {
     "cluster": Edit(
         "cluster: [2, 1]", "cluster: [1, 2]", "heads: {q_per_kv: 2}; multicast: kv"
     ),
+    # Without references of rows: what renews them goes.
+    "softcap": Edit("softcap: none", "softcap: 30", "mask: causal", 2 * FEATURE),
+    "softcap_50_fp16": Edit("softcap: none", "softcap: 50", "dtype: fp16; lse: true"),
+    "sm100_softcap": Edit(
+        "softcap: none", "softcap: 30", "mask: causal; lse: true", arch="sm100"
+    ),
     "sm100_lse": Edit("lse: true", "lse: false", "mask: causal", arch="sm100"),
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),
     "sm100_window": Edit(

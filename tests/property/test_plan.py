@@ -44,6 +44,8 @@ multicasts = st.sampled_from(["none", "k", "v", "kv"])
 widths = st.integers(2, 16).map(lambda n: 16 * n)
 head_dims = widths | st.fixed_dictionaries({"qk": widths, "v": widths})
 q_per_kv = st.sampled_from([1, 2, 4, 5, 6, 8, 128])
+# On either side of what a constant reference serves.
+softcaps = st.sampled_from(["none", "none", 0.5, 10, 30, 50, 68.9, 69, 1000])
 tiles = {
     "q": st.sampled_from([64, 128, 192]),
     "kv": st.integers(1, 16).map(lambda n: 16 * n),
@@ -78,6 +80,7 @@ def spec_fields(
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
             "pack_gqa": st.booleans(),
+            "softcap": softcaps,
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
@@ -329,6 +332,8 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "skipped blocks": r"skip|warpgroup_row|warpgroup_blocks",
         "sections of heads": r"(?i)section|SMS_PER_HEAD",
         "packed heads": r"POSITIONS|\bgroup=|logical_divide",
+        "softcap": r"(?i)softcap|tanh|\bcap_",
+        "references of rows": r"RESCALE_SLACK|renew_reference|row_max|stats\.(max|reference)",
     }
     present = {
         "lse": fields["lse"],
@@ -344,6 +349,8 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "skipped blocks": kernel.context["strips"],
         "sections of heads": kernel.context["lpt_order"],
         "packed heads": fields["pack_gqa"],
+        "softcap": fields.get("softcap", "none") != "none",
+        "references of rows": not kernel.context["bounded"],
     }
     return {name: pattern for name, pattern in words.items() if not present[name]}
 
@@ -449,6 +456,8 @@ def test_another_feature_changes_a_bounded_part(
     assume(edited != fields and keeps_rules(edited) and planned(edited))
     # Rows that are not whole groups of packed heads leave in another way: a feature more.
     assume(q_stages(fields) == q_stages(edited))
+    # So are references, where P of the one type can do without and that of the other cannot.
+    assume(is_bounded(fields) == is_bounded(edited))
     removed, added = changed(fields, edited)
     assert len(removed) + len(added) <= FEATURE, (removed, added)
 
@@ -457,6 +466,12 @@ def q_stages(fields: Fields) -> int:
     kernel = planned(fields)
     assert kernel is not None
     return numbers_of(kernel)["Q_STAGES"]
+
+
+def is_bounded(fields: Fields) -> bool:
+    kernel = planned(fields)
+    assert kernel is not None
+    return bool(kernel.context["bounded"])
 
 
 @few

@@ -68,6 +68,7 @@ singles = st.builds(
             "head_dim": head_dims,
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": st.sampled_from([1, 4, 128])}),
+            "softcap": st.sampled_from(["none", "none", 0.5, 30, 1000]),
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
@@ -180,6 +181,10 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
             r"WINDOW|mask_left|\bRange\b",
         ),
         "sections": (has["lpt_order"], r"(?i)backwards|section|SMS_PER_HEAD"),
+        "softcap": (
+            fields.get("softcap", "none") != "none",
+            r"(?i)softcap|tanh|\bcap_",
+        ),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),
         "seqlen_kv at run time": (not fixed["kv"], r"problem\.seqlen_kv|seqlen_kv="),

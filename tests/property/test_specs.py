@@ -57,6 +57,7 @@ optional = {
     "heads": group | st.just({}),
     "mask": st.sampled_from(["none", "causal"]),
     "window": st.fixed_dictionaries({}, optional={"left": st.integers(0, 2**24)}),
+    "softcap": st.just("none") | st.integers(1, 10**6) | st.floats(0.001, 10**6),
     "lse": st.booleans(),
     "tile": st.fixed_dictionaries(
         {},

@@ -30,6 +30,7 @@ def test_defaults() -> None:
         "seqlen": {"q": "dynamic", "kv": "dynamic"},
         "heads": {"q_per_kv": 1},
         "pack_gqa": False,
+        "softcap": "none",
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "lse": False,

@@ -41,7 +41,7 @@ def told(**fields: str) -> str:
         ("window", "128", "write window: {left: N, right: N}"),
         ("window_size", "[1023, 0]", "write window: {left: N, right: N}"),
         ("sliding_window", "4096", "write window: {left: N - 1}"),
-        ("softcap", "30.0", "a soft cap of the scores is not generated"),
+        ("attn_logit_softcapping", "50.0", "write softcap: N"),
         ("sinks", "true", "attention sinks are not generated"),
         ("page_size", "16", "a paged KV cache is not generated"),
         ("varlen", "true", "packed variable lengths are not generated"),
