@@ -70,6 +70,8 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
     given: dict[str, Any] = {"causal": problem.causal, "return_lse": problem.lse}
     if problem.has_window:
         given["window_size"] = (problem.window_left, problem.window_right)
+    if problem.softcap is not None:
+        given["softcap"] = problem.softcap
     return lambda: _out(function(*inputs, **given))
 
 
@@ -85,6 +87,8 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
         raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
     if problem.has_window:
         raise RuntimeError("PyTorch's cuDNN attention has no window")
+    if problem.softcap is not None:
+        raise RuntimeError("PyTorch's cuDNN attention has no softcap")
     q, k, v = (x.transpose(1, 2) for x in inputs)
     grouped = problem.heads != problem.kv_heads
 
@@ -122,7 +126,8 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
     last = (slice(-1, None), slice(None), slice(-1, None))
     q, k, v = (x[last] for x in inputs)
     scale = problem.d_qk**-0.5
-    truth = attention(q, k, v, scale=scale, mask=masks.of_spec(problem.spec)).out
+    mask, softcap = masks.of_spec(problem.spec), problem.softcap
+    truth = attention(q, k, v, scale=scale, mask=mask, softcap=softcap).out
     error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())
 

@@ -23,7 +23,6 @@ VLLM = "vllm"
 LIBRARY = Path("vllm_flash_attn", "_vllm_fa3_C.abi3.so")  # in vLLM's folder
 # Of the operator's arguments, those that are not None and not the problem's.
 SETTINGS = {
-    "softcap": 0.0,
     "is_rotary_interleaved": False,
     "num_splits": 1,
     "sm_margin": 0,
@@ -64,8 +63,11 @@ def launch(
     }
     with contextlib.suppress(ImportError):
         function = import_module(OWN).flash_attn_func
-        own = {"window_size": tuple(sides.values())} if problem.has_window else {}
-        return lambda: function(q, k, v, causal=problem.causal, **own)
+        own: dict[str, Any] = {}
+        if problem.has_window:
+            own["window_size"] = tuple(sides.values())
+        own |= {"causal": problem.causal, "softcap": problem.softcap or 0.0}
+        return lambda: function(q, k, v, **own)
     torch.ops.load_library(str(library()))
     operator = torch.ops._vllm_fa3_C.fwd.default
     packed = [x.flatten(0, 1) for x in (q, k, v)]
@@ -77,6 +79,7 @@ def launch(
         )
         given[f"max_seqlen_{name}"] = rows
     given |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": problem.causal}
+    given["softcap"] = problem.softcap or 0.0
     ordered = [given.get(each.name) for each in operator._schema.arguments]
     shape = (*q.shape[:3], v.shape[-1])
     return lambda: operator(*ordered)[0].view(shape)

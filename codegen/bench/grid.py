@@ -43,7 +43,11 @@ class Row:
         dims = spec["head_dim"]
         made = (spec["dtype"], dims["qk"], dims["v"], word_of(spec), spec["q_per_kv"])
         lengths = spec["seqlen"].values()
-        if made != asked or any(n not in (DYNAMIC, self.seqlen) for n in lengths):
+        if (
+            made != asked
+            or "softcap" in spec
+            or any(n not in (DYNAMIC, self.seqlen) for n in lengths)
+        ):
             return None
         heads, rows = default_heads(spec), self.seqlen
         return problem_for(spec, batch=self.batch, heads=heads, q=rows, kv=rows)

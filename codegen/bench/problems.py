@@ -22,7 +22,8 @@ class Problem:
     """One call. batch, heads, kv_heads, q, kv: counts; d_qk, d_v: head dims; causal: bottom-right.
 
     lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
-    and behind its place a query sees, as `masks.Mask` counts them; None for all.
+    and behind its place a query sees, as `masks.Mask` counts them; None for all. softcap: of the
+    scores; None for none.
     """
 
     dtype: str
@@ -37,6 +38,7 @@ class Problem:
     lse: bool
     window_left: int | None = None
     window_right: int | None = None
+    softcap: float | None = None
 
     @property
     def flops(self) -> float:
@@ -58,6 +60,7 @@ class Problem:
             "window": {side: "none" if n is None else n for side, n in window.items()},
             "head_dim": {"qk": self.d_qk, "v": self.d_v},
             **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
+            **({} if self.softcap is None else {"softcap": self.softcap}),
         }
 
     @property
@@ -72,10 +75,15 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """Head dim, dtype and grouping, such as ``d128 bf16 GQA 8``."""
+        """Head dim, dtype, grouping and softcap, such as ``d128 bf16 GQA 8``."""
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.heads // self.kv_heads
-        return f"{dim} {self.dtype}" + (f" GQA {group}" if group > 1 else "")
+        group_words = f" GQA {group}" if group > 1 else ""
+        return f"{dim} {self.dtype}{group_words}{self._cap}"
+
+    @property
+    def _cap(self) -> str:
+        return "" if self.softcap is None else f" softcap {self.softcap:g}"
 
     @property
     def family(self) -> str:
@@ -87,7 +95,7 @@ class Problem:
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
         rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        return f"b{self.batch} h{heads} {rows} {self.mask}"
+        return f"b{self.batch} h{heads} {rows} {self.mask}{self._cap}"
 
 
 def problem_for(
@@ -108,6 +116,7 @@ def problem_for(
         lse=bool(spec["lse"]),
         window_left=mask.left,
         window_right=mask.right or None,
+        softcap=spec.get("softcap"),
     )
 
 

@@ -103,6 +103,8 @@ def made_for(spec: Mapping[str, Any]) -> str:
         "no mask" if (mask := word_of(spec)) == "none" else mask,
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
+    if "softcap" in spec:
+        words.append(f"softcap {spec['softcap']:g}")
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
     return ", ".join([*words, "lse"] if spec["lse"] else words)
@@ -116,10 +118,16 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
             *(spec["arch"], spec["dtype"]),
             *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
             *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
-            *(word_of(spec), spec["lse"]),
+            *(_scores(spec), spec["lse"]),
         )
     except _EDITED:
         return None
+
+
+def _scores(spec: Mapping[str, Any]) -> str:
+    """The mask; with a softcap, which the package's functions do not take, none that they name."""
+    cap = spec.get("softcap")
+    return word_of(spec) if cap is None else f"{word_of(spec)}, softcap {cap:g}"
 
 
 def _words(state: KernelState) -> str:
