@@ -450,19 +450,17 @@ def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 
 def _steps(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
-    """Of edges that are no window's: each number in them, and its double, among the positions."""
-    mask = masks.of_spec(spec)
-    rows = tiles.cluster_rows + 3
-    for number in mask.steps:
-        near = (
-            number - 1,
-            number,
-            number + 1,
-            number + rows // 2,
-            2 * number + rows // 2,
-        )
-        costly = number > MANY_BLOCKS * tiles.kv
-        for kv in near[-2:-1] if costly else near:
+    """Of edges that are no window's: each number in them, and its double, among the positions.
+
+    A great one is the first position: rows before it would cost many blocks.
+    """
+    rows, heads = tiles.cluster_rows + 3, spec["q_per_kv"] // tiles.heads
+    for number in masks.of_spec(spec).steps:
+        near = [number - 1, number, number + 1]
+        near += [number + rows // 2, 2 * number + rows // 2]
+        if number * heads > MANY_BLOCKS * tiles.kv:
+            near = [number + rows]
+        for kv in near:
             yield _fitted(spec, tiles, f"step_{kv}", rows, kv, 1, 1, data="edges")
 
 
@@ -553,6 +551,9 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if mask.left is not None or mask.right:
         q = EVEN_TILES_LENGTH + (mask.right or 0)
         yield many("many_slide", q, (mask.left or 0) + q // 2, data="edges")
+    for number in mask.steps:
+        q = EVEN_TILES_LENGTH
+        yield many(f"many_step_{number}", q, number + q // 2, data="edges")
 
 
 def _fitted(
