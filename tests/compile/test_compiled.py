@@ -153,6 +153,7 @@ def test_spec(stem: str) -> None:
     of_arch = only_there if plan.arch == "sm100" else {}
     window = spec.window.model_dump()
     given = {} if window == support.NO_WINDOW else {"window": window}
+    given |= {} if spec.softcap == "none" else {"softcap": spec.softcap}
     assert constants["SPEC"] == of_arch | given | {
         "name": stem,
         "arch": spec.arch,

@@ -7,6 +7,7 @@ run draws others, except where Hypothesis sees that it runs in CI.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -228,7 +229,8 @@ def assert_numbers_follow(kernel: KernelPlan) -> None:
         assert bool(number.formula) == (number.origin == "derived")
         if number.formula:
             assert (
-                eval(number.formula, {}, sm90.CONSTANTS | known) == number.value
+                eval(number.formula, {"math": math}, sm90.CONSTANTS | known)
+                == number.value
             ), number
         assert number.name not in known
         known[number.name] = number.value

@@ -412,7 +412,9 @@ def test_what_files_have_in_common_is_parsed_once(parsed: list[str]) -> None:
         return found
 
     assert look() == {("reformatted", ())}
-    assert look("LOG2_E = ", "LOG2_E = 2 * ") == {("edited", ("LOG2_E",))}
+    assert look("SCALE_LIMIT = ", "SCALE_LIMIT = 2 * ") == {
+        ("edited", ("SCALE_LIMIT",))
+    }
     assert look("\ndef fmha(", "\ndef fmha((") == {("edited", ("(not Python)",))}
 
 

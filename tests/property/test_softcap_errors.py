@@ -36,7 +36,8 @@ def constants(dtype: str, softcap: float) -> dict[str, float]:
 
 
 def in_16_bits(dtype: str, x: np.ndarray) -> np.ndarray:
-    return tensors.FROM_BITS[dtype](tensors.TO_BITS[dtype](x.astype(F32)))
+    with np.errstate(over="ignore"):  # of scores in fp16
+        return tensors.FROM_BITS[dtype](tensors.TO_BITS[dtype](x.astype(F32)))
 
 
 def worst(tanh: np.ndarray, harm: np.ndarray) -> np.ndarray:
