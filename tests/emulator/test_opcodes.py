@@ -356,6 +356,16 @@ def test_packed_conversions_put_the_first_source_high():
     np.testing.assert_array_equal(value(body, one, two), 0x3C41)
 
 
+def test_conversions_of_one_value_to_16_bits_and_back():
+    third = np.full(LANES, 1 / 3, np.float32)
+    for kind, bits in (("bf16", 0x3EAB), ("f16", 0x3555)):
+        narrow = f"cvt.rn.{kind}.f32 %rs1, %r10;"
+        body = f"{narrow} mov.b32 %r20, {{%rs1, 0}};"
+        np.testing.assert_array_equal(value(body, third), bits)
+        back = value(f"{narrow} cvt.f32.{kind} %r20, %rs1;", third).view(np.float32)
+        assert 0 < abs(back[0] - third[0]) < 2.0**-9 and (back == back[0]).all()
+
+
 def test_float_to_integer_conversions():
     x = np.resize(np.float32([1.5, 2.5, -1.5, 3e9, -3e9, np.nan]), LANES).copy()
     rounded = value("cvt.rni.s32.f32 %r20, %r10;", x).view(np.int32)[:6]

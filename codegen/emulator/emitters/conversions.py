@@ -70,12 +70,13 @@ _INTEGER_ROUNDINGS = ("rni", "rzi", "rmi", "rpi")
 # Two values in a register: each half or a quarter of 32 bits.
 _HALVES = ("bf16x2", "f16x2")
 _QUARTERS = ("e4m3x2", "e5m2x2")
+_SIXTEEN_BITS = ("bf16", "f16")
 
 
 @emits(
     "cvt",
     modifiers=f"rn satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_HALVES)} "
-    f"{' '.join(_QUARTERS)} f32 s8 u8 {INTEGERS}",
+    f"{' '.join(_QUARTERS)} {' '.join(_SIXTEEN_BITS)} f32 s8 u8 {INTEGERS}",
 )
 def _convert(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
@@ -87,6 +88,12 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
         high, low = (emitter.value(source, "f32") for source in sources)
         packed = f"numerics.{to}_rn_satfinite({high}, {low})"
         emitter.assign(destination, packed, "u16")
+    elif to in _SIXTEEN_BITS and source_type == "f32" and options == ["rn"]:
+        value = emitter.value(sources[0], "f32")
+        emitter.assign(destination, f"numerics.{to}_rn({value})", "u16")
+    elif to == "f32" and source_type in _SIXTEEN_BITS and not options:
+        value = emitter.value(sources[0], "u16")
+        emitter.assign(destination, f"numerics.{source_type}_to_f32({value})", "f32")
     elif to == "f32" and source_type in ("s32", "u32") and options == ["rn"]:
         value = emitter.value(sources[0], PTX_TYPES[source_type])
         emitter.assign(destination, f"{value}.astype(np.float32)", "f32")
