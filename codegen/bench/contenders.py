@@ -30,35 +30,48 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 
 
 class Inputs(NamedTuple):
-    """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v]."""
+    """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v].
+
+    sink: [heads] fp32, of values that bf16 has, for peers take no others.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
+    sink: torch.Tensor | None = None
+
+    @property
+    def qkv(self) -> tuple[torch.Tensor, ...]:
+        """What every problem has."""
+        return self[:3]
+
+    @property
+    def by_name(self) -> dict[str, torch.Tensor]:
+        """What our kernels take by name alone."""
+        return {} if self.sink is None else {"sink": self.sink}
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
     """The same values whoever asks."""
     generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
-    return Inputs(
-        *(
-            torch.randn(x.shape(spec, problem), device=device, generator=generator).to(
-                DTYPES[x.type(spec)]
-            )
-            for x in problem.operation.inputs(spec)
-        )
-    )
+    made = {}
+    for x in problem.operation.inputs(spec):
+        drawn = torch.randn(x.shape(spec, problem), device=device, generator=generator)
+        made[x.name] = drawn.bfloat16() if x.type(spec) == "fp32" else drawn
+        made[x.name] = made[x.name].to(DTYPES[x.type(spec)])
+    return Inputs(**made)
 
 
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
     """A generated kernel's public entry, which allocates its outputs."""
-    return lambda: _out(kernel.fmha(*inputs))
+    return lambda: _out(kernel.fmha(*inputs.qkv, **inputs.by_name))
 
 
 def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
     """What a generated kernel's ``compile()`` returns, given all its tensors."""
-    outputs = kernel.fmha(*inputs)
-    tensors = [*inputs, *(outputs if isinstance(outputs, tuple) else (outputs,))]
+    outputs = kernel.fmha(*inputs.qkv, **inputs.by_name)
+    tensors = [*inputs.qkv, *inputs.by_name.values()]
+    tensors += outputs if isinstance(outputs, tuple) else (outputs,)
     run, scale = kernel.compile(), inputs.q.shape[3] ** -0.5
     processors = kernel.sm_count(inputs.q.get_device())
     return lambda: run(*tensors, scale, processors)
@@ -72,7 +85,9 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
         given["window_size"] = (problem.window_left, problem.window_right)
     if problem.softcap is not None:
         given["softcap"] = problem.softcap
-    return lambda: _out(function(*inputs, **given))
+    if inputs.sink is not None:
+        given["learnable_sink"] = inputs.sink.bfloat16()
+    return lambda: _out(function(*inputs.qkv, **given))
 
 
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
@@ -89,7 +104,9 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
         raise RuntimeError("PyTorch's cuDNN attention has no window")
     if problem.softcap is not None:
         raise RuntimeError("PyTorch's cuDNN attention has no softcap")
-    q, k, v = (x.transpose(1, 2) for x in inputs)
+    if inputs.sink is not None:
+        raise RuntimeError("PyTorch's cuDNN attention has no sinks")
+    q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
     grouped = problem.heads != problem.kv_heads
 
     def launch() -> torch.Tensor:
@@ -124,10 +141,14 @@ def matmul(device: str) -> Launch:
 def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
     """Relative error against float64 of the last batch's last head, whoever computes it."""
     last = (slice(-1, None), slice(None), slice(-1, None))
-    q, k, v = (x[last] for x in inputs)
-    scale = problem.d_qk**-0.5
-    mask, softcap = masks.of_spec(problem.spec), problem.softcap
-    truth = attention(q, k, v, scale=scale, mask=mask, softcap=softcap).out
+    q, k, v = (x[last] for x in inputs.qkv)
+    truth = attention(
+        *(q, k, v),
+        scale=problem.d_qk**-0.5,
+        mask=masks.of_spec(problem.spec),
+        softcap=problem.softcap,
+        sink=None if inputs.sink is None else inputs.sink[-1:],
+    ).out
     error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())
 

@@ -51,9 +51,13 @@ def version() -> str | None:
 
 
 def launch(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sink: torch.Tensor | None = None,
 ) -> Launch:
-    """A call of it. Tensors are [batch, rows, heads, dim]."""
+    """A call of it. Tensors are [batch, rows, heads, dim]; sink, which vLLM's takes: [heads]."""
     sides = {
         f"window_size_{side}": -1 if keys is None else keys
         for side, keys in (
@@ -63,6 +67,8 @@ def launch(
     }
     with contextlib.suppress(ImportError):
         function = import_module(OWN).flash_attn_func
+        if sink is not None:
+            raise RuntimeError("FlashAttention-3's own package has no sinks")
         own: dict[str, Any] = {}
         if problem.has_window:
             own["window_size"] = tuple(sides.values())
@@ -80,6 +86,7 @@ def launch(
         given[f"max_seqlen_{name}"] = rows
     given |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": problem.causal}
     given["softcap"] = problem.softcap or 0.0
+    given["s_aux"] = None if sink is None else sink.bfloat16()
     ordered = [given.get(each.name) for each in operator._schema.arguments]
     shape = (*q.shape[:3], v.shape[-1])
     return lambda: operator(*ordered)[0].view(shape)

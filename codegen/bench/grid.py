@@ -49,6 +49,8 @@ class Row:
             or any(n not in (DYNAMIC, self.seqlen) for n in lengths)
         ):
             return None
+        if spec.get("sink"):
+            return None
         heads, rows = default_heads(spec), self.seqlen
         return problem_for(spec, batch=self.batch, heads=heads, q=rows, kv=rows)
 

@@ -23,7 +23,7 @@ class Problem:
 
     lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
     and behind its place a query sees, as `masks.Mask` counts them; None for all. softcap: of the
-    scores; None for none.
+    scores; None for none. sink: whether each head has one.
     """
 
     dtype: str
@@ -39,6 +39,7 @@ class Problem:
     window_left: int | None = None
     window_right: int | None = None
     softcap: float | None = None
+    sink: bool = False
 
     @property
     def flops(self) -> float:
@@ -61,6 +62,7 @@ class Problem:
             "head_dim": {"qk": self.d_qk, "v": self.d_v},
             **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
             **({} if self.softcap is None else {"softcap": self.softcap}),
+            "sink": self.sink,
         }
 
     @property
@@ -75,11 +77,11 @@ class Problem:
 
     @property
     def variant(self) -> str:
-        """Head dim, dtype, grouping and softcap, such as ``d128 bf16 GQA 8``."""
+        """Head dim, dtype, grouping, softcap and sinks, such as ``d128 bf16 GQA 8``."""
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.heads // self.kv_heads
         group_words = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.dtype}{group_words}{self._cap}"
+        return f"{dim} {self.dtype}{group_words}{self._cap}{' sinks' * self.sink}"
 
     @property
     def _cap(self) -> str:
@@ -117,6 +119,7 @@ def problem_for(
         window_left=mask.left,
         window_right=mask.right or None,
         softcap=spec.get("softcap"),
+        sink=bool(spec.get("sink")),
     )
 
 

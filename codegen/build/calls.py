@@ -82,6 +82,9 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
         for name, x in located.items()
     }
     outputs = {x.name: len(x.axes) for x in operation.outputs(spec)}
+    by_name = [
+        x.name for x in operation.inputs(spec) if x.when or case.layout == "bhsd"
+    ]
     options: dict[str, Any] = {"stream": STREAM}
     # Of one element the two ways of calling pass other strides, which nothing reads.
     if case.layout == "plain" and 1 not in located[next(iter(outputs))].placed.shape:
@@ -95,7 +98,7 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
         function=operation.function,
         outputs=outputs,
         sm_count=case.sm_count or DEFAULT_SMS,
-        keywords=case.layout == "bhsd",
+        keywords=by_name,
         **options,
     )
 

@@ -393,14 +393,12 @@ class Caller:
             options["stream"] = (
                 SimpleNamespace(cuda_stream=stream) if as_object else stream
             )
-        positional = inputs.values()
-        if made["keywords"]:
-            options, positional = options | inputs, {}.values()
+        options |= {name: inputs.pop(name) for name in made["keywords"]}
         torch = made["torch"] and dlpack.torch_module(device, made["torch"]["stream"])
         refusal, result = "", ()
         with dlpack.replaced(sys.modules, "torch", torch):
             try:
-                result = getattr(self._module, function)(*positional, **options)
+                result = getattr(self._module, function)(*inputs.values(), **options)
             except ValueError as error:
                 refusal = str(error)
         launches = tuple(self._runtime.launches)

@@ -159,7 +159,7 @@ def call(
     scalars: Mapping[str, float] | None = None,
     stream: int | None = None,
     stream_object: bool = False,
-    keywords: bool = False,
+    keywords: Sequence[str] = (),
     torch: Mapping[str, int] | None = None,
 ) -> Call:
     """A call of a module's public function.
@@ -167,8 +167,9 @@ def call(
     tensors: the inputs in order, and the outputs that are given. outputs: all of them, as they are
     returned, and how many dimensions each has. scalars, stream: left out when None. stream_object:
     the stream comes as an object with the attribute ``cuda_stream``, else as a number. keywords:
-    the inputs come by name. torch: the tensors are those of a stand-in for PyTorch, whose current
-    ``stream`` this is, and which makes outputs at these addresses where they are asked of it.
+    the inputs that come by name. torch: the tensors are those of a stand-in for PyTorch, whose
+    current ``stream`` this is, and which makes outputs at these addresses where they are asked of
+    it.
     """
     return {
         "tensors": dict(tensors),
@@ -178,7 +179,7 @@ def call(
         "scalars": dict(scalars or {}),
         "stream": stream,
         "stream_object": stream_object,
-        "keywords": keywords,
+        "keywords": list(keywords),
         "torch": torch and dict(torch),
     }
 

@@ -267,10 +267,14 @@ def _check_case(
     tensors = make_tensors(spec, tiles, case, device.name)
     given = [bits(x).clone() for x in tensors.given]
     outputs = tensors.outputs
-    operation, (leading, *others) = operation_of(spec), tensors.inputs.values()
+    operation = operation_of(spec)
+    leading, *others = (tensors.inputs[x.name] for x in operation.reads if not x.when)
     function = getattr(kernel, operation.function)
     scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
-    options: dict[str, Any] = {} if case.scale_factor == 1 else scales
+    options: dict[str, Any] = {} if case.scale_factor == 1 else {**scales}
+    options |= {
+        x.name: tensors.inputs[x.name] for x in operation.inputs(spec) if x.when
+    }
 
     def launch(source: torch.Tensor = leading) -> object:
         return function(source, *others, **options, **tensors.into)

@@ -17,7 +17,6 @@ Words = Mapping[str, str]
 NOT_YET: Final = "not generated; the README's Limits list what is not"
 
 KEYS: Final[Words] = {
-    r"(attention_|attn_|learnable_)?sinks?|s_aux": f"attention sinks are {NOT_YET}",
     r"page(d|s|_size)?|paged_kv|kv_cache|(block|page)_tables?": f"a paged KV cache is {NOT_YET}",
     r"var_?len|cu_seqlens(_q|_kv?)?|ragged|packed|thd": f"packed variable lengths are {NOT_YET}",
     r"alibi(_slopes)?|(attn_)?bias|score(_mod)?": f"a bias or ALiBi is {NOT_YET}",

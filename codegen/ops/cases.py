@@ -38,6 +38,7 @@ Data = Literal[
     "slope",
     "columns",
     "saturated",
+    "sinks",
 ]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
@@ -50,6 +51,8 @@ FLAT = 2.0**-10  # such that the weights of a row are nearly alike
 LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
 REPEATS = 20
 REPEATS_ELSEWHERE = 2
+
+SINKS = 7  # of a case whose heads have sinks of all levels
 
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
 # them: then some clusters run there, and the schedule of all is walked.
@@ -218,6 +221,8 @@ def residues(tile: int) -> tuple[int, ...]:
 def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _tiled(spec, tiles)
     yield from _magnitudes(spec, tiles)
+    if spec.get("sink"):
+        yield from _sinks(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -423,6 +428,20 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("all_1e4_steep", block + 3, scale_factor=LARGE_LOGITS, **large)
     yield case("slope", 4 * block, min(tiles.positions, 64), data="slope")
     yield case("close", block + 9, data="close", scale_factor=LARGE_LOGITS)
+
+
+def _sinks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Sinks far above and below the scores, and infinite ones, a head of each."""
+    kv_heads, few = math.ceil(SINKS / spec["q_per_kv"]), min(tiles.positions, 33)
+
+    def case(tag: str, kv: int, **options: Any) -> Case:
+        return _fitted(spec, tiles, tag, few, kv, 1, kv_heads, data="sinks", **options)
+
+    yield case("sinks", tiles.kv + 5)
+    yield case("sinks_steep", tiles.kv - 1, scale_factor=STEEP)
+    # Rows that see no key, where the mask has an edge; the least float, scaled, is -inf.
+    alone: dict[str, Any] = {"layout": "mixed", "scale_factor": STEEP}
+    yield case("sinks_alone", max(few // 2, 1), **alone)
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

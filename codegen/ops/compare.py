@@ -84,7 +84,10 @@ def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdi
 
 
 def judge_lse(lse: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
-    """Compare LSE with the truth; -inf is right exactly where the truth has it. wanted: as lse."""
+    """Compare LSE with the truth; infinities are right exactly where the truth has them.
+
+    wanted: as lse.
+    """
     xp = namespace(lse)
     expected = truth.lse if wanted is None else xp.where(wanted, truth.lse, lse)
     unwritten = (lse != lse) & (expected == expected)
@@ -102,6 +105,7 @@ def judge_lse(lse: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
             f"{found} of lse: not -inf exactly where a row sees no key",
         )
     seen, zero = expected > -math.inf, xp.zeros_like(lse)  # else -inf, or not wanted
+    seen = seen & (lse != expected)  # a difference of infinities would be NaN
     error = xp.abs(xp.where(seen, lse, zero) - xp.where(seen, expected, zero))
     ratio = _over(error, truth.lse_bound)
     verdict = Verdict(float(ratio.max()), float(error.max()))

@@ -55,12 +55,21 @@ Q: Final = Tensor("q", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_QK))
 K: Final = Tensor("k", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_QK))
 V: Final = Tensor("v", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_V))
 OUT: Final = Tensor("out", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_V))
+SINK: Final = Tensor(
+    *("sink", (HEADS,), "fp32"),
+    tma=False,
+    words="natural log, not scaled",
+    when="sink",
+    about=lambda spec: "adds exp(sink) to the sum of exponentials of its head's rows",
+)
 LSE: Final = Tensor(
     *("lse", (BATCH, HEADS, SEQLEN_Q), "fp32"),
     tma=False,
     words="natural log",
     when="lse",
-    receives="log(sum(exp(scaled scores)))",
+    about=lambda spec: (
+        f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp(scaled scores)))"
+    ),
 )
 
 
@@ -68,6 +77,7 @@ def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
     spec = given.spec
     return reference.truth(
         *(given.inputs[x.name] for x in (Q, K, V)),
+        sink=given.inputs.get(SINK.name),
         scale=given.scale,
         mask=masks.of_spec(spec),
         dtype=spec["dtype"],
@@ -90,7 +100,11 @@ def _judge(
     if verdict.row is not None:
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
         mask, softcap = masks.of_spec(given.spec), given.spec.get("softcap")
-        inputs = Inputs(q, k, v, given.scale, mask, tile, softcap)
+        sink = given.inputs.get(SINK.name)
+        inputs = Inputs(
+            *(q, k, v, given.scale, mask, tile, softcap),
+            sink=None if sink is None else _numpy(sink),
+        )
         arrays = map(_numpy, (out, truth.out, truth.out_bound))
         found, right, bound = arrays
         likeness = ending(verdict.row, found, inputs, right, bound)
@@ -118,7 +132,7 @@ FORWARD: Final = Operation(
     function="fmha",
     title="FMHA forward",
     noun="Attention",
-    reads=(Q, K, V),
+    reads=(Q, K, V, SINK),
     writes=(OUT, LSE),
     scalars=(
         Scalar(

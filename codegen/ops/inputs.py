@@ -51,6 +51,9 @@ CLOSE = 0.1
 SATURATED = 12.0  # scores over the cap: fp32 rounds their tangent to 1
 LARGEST_INPUT = 6e4  # that fp16 holds
 QUIET = 0.25  # standard deviation of what shall not hide a level
+SINK_LEAD = 100.0  # of a sink over all scores: exp of it is beyond fp32
+SINK_TRAIL = 1000.0  # of scores over a sink
+SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
@@ -213,9 +216,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         )
         for x in operation_of(spec).inputs(spec)
     }
-    if case.data == "normal":
+    if case.data == "normal" and "sink" not in drawn:
         return drawn
-    q, k, v = (drawn[name] for name in "qkv")  # of which all other kinds speak
+    q, k, v = (drawn[name] for name in "qkv")  # of which all the rest speaks
     if case.data == "edges":
         _edges(spec, tiles, q, k, random)
     if case.data == "peaks":
@@ -263,7 +266,10 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
             random.uniform(-LARGE_INPUT, LARGE_INPUT, x.shape).astype(np.float32)
             for x in (q, k, v)
         )
-    return {**drawn, "q": q, "k": k, "v": v}
+    drawn = {**drawn, "q": q, "k": k, "v": v}
+    if "sink" in drawn:
+        drawn["sink"] = _sinks(spec, case, drawn)
+    return drawn
 
 
 def _edges(
@@ -356,6 +362,33 @@ def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
     weights = np.exp(levels) / np.exp(levels).sum()
     _levels(q, k, levels)
     v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]
+
+
+def _sinks(spec: Mapping[str, Any], case: Case, drawn: Mapping[str, F32]) -> F32:
+    """Near the least log-sum-exp of a head's rows, and of the next head near the median.
+
+    A larger one would hide what is wrong with O. Of `sinks` also, by head: 0, above and below all
+    scores by far, as large as they are, none (-inf), and one beside which no key counts.
+    """
+    (scalar,) = operation_of(spec).scalars
+    scale = scalar.value(spec) * case.scale_factor
+    rows = np.unique(np.linspace(0, case.q - 1, SAMPLES).astype(int))
+    seen = masks.of_spec(spec).visible(rows, Lengths(case.q, case.kv))
+    made = np.empty_like(drawn["sink"])
+    for head, near in enumerate(drawn["sink"].tolist()):
+        q = drawn["q"][:, rows, head].astype(np.float64)
+        k = drawn["k"][:, :, head // spec["q_per_kv"]].astype(np.float64)
+        scores = q @ k.swapaxes(1, 2) * scale
+        if (cap := spec.get("softcap")) is not None:
+            scores = cap * np.tanh(scores / cap)
+        scores = np.where(seen, scores, -np.inf)
+        sums = np.logaddexp.reduce(scores, axis=-1)
+        sums = sums[sums > -np.inf] if (sums > -np.inf).any() else np.zeros(1)
+        near += np.median(sums) if head % 2 else sums.min()
+        most = sums.max()
+        levels = (near, 0.0, most + SINK_LEAD, most - SINK_TRAIL, most, -np.inf, np.inf)
+        made[head] = levels[head % len(levels)] if case.data == "sinks" else near
+    return made
 
 
 def _rows_of_tiles(tiles: Tiles, q: F32) -> NDArray[Any]:

@@ -24,7 +24,8 @@ MOST_HEADS = 64  # (batch, KV head) pairs that are tried
 @dataclass(frozen=True)
 class Inputs:
     """q [batch, q, heads, qk], k [batch, kv, kv_heads, qk], v [batch, kv, kv_heads, v]; scale: of
-    scores. tile: keys of a KV block. softcap: what scores are held between."""
+    scores. tile: keys of a KV block. softcap: what scores are held between. sink: [heads].
+    """
 
     q: NDArray[Any]
     k: NDArray[Any]
@@ -33,6 +34,7 @@ class Inputs:
     mask: Mask
     tile: int
     softcap: float | None = None
+    sink: NDArray[Any] | None = None
 
 
 def ending(
@@ -76,6 +78,7 @@ class _Row:
         self.q = inputs.q[place].astype(np.float64)
         self.keys = inputs.k.shape[1]
         self.kv_head = head * inputs.k.shape[2] // inputs.q.shape[2]
+        self.sink = -np.inf if inputs.sink is None else float(inputs.sink[head])
         lengths = Lengths(inputs.q.shape[1], self.keys)
         self.first, self.end = map(int, inputs.mask.keys(row, lengths))
 
@@ -87,8 +90,10 @@ class _Row:
 
     def _weighted(
         self, batch: int, kv_head: int, end: int
-    ) -> tuple[F64, F64, np.float64]:
-        """Of its keys before `end`: exp(score - largest), the products with V, and the largest."""
+    ) -> tuple[F64, F64, np.float64, np.float64]:
+        """Of its keys before `end`: exp(score - largest), the products with V, the largest, and
+        exp(sink - largest).
+        """
         keys = slice(self.first, end)
         k = self.inputs.k[batch, keys, kv_head].astype(np.float64)
         v = self.inputs.v[batch, keys, kv_head].astype(np.float64)
@@ -97,22 +102,26 @@ class _Row:
             scores = softcap * np.tanh(scores / softcap)
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
-        return weights, weights[:, None] * v, largest
+        return weights, weights[:, None] * v, largest, np.exp(self.sink - largest)
 
     def _blocks(self) -> Iterator[tuple[F64, str]]:
-        weights, products, _ = self._weighted(self.batch, self.kv_head, self.end)
+        weights, products, _, sink = self._weighted(self.batch, self.kv_head, self.end)
+        if self.inputs.sink is not None:
+            yield products.sum(0) / weights.sum(), "as without its sink"
         tile = self.inputs.tile
         for number in range(self.first // tile, -(-self.end // tile)):
             keys = (number * tile - self.first, (number + 1) * tile - self.first)
             block = slice(max(keys[0], 0), keys[1])
             for times, text in ((-1, "KV block {} missing"), (1, "KV block {} twice")):
-                total = weights.sum() + times * weights[block].sum()
+                total = sink + weights.sum() + times * weights[block].sum()
                 products_of = products.sum(0) + times * products[block].sum(0)
                 yield products_of / total, f"as with {text.format(number)}"
 
     def _ends(self) -> Iterator[tuple[F64, str]]:
-        weights, products, largest = self._weighted(self.batch, self.kv_head, self.keys)
-        totals, sums = weights.cumsum(), products.cumsum(0)
+        weights, products, largest, sink = self._weighted(
+            self.batch, self.kv_head, self.keys
+        )
+        totals, sums = sink + weights.cumsum(), products.cumsum(0)
         seen = self.end - self.first
         for keys in range(1, self.keys - self.first + 1):
             if keys != seen:
@@ -127,6 +136,6 @@ class _Row:
         for number in range(min(batches * heads, MOST_HEADS)):
             batch, head = divmod(number, heads)
             if (batch, head) != (self.batch, self.kv_head):
-                weights, products, _ = self._weighted(batch, head, self.end)
+                weights, products, _, sink = self._weighted(batch, head, self.end)
                 text = f"as with K and V of KV head {head}, batch {batch}"
-                yield products.sum(0) / weights.sum(), text
+                yield products.sum(0) / (sink + weights.sum()), text

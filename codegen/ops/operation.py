@@ -91,8 +91,9 @@ class Tensor:
 
     dtype: bf16, fp16, fp32, int32 or `OF_SPEC`. tma: moved by TMA, so the last axis is contiguous
     and the other strides are multiples of 16 bytes; else strides are free. words: a remark in the
-    header. when: the field of the SPEC without which it is not there; "" for always. receives: what
-    an output holds, for the function's docstring; "" where that goes without saying.
+    header. when: the field of the SPEC without which it is not there; "" for always. An input that
+    has one comes by name. about: what it does or receives, for the function's docstring; "" where
+    that goes without saying.
     """
 
     name: str
@@ -101,7 +102,11 @@ class Tensor:
     tma: bool = True
     words: str = ""
     when: str = ""
-    receives: str = ""
+    about: Callable[[Spec], str] = lambda spec: ""
+
+    def is_in(self, spec: Spec) -> bool:
+        """Whether the kernel of a SPEC has it; a SPEC lacks fields that came after its kernel."""
+        return not self.when or bool(spec.get(self.when))
 
     def type(self, spec: Spec) -> str:
         """Return the element type."""
@@ -183,11 +188,11 @@ class Operation:
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""
-        return tuple(x for x in self.reads if not x.when or spec[x.when])
+        return tuple(x for x in self.reads if x.is_in(spec))
 
     def outputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel writes."""
-        return tuple(x for x in self.writes if not x.when or spec[x.when])
+        return tuple(x for x in self.writes if x.is_in(spec))
 
     def header(self, spec: Spec) -> list[str]:
         """Return a line about each tensor for a reader of the kernel."""

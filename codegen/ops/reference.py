@@ -6,6 +6,9 @@ and the GPU are held against the same truth. Shapes: q [batch, q, heads, qk], k 
 kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. A row whose keys all
 score -inf, or that sees none, has O = 0 and LSE = -inf.
 
+A sink, [heads] in natural logarithms, is the score of one more key of every row of its head, whose
+V is 0: a row that sees no other key has O = 0 and LSE = sink. With +inf all rows have O = 0.
+
 What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
 sums have fp32's errors, and scores under a softcap those of `tanh.approx` (decision 0041).
 """
@@ -46,6 +49,8 @@ LSE_UNIT = 2.0**-22
 # twice the cap in either direction, and the cap's product with log2(e).
 TANH_UNIT = 2.0**-11
 CAP_UNIT = 2.0**-22
+SINK_UNIT = 2.0**-22  # of a sink, by its scaling and the difference to the reference
+LEAST_FACTOR = 2.0**-126  # of O, in fp32: what a sum above its inverse makes of P is 0
 # Of exp2, beyond that: sm100 takes some columns of a row from a polynomial of degree 3.
 EXP_ERRORS: Mapping[str, float] = {"sm90": 0.0, "sm100": 1.1e-4}
 
@@ -98,11 +103,12 @@ def attention(
     scale: float,
     mask: Mask,
     softcap: float | None = None,
+    sink: Array | None = None,
 ) -> Attention:
     """The two results in float64. softcap: what scores are held between, on either side of 0."""
     out, lse = _empty(q, k, v, 2)
-    blocks = _blocks(q, k, v, scale=scale, mask=mask, softcap=softcap)
-    for place, rows, keys in blocks:
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
+    for place, rows, keys in _blocks(q, k, v, **options, sink=sink):
         out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
@@ -116,6 +122,7 @@ def truth(
     mask: Mask,
     dtype: str,
     softcap: float | None = None,
+    sink: Array | None = None,
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
@@ -126,8 +133,8 @@ def truth(
     """
     rounding = ROUNDINGS[dtype]
     made = _empty(q, k, v, 5)
-    blocks = _blocks(q, k, v, scale=scale, mask=mask, softcap=softcap, wanted=wanted)
-    for place, rows, keys in blocks:
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
+    for place, rows, keys in _blocks(q, k, v, **options, sink=sink, wanted=wanted):
         out, lse = _out(rows, keys), _lse(rows)
         errors = _errors(rows, keys, out, lse, rounding, scale, softcap, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
@@ -146,7 +153,7 @@ def namespace(x: Array) -> ModuleType:
 
 
 class _Keys(NamedTuple):
-    """Of one KV head, float64: [kv, d]."""
+    """Of one KV head, float64: [kv, d]; v has a row more, of zeros, where there are sinks."""
 
     k: Array
     v: Array
@@ -155,6 +162,7 @@ class _Keys(NamedTuple):
 class _Rows(NamedTuple):
     """Some query rows of the heads that share a KV head: q [heads, rows, d], the others
     [heads, rows, kv] or, of a row, [heads, rows, 1]. weights sum to 1 where total is above 0.
+    Of kv the last is the sink where there are sinks, [heads, 1, 1].
     """
 
     q: Array
@@ -163,6 +171,7 @@ class _Rows(NamedTuple):
     logs: Array  # of the weights: those that float64 cannot hold are 0, but not far from others
     total: Array  # of exp(score - largest)
     largest: Array  # score, -inf where there is none
+    sink: Array | None
 
 
 class _Place(NamedTuple):
@@ -190,6 +199,7 @@ def _blocks(
     scale: float,
     mask: Mask,
     softcap: float | None = None,
+    sink: Array | None = None,
     wanted: Array | None = None,
 ) -> Iterator[tuple[_Place, _Rows, _Keys]]:
     xp = namespace(q)
@@ -201,6 +211,11 @@ def _blocks(
         for kv_head in range(kv_heads):
             shared = slice(kv_head * group, (kv_head + 1) * group)
             keys = _Keys(_float64(k[b, :, kv_head]), _float64(v[b, :, kv_head]))
+            of_sink = None
+            if sink is not None:
+                of_sink = _float64(sink[shared])[:, None, None]
+                no_value = xp.zeros_like(keys.v[:1])
+                keys = keys._replace(v=xp.concatenate((keys.v, no_value)))
             for start in range(0, q_len, step):
                 some = slice(start, min(start + step, q_len))
                 if wanted is not None and not bool(wanted[b, some, shared].any()):
@@ -214,6 +229,12 @@ def _blocks(
                 if not seen.all():
                     seen = _like(seen, scores)
                     scores = xp.where(seen > 0, scores, _like(-math.inf, scores))
+                if of_sink is not None:
+                    endless = of_sink == math.inf  # beside it no key counts
+                    scores = xp.where(endless, _like(-math.inf, scores), scores)
+                    logit = xp.where(endless, _like(0.0, scores), of_sink)
+                    column = logit + xp.zeros_like(scores[..., :1])
+                    scores = xp.concatenate((scores, column), -1)
                 largest = xp.amax(scores, -1, keepdims=True)
                 shift = xp.where(largest == -math.inf, _like(0.0, scores), largest)
                 weights = xp.exp(scores - shift)
@@ -221,8 +242,10 @@ def _blocks(
                 divisor = xp.where(total > 0, total, _like(1.0, total))
                 logs = scores - shift - xp.log(divisor)
                 weights = weights / divisor
+                if of_sink is not None:
+                    largest = xp.where(endless, of_sink, largest)
                 place = _Place((b, some, shared), (b, shared, some))
-                rows = _Rows(queries, products, weights, logs, total, largest)
+                rows = _Rows(queries, products, weights, logs, total, largest, of_sink)
                 yield place, rows, keys
 
 
@@ -248,7 +271,9 @@ def _errors(
 ) -> tuple[Array, Array, Array]:
     """rms, shift and lse_bound of some rows."""
     xp = namespace(out)
-    seen = (rows.total > 0).swapaxes(0, 1) * _like(1.0, out)  # [rows, heads, 1]
+    of_keys = rows.weights if rows.sink is None else rows.weights[..., :-1]
+    seen = of_keys.sum(-1, keepdims=True) > 0
+    seen = seen.swapaxes(0, 1) * _like(1.0, out)  # [rows, heads, 1]
     o, w, v2 = out.swapaxes(0, 1), rows.weights, keys.v * keys.v
     # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
     squares = (w * w) @ v2
@@ -264,6 +289,11 @@ def _errors(
     error = score_unit(keys.k.shape[-1]) * scale * lengths * norms
     if softcap is not None:
         error = _capped_error(rows.products, error, softcap)
+    if rows.sink is not None:
+        # Its exponent is the difference to a reference, which is off as scores are.
+        finite = xp.where(xp.isfinite(rows.sink), rows.sink, _like(0.0, rows.sink))
+        of_sink = xp.amax(error, -1, keepdims=True) + SINK_UNIT * xp.abs(finite)
+        error = xp.concatenate((error, of_sink), -1)
     error = xp.where(rows.logs > -math.inf, error, _like(0.0, error))
     # A weight is off by a factor of exp(+-error), and by as much for the others' errors. It stays
     # below 1, and where errors are large one that is nearly 0 may become 1.
@@ -279,12 +309,18 @@ def _errors(
     spread = moved @ v2 - 2.0 * o * (moved @ keys.v) + o * o * mass
     spread = xp.where(spread > 0, spread, _like(0.0, spread))
     moved = xp.sqrt(mass * spread).swapaxes(0, 1)  # Cauchy-Schwarz
-    shift = (moved + SUM_UNIT * xp.abs(out)) * seen
+    shift = moved + SUM_UNIT * xp.abs(out)
+    if rows.sink is not None:
+        least = LEAST_FACTOR * 2.0 ** _largest_power(softcap)
+        shift = shift + least * xp.abs(keys.v).sum(0)
+    shift = shift * seen
 
     of_scores = xp.where(is_small, (w * error).sum(-1, keepdims=True) * factor, most)
     lse_bound = of_scores[..., 0] + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
     lse_bound = lse_bound + exp_error
-    finite = xp.where(lse == -math.inf, _like(0.0, lse), lse)
+    if rows.sink is not None:  # of the sum of both
+        lse_bound = lse_bound + SUM_UNIT
+    finite = xp.where(xp.isinf(lse), _like(0.0, lse), lse)
     # Of the sum's logarithm; a constant reference, which is added to it, is at most the cap.
     lse_bound = lse_bound + LSE_UNIT * (xp.abs(finite) + (softcap or 0.0))
     return rms, shift, lse_bound
@@ -298,6 +334,13 @@ def _capped_error(products: Array, error: Array, softcap: float) -> Array:
     )
     moved = xp.where(high - middle > middle - low, high - middle, middle - low)
     return moved + TANH_UNIT * xp.abs(middle) + CAP_UNIT * softcap
+
+
+def _largest_power(softcap: float | None) -> int:
+    """Of P, log2: RESCALE_SLACK, or what a constant reference leaves at the cap (decision 0041)."""
+    if softcap is None:
+        return 8
+    return max(8, min(87, math.ceil(2 * softcap / math.log(2) - 112)))
 
 
 def _float64(x: Array) -> Array:

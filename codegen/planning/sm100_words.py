@@ -83,6 +83,8 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
     yield words.empty_rows(has)
+    if has["sink"]:
+        yield words.sink()
     yield "O leaves through shared memory of its own; TMA drops rows past the end."
     if has["lse"]:
         tail = words.tail_of_rows(has)

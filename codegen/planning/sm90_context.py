@@ -154,7 +154,10 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "whole_loop": loops.whole,
         "left_loop": loops.left,
         "edges_apart": traits.edges_apart(traits.tile_positions),
-        "uses_rows": traits.mask.edges or traits.spec.lse or not traits.cross_tile,
+        "uses_rows": traits.mask.edges
+        or traits.spec.lse
+        or (traits.spec.sink and traits.packed)
+        or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "strips": traits.strips,

@@ -42,7 +42,7 @@ def capped(cap: float) -> str:
 def empty_rows(has: Mapping[str, Any]) -> str:
     """What becomes of rows that see no key, or none whose score is finite."""
     what = "A row that sees no key, or" if has["edges"] else "A row"
-    lse = " and its LSE -inf" if has["lse"] else ""
+    lse = f" and its LSE {'its sink' if has['sink'] else '-inf'}" if has["lse"] else ""
     if has["capped"]:
         empty = f"A row that sees no key: its O is 0{lse}."
         return (
@@ -51,6 +51,11 @@ def empty_rows(has: Mapping[str, Any]) -> str:
             else "Every row sees a key, and its scores are finite."
         )
     return f"{what} whose scores are all -inf: its O is 0{lse}."
+
+
+def sink() -> str:
+    """What a sink is to a row."""
+    return "The sink of a head enters the sums of its rows at the end of a tile, in no loop."
 
 
 def tail_of_rows(has: Mapping[str, Any]) -> str:

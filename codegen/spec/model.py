@@ -33,6 +33,7 @@ from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
 from ..features.mask import Mask
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
+from ..features.sink import Sink
 from ..features.softcap import Softcap
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
 from ..features.window import Sides, Window
@@ -58,6 +59,7 @@ class Spec(Model):
     mask: Mask = "none"
     window: Window = Sides()
     lse: Lse = False
+    sink: Sink = False
     cluster: Cluster = (1, 1)
     multicast: Multicast = "none"
     cta_group: CtaGroup = 1

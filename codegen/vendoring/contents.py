@@ -107,7 +107,8 @@ def made_for(spec: Mapping[str, Any]) -> str:
         words.append(f"softcap {spec['softcap']:g}")
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
-    return ", ".join([*words, "lse"] if spec["lse"] else words)
+    words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec["lse"])
+    return ", ".join(words)
 
 
 def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
@@ -118,7 +119,7 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
             *(spec["arch"], spec["dtype"]),
             *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
             *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
-            *(_scores(spec), spec["lse"]),
+            *(_scores(spec), bool(spec.get("sink")), spec["lse"]),
         )
     except _EDITED:
         return None

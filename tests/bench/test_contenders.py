@@ -22,6 +22,7 @@ from fmha_gen.bench import command, contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.ops.masks import MASKS  # noqa: E402
 from fmha_gen.ops.reference import attention  # noqa: E402
+from unit.fake_kernel import FakeKernel, spec  # noqa: E402
 
 PROBLEM = problem(2, 4, 2, 48, 48, 64, 32, causal=True, lse=True)
 
@@ -90,6 +91,32 @@ def test_a_window_is_handed_on_or_refused(calls: list[Any]) -> None:
         contenders.cudnn(asked, inputs)
 
 
+def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = replace(PROBLEM, sink=True)
+    inputs = contenders.make_inputs(asked, "cpu")
+    assert inputs.sink is not None and inputs.sink.dtype == torch.float32
+    assert torch.equal(inputs.sink.bfloat16().float(), inputs.sink)
+    kernel = FakeKernel(spec(**asked.spec))
+    assert contenders.error_of(contenders.ours(kernel, inputs), asked, inputs) < 0.005
+    ignored = FakeKernel(spec(**asked.spec), "ignores the sink")
+    launch = contenders.ours(ignored, inputs)
+    assert contenders.error_of(launch, asked, inputs) > contenders.WRONG
+
+    def fa4(*tensors: Any, learnable_sink: Any, **options: Any) -> Any:
+        assert learnable_sink.dtype == torch.bfloat16
+        return kernel.fmha(*tensors, sink=learnable_sink.float())
+
+    for name, function in (("flash_attn.cute", fa4), ("flash_attn_interface", fa4)):
+        module = ModuleType(name)
+        module.flash_attn_func = function  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, name, module)
+    launch = contenders.fa4(asked, inputs)
+    assert contenders.error_of(launch, asked, inputs) < 0.005
+    for peer in (contenders.cudnn, contenders.fa3):
+        with pytest.raises(RuntimeError, match="has no sinks"):
+            peer(asked, inputs)
+
+
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     launch = contenders.fa4(replace(PROBLEM, causal=False), inputs)
@@ -124,7 +151,11 @@ def test_the_bare_callable_is_told_of_every_tensor() -> None:
     )
     contenders.bare(kernel, inputs)()
     ((q, k, v, out, lse, scale, processors),) = calls
-    assert (q, k, v) == inputs
+    sink = torch.zeros(4)
+    kernel.fmha = lambda *tensors, sink: outputs
+    contenders.bare(kernel, inputs._replace(sink=sink))()
+    assert calls.pop()[3] is sink
+    assert (q, k, v) == inputs.qkv
     assert (out is outputs[0]) and (lse is outputs[1])
     assert processors == 132
     assert scale == pytest.approx(inputs.q.shape[3] ** -0.5)
@@ -132,13 +163,13 @@ def test_the_bare_callable_is_told_of_every_tensor() -> None:
 
 def test_inputs_are_the_same_whoever_asks() -> None:
     one, two = (contenders.make_inputs(PROBLEM, "cpu") for _ in range(2))
-    assert [tuple(x.shape) for x in one] == [
+    assert [tuple(x.shape) for x in one.qkv] == [
         (2, 48, 4, 64),
         (2, 48, 2, 64),
         (2, 48, 2, 32),
     ]
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
-    assert {x.dtype for x in one} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(one.qkv, two.qkv, strict=True))
+    assert {x.dtype for x in one.qkv} == {torch.bfloat16}
     assert 0.9 < float(one.q.float().std()) < 1.1
 
 
@@ -246,6 +277,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     names = ("q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
     names += ("max_seqlen_k", "softmax_scale", "is_causal", "num_splits", "softcap")
     names += ("window_size_left", "window_size_right")
+    names += ("s_aux",)
     calls: list[dict[str, Any]] = []
 
     class Operator:
@@ -261,7 +293,8 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     operators = SimpleNamespace(fwd=SimpleNamespace(default=Operator()))
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
-    found = fa3.launch(replace(PROBLEM, window_left=9), *inputs)()
+    asked = replace(PROBLEM, window_left=9)
+    found = fa3.launch(asked, *inputs.qkv, torch.ones(4))()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls
@@ -270,5 +303,6 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     assert call["q"].data_ptr() == inputs.q.data_ptr(), "copied"
     assert call["cu_seqlens_q"].tolist() == [0, rows, 2 * rows]
     assert (call["max_seqlen_q"], call["num_splits"], call["out"]) == (rows, 1, None)
+    assert call["s_aux"].dtype == torch.bfloat16 and call["s_aux"].tolist() == [1] * 4
     assert call["is_causal"] == PROBLEM.causal
     assert (call["window_size_left"], call["window_size_right"]) == (9, -1)

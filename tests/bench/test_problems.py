@@ -167,6 +167,7 @@ def test_a_grid(tmp_path: Path) -> None:
 
 def test_a_row_suits_the_kernels_made_for_it() -> None:
     row = Row("bf16", 128, 128, "causal", 8, 16, 1024, None)
+    assert row.problem(spec(mask="causal", q_per_kv=8, sink=True)) is None
     suits = spec(mask="causal", q_per_kv=8)
     asked = problem(16, 16, 2, 1024, 1024, causal=True)
     assert row.problem(suits) == asked
@@ -221,3 +222,8 @@ def test_the_grid_of_the_bar_has_its_rows() -> None:
     single = [row for row in rows if row not in many]
     assert [row.seqlen for row in single] == [256, 512, 1024, 2048, 4096]
     assert {(row.d_qk, row.mask, row.batch) for row in single} == {(128, "causal", 1)}
+
+
+def test_sinks_are_another_family() -> None:
+    (made,) = problems_for(spec(mask="causal", sink=True))
+    assert made.sink and made.family == "d128 bf16 sinks causal"

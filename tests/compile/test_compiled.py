@@ -154,6 +154,7 @@ def test_spec(stem: str) -> None:
     window = spec.window.model_dump()
     given = {} if window == support.NO_WINDOW else {"window": window}
     given |= {} if spec.softcap == "none" else {"softcap": spec.softcap}
+    given |= {"sink": True} if spec.sink else {}
     assert constants["SPEC"] == of_arch | given | {
         "name": stem,
         "arch": spec.arch,

@@ -164,7 +164,7 @@ def test_scale_stream_and_ways_to_pass_them(program):
     for options, stream in (
         ({"softmax_scale": 0.375, "stream": None}, 0),
         ({"softmax_scale": 2.0**-20, "stream_object": True}, STREAM),
-        ({"keywords": True, "stream": 0}, 0),
+        ({"keywords": ["q", "k", "v"], "stream": 0}, 0),
         ({"stream": (1 << 47) + 8}, (1 << 47) + 8),
     ):
         called, wrong = program.launch(call(**options))

@@ -41,6 +41,7 @@ class Edit(NamedTuple):
 GROUP = "heads: {q_per_kv: 8}; mask: causal; lse: true; cluster: [2, 1]; multicast: kv"
 FEATURES = {
     "lse": Edit("lse: true", "lse: false", "head_dim: 64; mask: causal"),
+    "sink": Edit("sink: false", "sink: true", "head_dim: 64; mask: causal; lse: true"),
     "mask": Edit("mask: none", "mask: causal"),
     "window": Edit("window: {}", "window: {left: 1023}", "mask: causal", 140),
     "multicast": Edit("multicast: none", "multicast: kv", "cluster: [2, 1]"),
@@ -56,6 +57,7 @@ FEATURES = {
         "softcap: none", "softcap: 30", "mask: causal; lse: true", arch="sm100"
     ),
     "sm100_lse": Edit("lse: true", "lse: false", "mask: causal", arch="sm100"),
+    "sm100_sink": Edit("sink: false", "sink: true", "mask: causal", arch="sm100"),
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),
     "sm100_window": Edit(
         "window: {}", "window: {left: 255, right: 256}", "lse: true", 140, "sm100"

@@ -77,6 +77,7 @@ def test_there_are_specs_for_every_axis() -> None:
     }
     assert sides == {(True, True), (False, True), (False, False)}
     assert {spec.lse for spec in specs} == {True, False}
+    assert {spec.sink for spec in specs} == {True, False}
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
     assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}
     assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}

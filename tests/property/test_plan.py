@@ -85,6 +85,7 @@ def spec_fields(
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
+            "sink": st.booleans(),
             "cluster": clusters,
             "multicast": multicasts,
             "tile": tile,
@@ -137,6 +138,7 @@ UNALIGNED = {
     "mask": "none",
     "window": support.NO_WINDOW,
     "lse": False,
+    "sink": False,
     "cluster": [1, 1],
     "multicast": "none",
     "tile": {"q": 192},
@@ -322,6 +324,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
     numbers = numbers_of(kernel)
     words = {
         "lse": r"\blse\b|LSE|\bLN_2\b",
+        "sink": r"(?i)sink",
         "cluster": r"(?i)cluster",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
         "window": r"WINDOW|mask_left|\bRange\b",
@@ -339,6 +342,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
     }
     present = {
         "lse": fields["lse"],
+        "sink": fields["sink"],
         "cluster": fields["cluster"] != [1, 1],
         "multicast": fields["multicast"] != "none",
         "causal": kernel.context["edges"],
@@ -368,6 +372,7 @@ LONGEST = {  # every feature at once: the lint's limit of lines is meant for thi
     "mask": "causal",
     "window": {"left": 1023, "right": "none"},
     "lse": True,
+    "sink": True,
     "cluster": [1, 2],
     "multicast": "kv",
     "tile": {},
@@ -446,6 +451,7 @@ def test_another_feature_changes_a_bounded_part(
                 ("mask", st.sampled_from(["none", "causal"])),
                 ("window", windows),
                 ("lse", st.booleans()),
+                ("sink", st.booleans()),
                 ("pack_gqa", st.booleans()),
                 ("cluster", clusters),
                 ("multicast", multicasts),

@@ -72,6 +72,7 @@ singles = st.builds(
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
+            "sink": st.booleans(),
             "schedule": st.sampled_from(["persistent", "single"]),
             "tile": tiles,
             "stages": stages,
@@ -172,6 +173,7 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
     fixed = {axis: n != "dynamic" for axis, n in fields["seqlen"].items()}
     words = {
         "lse": (fields["lse"], r"\blse\b|LSE|\bLN_2\b"),
+        "sink": (fields["sink"], r"(?i)sink"),
         "cluster": (fields["cluster"] != [1, 1], r"(?i)cluster"),
         "pair": ("cta_group" in fields, r"is_two_cta|TWO|MMA_ROWS|both CTAs share"),
         "multicast": (fields["multicast"] != "none", r"(?i)multicast|mcast|peers"),
@@ -202,6 +204,7 @@ FULLEST = {  # every feature at once
     "mask": "causal",
     "window": {"left": 1023, "right": "none"},
     "lse": True,
+    "sink": True,
     "cluster": [2, 1],
     "multicast": "kv",
     "schedule": "persistent",
@@ -222,6 +225,7 @@ SHORTEST = FULLEST | {  # and with none: roles that need not know the problem
     "mask": "none",
     "window": support.NO_WINDOW,
     "lse": False,
+    "sink": False,
     "cluster": [1, 1],
     "multicast": "none",
     "schedule": "single",

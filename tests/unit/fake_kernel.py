@@ -55,6 +55,7 @@ class FakeKernel:
         k: Any,
         v: Any,
         *,
+        sink=None,
         softmax_scale=None,
         out=None,
         lse=None,
@@ -63,8 +64,9 @@ class FakeKernel:
         if self.fault == "checks after the launch" and out is not None:
             out.fill_(1.0)
         if self.fault != "checks nothing":
-            self._check(q, k, v, out, lse)
-            self._check_memory({"q": q, "k": k, "v": v, "out": out, "lse": lse})
+            self._check(q, k, v, sink, out, lse)
+            given = {"q": q, "k": k, "v": v, "sink": sink, "out": out, "lse": lse}
+            self._check_memory(given)
             if softmax_scale is not None and not 1e-37 < softmax_scale < 1e37:
                 raise ValueError("softmax_scale is wrong")
         self.launches += 1
@@ -76,7 +78,9 @@ class FakeKernel:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if self.fault == "ignores softmax_scale":
             scale = q.shape[-1] ** -0.5
-        result, natural = self._compute(q, k, v, scale)
+        result, natural = self._compute(q, k, v, self._sink(sink, scale), scale)
+        if self.fault == "lse without the sink":
+            natural = self._compute(q, k, v, None, scale)[1]
         if self.fault == "last row unwritten":
             out[:, :-1] = result[:, :-1]
         else:
@@ -86,7 +90,18 @@ class FakeKernel:
         self._spoil(q, out, lse)
         return (out, lse) if self.SPEC["lse"] else out
 
-    def _compute(self, q, k, v, scale):
+    def _sink(self, sink, scale):
+        if self.fault == "ignores the sink":
+            return None
+        if self.fault == "scales the sink":
+            return sink * scale
+        if self.fault == "takes the next head's sink":
+            return sink.roll(1)
+        if self.fault == "sink in base 2":
+            return sink * math.log(2)
+        return sink
+
+    def _compute(self, q, k, v, sink, scale):
         mask = MASKS[self.SPEC["mask"]]
         if self.fault == "skips the last key":
             k, v = k[:, :-1], v[:, :-1]
@@ -106,7 +121,7 @@ class FakeKernel:
             v = v + v.abs() * 0.03
         if self.fault == "rounds the scaled maximum":
             return self._rounded_maximum(q, k, v, scale)
-        out, lse = attention(q, k, v, scale=scale, mask=mask)
+        out, lse = attention(q, k, v, scale=scale, mask=mask, sink=sink)
         if self.fault == "lse in base 2":
             lse = lse / math.log(2)
         if self.fault == "lse 0 where no key":
@@ -149,7 +164,7 @@ class FakeKernel:
         if self.fault == "lse differs now and then" and later:
             lse[0, 0, 0] += 1e-5
 
-    def _check(self, q, k, v, out, lse):
+    def _check(self, q, k, v, sink, out, lse):
         spec = self.SPEC
         dtype, dim = DTYPES[spec["dtype"]], spec["head_dim"]
 
@@ -179,6 +194,11 @@ class FakeKernel:
         check_16bit("v", v, (q.shape[0], k.shape[1], k.shape[2], dim["v"]))
         if q.shape[2] != k.shape[2] * spec["q_per_kv"]:
             refuse("q")
+        if sink is not None:
+            if not spec.get("sink") or sink.device.type != "cpu":
+                refuse("sink")
+            if sink.shape != q.shape[2:3] or sink.dtype != torch.float32:
+                refuse("sink")
         if out is not None:
             check_16bit("out", out, (q.shape[0], q.shape[1], q.shape[2], dim["v"]))
         if lse is not None:

@@ -32,7 +32,9 @@ MADE_UP = replace(
     ),
     writes=(
         Tensor("dy", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_V), words="of y"),
-        Tensor("sums", (HEADS,), "fp32", tma=False, receives="the sums"),
+        Tensor(
+            "sums", (HEADS,), "fp32", tma=False, about=lambda spec: "receives the sums"
+        ),
     ),
     scalars=(Scalar("factor", "1", lambda spec: 1.0),),
 )

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from fmha_gen.ops.compare import judge_output
@@ -100,3 +102,22 @@ def test_what_nothing_explains_has_no_name():
     assert told(inputs, PLACE, np.full(DIM, 9.0)) == ""
     assert told(inputs, PLACE, np.full(DIM, np.inf)) == ""
     assert told(inputs, (0, 3, 0), np.arange(DIM) * 1.0) == ""
+
+
+def test_a_row_without_its_sink_and_keys_beside_it():
+    inputs = replace(problem("none"), sink=np.array([5.0, 4.0, 3.0, 6.0], np.float32))
+    right = truth(
+        *(inputs.q, inputs.k, inputs.v),
+        **{"scale": SCALE, "mask": inputs.mask, "dtype": "bf16", "sink": inputs.sink},
+    )
+    batch, _, head = PLACE
+    k, v = (x[batch, :, head // 2].astype(np.float64) for x in (inputs.k, inputs.v))
+    weights = np.exp(k @ inputs.q[PLACE].astype(np.float64) * SCALE)
+    kept = np.arange(KEYS) >= TILE
+    for total, keys, text in (
+        (0.0, kept | True, "as without its sink"),
+        (np.exp(6.0), kept, "as with KV block 0 missing"),
+    ):
+        some = weights * keys
+        found = some @ v / (some.sum() + total)
+        assert likeness(found, PLACE, inputs, right.out, right.out_bound) == text

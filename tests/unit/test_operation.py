@@ -62,15 +62,16 @@ def test_the_header_has_a_line_for_each_tensor() -> None:
 
 def test_the_signature_has_inputs_scalars_and_outputs() -> None:
     found = function(entry(), "turn")
-    assert [each.arg for each in found.args.args] == ["x", "y", "table"]
+    assert [each.arg for each in found.args.args] == ["x", "y"]
     options = [each.arg for each in found.args.kwonlyargs]
-    assert options == ["factor", "dy", "sums", "stream"]
+    assert options == ["table", "factor", "dy", "sums", "stream"]
+    assert found.args.kw_defaults[0] is None, "it must be given"
     assert found.returns and ast.unparse(found.returns) == "tuple[Tensor, Tensor]"
     assert "sums, fp32 [heads], receives the sums." in (ast.get_docstring(found) or "")
     last = found.body[-1]
     assert ast.unparse(last) == "return (dy, sums)"
     without = function(entry(paged=False), "turn")
-    assert [each.arg for each in without.args.args] == ["x", "y"]
+    assert "table" not in [each.arg for each in without.args.kwonlyargs]
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from right_kernel import rounded
 
 
-def by_loops(q, k, v, scale, causal):
+def by_loops(q, k, v, scale, causal, sink=None):
     batch, q_len, heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
     out = np.zeros((batch, q_len, heads, v.shape[-1]))
@@ -27,7 +27,8 @@ def by_loops(q, k, v, scale, causal):
             math.exp(scale * math.fsum(map(float, q[b, row, head] * k[b, j, shared])))
             for j in keys
         ]
-        if total := math.fsum(weights):
+        own = [] if sink is None else [math.exp(sink[head])]
+        if total := math.fsum(weights + own):
             lse[b, head, row] = math.log(total)
             for weight, j in zip(weights, keys, strict=True):
                 out[b, row, head] += weight / total * v[b, j, shared].astype(np.float64)
@@ -56,6 +57,39 @@ def test_the_definition(mask, q_len, kv_len):
     for one in (found, bounded):
         np.testing.assert_allclose(one.out, out, rtol=1e-12, atol=1e-14)
         np.testing.assert_allclose(one.lse, lse, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize(("q_len", "kv_len"), [(5, 3), (3, 5), (1, 1)])
+def test_a_sink_is_in_the_sum(mask, q_len, kv_len):
+    q, k, v = random_inputs(q_len, 2, q_len, kv_len, 4, 2, 8, 6)
+    sink = np.array([-1.0, 0.5, 3.0, -np.inf], np.float32)
+    out, lse = by_loops(q, k, v, 0.25, mask is MASKS["causal"], sink)
+    options = {"scale": 0.25, "mask": mask, "sink": sink}
+    found = reference.attention(q, k, v, **options)
+    bounded = reference.truth(q, k, v, **options, dtype="bf16")
+    for one in (found, bounded):
+        np.testing.assert_allclose(one.out, out, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(one.lse, lse, rtol=1e-12, atol=1e-14)
+    without = reference.truth(q, k, v, scale=0.25, mask=mask, dtype="bf16")
+    for values, as_before in zip(bounded, without, strict=True):
+        axis = 2 if values.ndim == 4 else 1  # the head whose sink is none
+        np.testing.assert_allclose(
+            np.take(values, 3, axis), np.take(as_before, 3, axis), rtol=1e-6, atol=5e-7
+        )
+
+
+def test_sinks_that_are_no_numbers_and_sinks_alone():
+    q, k, v = random_inputs(0, 1, 5, 3, 4, 2, 8, 6)
+    sink = np.array([np.inf, np.nan, -2.0, 1000.0], np.float32)
+    options = {"scale": 0.25, "mask": MASKS["causal"], "sink": sink, "dtype": "bf16"}
+    found = reference.truth(q, k, v, **options)
+    assert (found.out[:, :, 0] == 0).all() and np.isposinf(found.lse[:, 0]).all()
+    assert np.isnan(found.out[:, 2:, 1]).all() and np.isnan(found.lse[:, 1]).all()
+    assert (found.out[:, :2, 2:] == 0).all(), "rows that see no key"
+    assert (found.out_bound[:, :2, 2:] == 0).all(), "only 0 is right"
+    assert (found.lse[:, 2:, :2] == sink[2:, None]).all()
+    assert (found.out[:, :, 3] == 0).all() and (found.lse[:, 3] == 1000).all()
 
 
 def test_a_key_of_minus_infinity_has_no_weight():

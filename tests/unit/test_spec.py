@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "lse": False,
+        "sink": False,
         "cluster": (1, 1),
         "multicast": "none",
         "cta_group": 1,

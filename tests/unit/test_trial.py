@@ -20,7 +20,8 @@ from fmha_gen.ops.cases import Case, Data  # noqa: E402
 
 CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
 DENSE = Case("dense", batch=2, kv_heads=2, q=33, kv=65, layout="plain")
-DATA = sorted(set(get_args(Data)) - {"first_at_minus_inf", "all_at_minus_inf"})
+NOT_NORMAL = {"first_at_minus_inf", "all_at_minus_inf", "saturated", "sinks"}
+DATA = sorted(set(get_args(Data)) - NOT_NORMAL)
 MANY = Case("many", batch=1, kv_heads=1, q=9, kv=17, repeats=20)
 
 
@@ -53,6 +54,14 @@ def test_right_kernel_holds_on_every_kind_of_data(
 ) -> None:
     case = Case("data", batch=1, kv_heads=2, q=q, kv=kv, data=data)
     assert findings(case=case, dtype=dtype, mask=mask, q_per_kv=2) == []
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("data", [*DATA, "sinks"])
+@pytest.mark.parametrize(("q", "kv"), [(17, 65), (65, 17)])
+def test_right_kernel_holds_with_sinks(mask: str, data: Any, q: int, kv: int) -> None:
+    case = Case("data", batch=2, kv_heads=4, q=q, kv=kv, data=data)
+    assert findings(case=case, mask=mask, q_per_kv=2, sink=True) == []
 
 
 @pytest.mark.parametrize("lse", [True, False])
@@ -103,6 +112,28 @@ def test_fault_is_found(fault: str, expected: str) -> None:
 def test_fault_of_causal_rows_without_keys_is_found(fault: str, expected: str) -> None:
     case = Case("no_keys", batch=1, kv_heads=1, q=65, kv=17)
     assert any(expected in finding for finding in findings(fault, case, mask="causal"))
+
+
+@pytest.mark.parametrize("data", ["normal", "sinks"])
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("ignores the sink", "of out: wrong"),
+        ("scales the sink", "of out: wrong"),
+        ("sink in base 2", "of out: wrong"),
+        ("takes the next head's sink", "of out: wrong"),
+        ("lse without the sink", "of lse: wrong"),
+    ],
+)
+def test_fault_of_a_sink_is_found(data: Any, fault: str, expected: str) -> None:
+    case = Case("sinks", batch=1, kv_heads=4, q=33, kv=65, data=data)
+    found = findings(fault, case, q_per_kv=2, sink=True)
+    assert any(expected in finding for finding in found)
+
+
+def test_a_row_without_its_sink_is_called_so() -> None:
+    (found,) = findings("ignores the sink", CASE, sink=True, lse=False)
+    assert found.endswith(" is as without its sink")
 
 
 def test_ignored_scale_is_found() -> None:
@@ -172,14 +203,20 @@ def misuse_findings(fault: str = "", **changes: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("seqlen", ["dynamic", 1, 48])
 @pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("sink", [True, False])
 @pytest.mark.parametrize("q_per_kv", [1, 4])
 def test_right_kernel_refuses_every_misuse(
-    seqlen: Any, lse: bool, q_per_kv: int
+    seqlen: Any, lse: bool, sink: bool, q_per_kv: int
 ) -> None:
-    found = misuse_findings(
-        seqlen={"q": seqlen, "kv": seqlen}, lse=lse, q_per_kv=q_per_kv
-    )
+    lengths = {"q": seqlen, "kv": seqlen}
+    found = misuse_findings(seqlen=lengths, lse=lse, sink=sink, q_per_kv=q_per_kv)
     assert len(found) >= 70
+    of_sink = {name for name in found if name.startswith("sink: ")}
+    if not sink:
+        assert of_sink == {"sink: not a parameter of this kernel"}
+    else:
+        spoiled = {"bf16", "fp16", "fp64", "0 dimensions", "another device"}
+        assert of_sink == {f"sink: {x}" for x in (*spoiled, "one more of heads")}
     assert {name: text for name, text in found.items() if text} == {}
 
 

@@ -26,6 +26,7 @@ STEMS = (
     "sm90_d128_bf16_causal_lse",
     "sm90_d128_bf16_full_gqa8",
     "sm90_d64_bf16_causal",
+    "sm90_d64_bf16_causal_gqa8_sink_lse",
     "sm90_d64_bf16_full",
     "sm90_d64_fp16_causal_gqa8",
 )
@@ -263,6 +264,26 @@ def test_a_causal_model_with_grouped_heads(
 
 
 @torch.no_grad()
+def test_a_model_with_sinks(hub: ModuleType, loaded: Loaded, calls: list[str]) -> None:
+    """gpt-oss with full attention in all layers: its others have a window."""
+    settings = GQA | {"dtype": torch.bfloat16, "num_local_experts": 2}
+    config = hub.GptOssConfig(
+        **settings, num_experts_per_tok=1, layer_types=["full_attention"] * 2
+    )
+    found = {}
+    for attention in (loaded[0].__name__, "eager"):
+        torch.manual_seed(1)
+        config._attn_implementation = attention
+        model = hub.GptOssForCausalLM(config).eval().to(config.dtype)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data = torch.linspace(-1, 3, 8).to(config.dtype)
+        with torch.no_grad():
+            found[attention] = model(token_ids()).logits.float()
+    assert calls == ["sm90_d64_bf16_causal_gqa8_sink_lse"] * 2
+    ours, eager = found.values()
+    torch.testing.assert_close(ours, eager, atol=2e-2, rtol=2e-2)
+
+
 def test_generate(hub: ModuleType, loaded: Loaded, calls: list[str]) -> None:
     ours, sdpa, _ = models(hub, loaded, "Llama", **GQA)
     ids = token_ids()
@@ -336,7 +357,6 @@ def test_training_is_refused(hub: ModuleType, loaded: Loaded) -> None:
     [
         ("sliding_window", 8),
         ("softcap", 50.0),
-        ("s_aux", torch.zeros(8)),
         ("sinks", torch.zeros(8)),
         ("position_bias", torch.zeros(1, 8, 4, 4)),
         ("cache", object()),

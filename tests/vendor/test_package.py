@@ -32,6 +32,7 @@ STEMS = (
     "sm90_d128_bf16_causal_t64x64",
     "sm90_d128_bf16_full_gqa8",
     "sm90_d192x128_bf16_causal_lse",
+    "sm90_d64_bf16_causal_gqa8_sink_lse",
     "sm90_d64_fp16_causal_gqa8",
 )
 _names = (f"attention{number}" for number in itertools.count())
@@ -48,9 +49,11 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
         softmax_scale: Any = None,
         out: Any,
         lse: Any = None,
+        sink: Any = None,
     ) -> Any:
         assert not any(x.requires_grad for x in (q, k, v, out))
         calls.append(spec["name"])
+        assert (sink is not None) == spec.get("sink", False)
         assert (lse is not None) <= spec["lse"]
         scale = softmax_scale or 1 / math.sqrt(q.shape[3])
         k, v = (x.repeat_interleave(spec["q_per_kv"], dim=2) for x in (k, v))
@@ -59,9 +62,14 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
             queries, keys = scores.shape[2:]
             seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
             scores = scores.masked_fill(~seen, -math.inf)
+        if sink is not None:
+            assert not sink.requires_grad and sink.dtype == torch.float32
+            column = sink[:, None, None].expand(*scores.shape[:3], 1)
+            scores = torch.cat([scores, column], -1)
         if lse is not None:
             lse.copy_(scores.logsumexp(-1))
         weights = scores.softmax(-1).nan_to_num(0.0)  # of a row that sees no key
+        weights = weights[..., : k.shape[1]]
         out.copy_(torch.einsum("bhqk,bkhd->bqhd", weights, v.float()))
         return out
 
@@ -153,7 +161,8 @@ def test_what_is_said_of_kernels_is_in_their_files(package: ModuleType) -> None:
         spec = package.load(name).SPEC
         assert made == (
             *(spec["arch"], spec["dtype"], *spec["head_dim"].values()),
-            *(spec["q_per_kv"], *spec["seqlen"].values(), spec["mask"], spec["lse"]),
+            *(spec["q_per_kv"], *spec["seqlen"].values(), spec["mask"]),
+            *(spec.get("sink", False), spec["lse"]),
         )
 
 
@@ -170,7 +179,7 @@ def test_where_none_fits_the_nearest_are_named(package: ModuleType) -> None:
         package.select(*tensors(1024, 512, heads=12, kv_heads=4), causal=True, lse=True)
     assert str(error.value) == (
         "no kernel takes arch sm90, dtype bf16, head_dim_qk 128, head_dim_v 128,"
-        " q_per_kv 3, seqlen_q 1024, seqlen_kv 512, mask causal, lse True; nearest:\n"
+        " q_per_kv 3, seqlen_q 1024, seqlen_kv 512, mask causal, sink False, lse True; nearest:\n"
         "  sm90_d128_bf16_causal_lse: q_per_kv is 1, not 3\n"
         "  sm90_d128_bf16_causal: q_per_kv is 1, not 3; lse is False, not True\n"
         "  sm90_d128_bf16_causal_t64x64: q_per_kv is 1, not 3; lse is False, not True"
@@ -274,6 +283,43 @@ def test_tensors_that_do_not_belong_together(package: ModuleType) -> None:
         assert str(error.value).startswith(f"{name}: ")
 
 
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_sinks_choose_a_kernel_and_reach_it(
+    package: ModuleType, calls: list[str], return_lse: bool
+) -> None:
+    q, k, v = tensors(heads=16, kv_heads=2, qk=64, v=64)
+    sink = torch.nn.Parameter(torch.linspace(-2, 6, 16))  # as a model has it
+    given: dict[str, Any] = {"causal": True, "sink": sink, "return_lse": return_lse}
+    with torch.no_grad():
+        found = package.fmha(q, k, v, **given)
+    out, lse = found if return_lse else (found, None)
+    scores = torch.einsum(
+        "bqhd,bkhd->bhqk", q.float(), k.repeat_interleave(8, 2).float()
+    )
+    seen = torch.ones(48, 80, dtype=torch.bool).tril(32)
+    scores = (scores / 8).masked_fill(~seen, -math.inf)
+    total = scores.exp().sum(-1) + sink.detach().exp()[:, None]
+    values = v.repeat_interleave(8, 2).float()
+    expected = torch.einsum("bhqk,bkhd->bqhd", scores.exp() / total[..., None], values)
+    torch.testing.assert_close(out.float(), expected, atol=1e-2, rtol=1e-2)
+    if lse is not None:
+        torch.testing.assert_close(lse, total.log())
+    into = torch.empty_like(out)
+    with torch.no_grad():
+        package.fmha(q, k, v, **given, out=into)
+        assert torch.equal(into, out)
+        empty = package.fmha_lse(q, k[:, :0], v[:, :0], causal=True, sink=sink)
+    assert torch.equal(empty[1], sink[None, :, None].expand(2, 16, 48))
+    assert set(calls) == {"sm90_d64_bf16_causal_gqa8_sink_lse"}
+    for wrong in (sink.data.bfloat16(), sink.data[:2], sink.data.to("meta")):
+        with pytest.raises(ValueError, match=r"^sink: needs (dtype|shape|device) "):
+            package.fmha(q, k, v, causal=True, sink=wrong)
+    with pytest.raises(ValueError, match=r"^sink: requires a gradient"):
+        package.fmha(q, k, v, **given)
+    with pytest.raises(ValueError, match="sink is False, not True"):
+        package.fmha(*tensors(), causal=True, sink=sink.data[:2])
+
+
 @pytest.mark.parametrize("empty", ["q", "kv", "batch"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_an_empty_problem_is_zeros_and_minus_infinity(
@@ -306,6 +352,9 @@ def test_opcheck(package: ModuleType, name: str, scale: float | None) -> None:
     q, k, v = tensors()
     for query in (q, strided(q)):
         torch.library.opcheck(getattr(package, name), (query, k, v, True, scale))
+    q, k, v = tensors(heads=16, kv_heads=2, qk=64, v=64)
+    given = (q, k, v, True, scale, torch.zeros(16))
+    torch.library.opcheck(getattr(package, name), given)
 
 
 @pytest.mark.parametrize("layout", [torch.clone, strided])
