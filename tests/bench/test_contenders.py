@@ -74,7 +74,7 @@ def test_every_peer_computes_the_problem(
     assert 0 < contenders.error_of(launch, asked, inputs) < 0.005
     told = {
         "fa4": {"causal": causal, "return_lse": lse},
-        "fa3": {"causal": causal},
+        "fa3": {"causal": causal, "softcap": 0.0},
         "cudnn": {"name": "CUDNN_ATTENTION"},
     }
     assert calls[-1][1] == told[name]
