@@ -358,11 +358,13 @@ def test_packed_conversions_put_the_first_source_high():
 
 def test_conversions_of_one_value_to_16_bits_and_back():
     third = np.full(LANES, 1 / 3, np.float32)
-    for kind, bits in (("bf16", 0x3EAB), ("f16", 0x3555)):
-        narrow = f"cvt.rn.{kind}.f32 %rs1, %r10;"
+    for narrow, widen, bits in (
+        ("cvt.rn.bf16.f32 %rs1, %r10;", "cvt.f32.bf16 %r20, %rs1;", 0x3EAB),
+        ("cvt.rn.f16.f32 %rs1, %r10;", "cvt.f32.f16 %r20, %rs1;", 0x3555),
+    ):
         body = f"{narrow} mov.b32 %r20, {{%rs1, 0}};"
         np.testing.assert_array_equal(value(body, third), bits)
-        back = value(f"{narrow} cvt.f32.{kind} %r20, %rs1;", third).view(np.float32)
+        back = value(f"{narrow} {widen}", third).view(np.float32)
         assert 0 < abs(back[0] - third[0]) < 2.0**-9 and (back == back[0]).all()
 
 
