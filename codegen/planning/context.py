@@ -17,10 +17,7 @@ from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
-_IN_EVERY_SPEC: Final = {
-    *("arch", "op", "dtype", "head_dim", "seqlen", "heads", "pack_gqa", "mask"),
-    *("lse", "cluster", "multicast"),
-}
+_LATER: Final = {"window", "softcap", "sink"}
 
 
 def common_context(
@@ -79,8 +76,9 @@ def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
     A field that came later is in it where it is not at its default: texts without it stay.
     """
     spec = spec_file.spec
-    given = spec.model_dump(exclude=_PLANNED, exclude_defaults=True)
-    values = spec.model_dump(mode="json", include={*_IN_EVERY_SPEC, *given})
+    given = spec.model_dump(include=_LATER, exclude_defaults=True)
+    left_out = _PLANNED | (_LATER - given.keys())
+    values = spec.model_dump(mode="json", exclude=left_out)
     values = {"name": spec_file.stem, **values}
     group = ("q_per_kv", spec.heads.q_per_kv)
     return [group if item[0] == "heads" else item for item in values.items()]
