@@ -563,6 +563,7 @@ def events(
                 yield {"event": "environment", "message": message}
                 return
             yield {"event": "case", **asdict(result)}
+            torch.cuda.empty_cache()  # for those that are validated beside this one
     if not only or MISUSE in only:
         yield {"event": "start", "case": MISUSE}
         tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)

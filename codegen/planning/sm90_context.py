@@ -74,11 +74,14 @@ class Traits(shared.Traits):
 
     @property
     def bounded(self) -> bool:
-        """Capped scores span so little that one constant is the reference of all rows."""
+        """Capped scores span so little that one constant is the reference of all rows.
+
+        O needs the sum of rounded P then, and the LSE that of P: such a kernel has no LSE.
+        """
+        if self.softcap is None or self.spec.lse:
+            return False
         least, most = P_RANGE[self.spec.dtype]
-        return (
-            self.softcap is not None and 2 * self.softcap / math.log(2) <= most - least
-        )
+        return 2 * self.softcap / math.log(2) <= most - least
 
     @property
     def takes_turns(self) -> bool:

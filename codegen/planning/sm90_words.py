@@ -35,6 +35,11 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
 def _reference_statement(traits: Traits, cap: float) -> str:
     dtype, log2 = traits.spec.dtype, cap / math.log(2)
     least, most = P_RANGE[dtype]
+    if not traits.bounded and traits.spec.lse:
+        return (
+            "Rows have references: the LSE needs sums of P as it is, O, with one constant for"
+            " all, sums of P as PV has it."
+        )
     if not traits.bounded:
         return (
             f"Rows have references: with one constant for all, P would span 2^{2 * log2:.1f}, and"

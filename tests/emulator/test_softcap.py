@@ -18,14 +18,15 @@ from .rehearsals import findings, rehearsals, tag_of, written
 EAGER = rehearsal.schedules(0)[0]
 BF16, FP16 = 99.5 * math.log(2) - 1e-13, 14.5 * math.log(2) - 1e-14  # the largest
 SPECS = {
-    "bf16, the largest": f"arch: sm90, dtype: bf16, head_dim: 64, softcap: {BF16!r}, lse: true,"
+    "bf16, the largest": f"arch: sm90, dtype: bf16, head_dim: 64, softcap: {BF16!r},"
     " mask: causal, heads: {q_per_kv: 4}, pack_gqa: true, tile: {q: 64}",
     "bf16, beyond": "arch: sm90, dtype: bf16, head_dim: 64, softcap: 69, mask: causal, lse: true,"
     " window: {left: 100}",
-    "fp16, the largest": f"arch: sm90, dtype: fp16, head_dim: 256, softcap: {FP16!r}, lse: true",
+    "fp16, the largest": f"arch: sm90, dtype: fp16, head_dim: 256, softcap: {FP16!r}",
     "fp16, beyond": "arch: sm90, dtype: fp16, head_dim: 96, softcap: 30, lse: true,"
     " cluster: [2, 1], multicast: kv",
-    "one block": "arch: sm90, dtype: bf16, head_dim: 64, seqlen: 128, softcap: 30, lse: true",
+    "one block": "arch: sm90, dtype: bf16, head_dim: 64, seqlen: 128, softcap: 30",
+    "with an LSE": "arch: sm90, dtype: bf16, head_dim: 64, softcap: 30, mask: causal, lse: true",
     "a window": "arch: sm90, dtype: bf16, head_dim: 128, softcap: 50, window: {left: 70, right: 9}",
     "sm100, single": "arch: sm100, dtype: fp16, head_dim: 64, softcap: 69, mask: causal, lse: true,"
     " schedule: single, window: {left: 100}",

@@ -485,6 +485,7 @@ def is_bounded(fields: Fields) -> bool:
 @few
 @given(plannable)
 def test_lse_off_changes_what_names_outputs(fields: Fields) -> None:
+    assume(not is_bounded(fields | {"lse": False}))  # rows have references with an LSE
     removed, added = changed(fields | {"lse": True}, fields | {"lse": False})
     digests, *others = sorted(added, reverse=True)
     assert digests.startswith("spec sha256:")
