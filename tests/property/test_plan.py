@@ -415,7 +415,8 @@ def changed(before: Fields, after: Fields) -> tuple[list[str], list[str]]:
 def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -> None:
     """With all sizes given and run-time lengths no other choice follows from a number.
 
-    But whether warpgroups skip blocks does: tiles of few keys and V's stages decide it.
+    But whether warpgroups skip blocks does: tiles of few keys and V's stages decide it. And whether
+    the edges of a window are masked apart: so many keys must be between them.
     """
     run_time = {"q": "dynamic", "kv": "dynamic"}
     group = 8 if fields["pack_gqa"] else 6
@@ -433,7 +434,8 @@ def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -
     edited = fields | {block: fields[block] | {key: data.draw(values)}}
     assume(edited != fields and planned(fields) and planned(edited))
     texts = [support.kernel_text(text_of(one)) for one in (fields, edited)]
-    assume(len({"skip_blocks" in text for text in texts}) == 1)
+    for choice in ("skip_blocks", "mask_left"):
+        assume(len({choice in text for text in texts}) == 1)
     removed, added = changed(fields, edited)
     followers = 4 if fields["pack_gqa"] else 0  # positions of a tile and of a cluster
     assert len(removed) + len(added) <= NUMBER + followers, (removed, added)
