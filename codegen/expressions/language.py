@@ -30,10 +30,7 @@ MAX_SEQLEN: Final = 1 << 24
 LONGEST: Final = 400  # [characters] of an expression
 DEEPEST: Final = 40  # nested terms
 INT32: Final[Range] = (-(1 << 31), (1 << 31) - 1)
-_COUNT: Final[Range] = (
-    0,
-    (1 << 16) - 1,
-)  # of batch, heads: a launch's grid holds no more
+_COUNT: Final[Range] = (0, (1 << 16) - 1)  # of batches and of heads
 
 NAMES: Final[Mapping[str, tuple[str, Range]]] = {
     "q": ("the query's place among the keys", (1 - MAX_SEQLEN, MAX_SEQLEN - 1)),

@@ -34,7 +34,6 @@ from .values import Values, evaluate
 
 MOST_ALTERNATIVES: Final = 8
 MOST_PIECES: Final = 2
-_LISTS: Final = "say the blocks in lists"
 
 Direction = Literal[-1, 0, 1]
 Side = Literal["lower", "upper"]
@@ -177,7 +176,7 @@ def solve(node: Node, params: Mapping[str, Param] | None = None) -> Ranges:
             message = (
                 f"a query sees {len(merged)} ranges of keys, of at most {MOST_PIECES}"
             )
-            raise ExpressionError("FG215", node.column, message, _LISTS)
+            raise ExpressionError("FG215", node.column, message)
         merged = [_hull(merged)]
     return Ranges(tuple(merged), exact)
 
@@ -234,7 +233,7 @@ def _alternatives(node: Node, *, negated: bool) -> list[tuple[Form, ...]]:
                 message = (
                     f"comes to {count} alternatives, of at most {MOST_ALTERNATIVES}"
                 )
-                raise ExpressionError("FG215", node.column, message, _LISTS)
+                raise ExpressionError("FG215", node.column, message)
             if union:
                 return [atoms for side in sides for atoms in side]
             return [

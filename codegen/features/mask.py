@@ -99,7 +99,8 @@ Mask = Annotated[
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
-            r".*(prefix|document|block|chunk|sparse|custom|bias|tree).*": (
+            r".*chunk.*": "write the expression: kv <= q and kv // N == q // N, in quotes",
+            r".*(prefix|document|block|sparse|custom|bias|tree).*": (
                 f"such a mask is {NOT_YET}"
             ),
             r"full|false|no|off|dense|noncausal|bidirectional": "write none",
@@ -154,7 +155,9 @@ MASK: Final = Feature(
     tokens={r"causal|full": lambda spec: [_TOKENS.get(spec.mask, "")]},
     keys={
         r"(is_)?causal": "write mask: causal",
-        r"block_sparse|block_mask|mask_mod": f"masks but causal are {NOT_YET}",
+        r"block_sparse|block_mask|mask_mod": (
+            f"write mask: causal, or an expression; lists of blocks are {NOT_YET}"
+        ),
     },
     flags=_flags,
     title=_title,
