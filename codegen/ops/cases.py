@@ -193,7 +193,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         packed=constants["TILE_Q"]
         // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
         single=spec.get("schedule") == "single",
-        slack=0.0 if "REFERENCE" in constants else constants["RESCALE_SLACK"],
+        slack=constants.get("RESCALE_SLACK", 0.0),
     )
 
 

@@ -187,8 +187,10 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
     for number, x in enumerate(tensors):
         dims, far = x.dims, _FAR_AXES[number % len(_FAR_AXES)]
         far = far if far in dims else next(iter(dims))
-        # So few rows may be far apart, so many lie as far as that together.
-        parts = max(dims[far] - 1, 1) if far == "s" else 1
+        # So few rows may be far apart, so many lie as far as that together. So do heads of the
+        # query: K, the second one, has few.
+        many = far == "s" or (far == "h" and number > 1)
+        parts = max(dims[far] - 1, 1) if many else 1
         step = distance // parts // GUARD * GUARD
         step += GUARD * (number + 1)
         strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)

@@ -51,8 +51,8 @@ TANH_UNIT = 2.0**-11
 CAP_UNIT = 2.0**-22
 SINK_UNIT = 2.0**-22  # of a sink, by its scaling and the difference to the reference
 LEAST_FACTOR = 2.0**-126  # of O, in fp32: what a sum above its inverse makes of P is 0
-# Of exp2, beyond that: sm100 takes some columns of a row from a polynomial of degree 3.
-EXP_ERRORS: Mapping[str, float] = {"sm90": 0.0, "sm100": 1.1e-4}
+RESCALE_SLACK = 8  # log2: of P at most, where rows have references
+POLYNOMIAL_ERROR = 1.1e-4  # of exp2, beyond that: of degree 3
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def truth(
 ) -> Truth:
     """Results and bounds for a kernel of a 16-bit ``dtype``.
 
-    exp_error: of exp2, relative, beyond the hardware's; see EXP_ERRORS.
+    exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR where a kernel has one.
     wanted: bool [batch, q, heads]; other rows may be left NaN, which saves the time for them.
     """
     rounding = ROUNDINGS[dtype]
@@ -311,7 +311,7 @@ def _errors(
     moved = xp.sqrt(mass * spread).swapaxes(0, 1)  # Cauchy-Schwarz
     shift = moved + SUM_UNIT * xp.abs(out)
     if rows.sink is not None:
-        least = LEAST_FACTOR * 2.0 ** _largest_power(softcap)
+        least = LEAST_FACTOR * 2.0**RESCALE_SLACK
         shift = shift + least * xp.abs(keys.v).sum(0)
     shift = shift * seen
 
@@ -321,8 +321,7 @@ def _errors(
     if rows.sink is not None:  # of the sum of both
         lse_bound = lse_bound + SUM_UNIT
     finite = xp.where(xp.isinf(lse), _like(0.0, lse), lse)
-    # Of the sum's logarithm; a constant reference, which is added to it, is at most the cap.
-    lse_bound = lse_bound + LSE_UNIT * (xp.abs(finite) + (softcap or 0.0))
+    lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
     return rms, shift, lse_bound
 
 
@@ -334,13 +333,6 @@ def _capped_error(products: Array, error: Array, softcap: float) -> Array:
     )
     moved = xp.where(high - middle > middle - low, high - middle, middle - low)
     return moved + TANH_UNIT * xp.abs(middle) + CAP_UNIT * softcap
-
-
-def _largest_power(softcap: float | None) -> int:
-    """Of P, log2: RESCALE_SLACK, or what a constant reference leaves at the cap (decision 0041)."""
-    if softcap is None:
-        return 8
-    return max(8, min(87, math.ceil(2 * softcap / math.log(2) - 112)))
 
 
 def _float64(x: Array) -> Array:

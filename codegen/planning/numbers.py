@@ -5,17 +5,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Final
 
 from ..features.feature import said
 from ..spec.model import Spec
 from .kernel_plan import Number, Region
-from .traits import P_RANGE, Traits
-
-LEAST_P_REASONS: Final[Mapping[str, str]] = {
-    "bf16": "products with V from 2^-14 on are then normal",
-    "fp16": "the least normal number",
-}
+from .traits import Traits
 
 
 def given(traits: Traits) -> Iterator[Number]:
@@ -46,21 +40,12 @@ def given(traits: Traits) -> Iterator[Number]:
             ("CLUSTER_SIZE", 1),
         ):
             yield Number(name, value, unit, "given", field=path)
-    if traits.bounded:
-        least, reason = P_RANGE[spec.dtype][0], LEAST_P_REASONS[spec.dtype]
-        yield Number(
-            "LEAST_P", least, "log2: of P where a key is seen", "planned", reason=reason
-        )
 
 
 def of_scores(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula) of what follows from a cap of the scores."""
     if traits.softcap is not None:
         yield "CAP_LOG2", "log2: of a score", "SOFTCAP / math.log(2)"
-    if traits.bounded:
-        # A whole power of two at the cap, so that P is not rounded there.
-        yield "MOST_P", "log2: of P", "max(0, math.ceil(2 * CAP_LOG2 + LEAST_P))"
-        yield "REFERENCE", "log2: of every row", "CAP_LOG2 - MOST_P"
 
 
 def tuned(

@@ -25,7 +25,7 @@ from .kernel_plan import (
     total,
 )
 from .numbers import derived, given, of_scores, regions, tuned
-from .sm90_context import Sizes, Traits, template_context
+from .sm90_context import Sizes, Traits, is_bounded, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
 
@@ -43,6 +43,7 @@ REASONS: Final[Mapping[str, str]] = {
     "Q_STAGES": "2 where it fits: the next tile's first QK then overlaps this tile's end",
     "K_STAGES": "3 where they fit, else 2; 2 for a single block",
     "V_STAGES": "3 where they fit, else 2; 2 for a single block",
+    "POLYNOMIAL_ELEMENTS": "of the MUFU's work, which tanh doubles, so much made loops fastest",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
@@ -84,7 +85,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
     So a change of stages.kv changes nothing else, and what does not fit is refused.
     """
     spec = spec_file.spec
-    tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
+    tile_q = spec.tile.q or _query_rows(spec)
     kv_tiles = _kv_tiles(spec_file)
     if cut_group(spec, tile_q):
         others = _query_tiles(spec, kv_tiles[-1])
@@ -113,6 +114,12 @@ def _choose(spec_file: SpecFile) -> Sizes:
         smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
         raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field)
     return sizes
+
+
+def _query_rows(spec: Spec) -> int:
+    """Rows of a query tile where the spec leaves them out."""
+    three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
+    return 192 if three and not cut_group(spec, 192) else 128
 
 
 def _kv_tiles(spec_file: SpecFile) -> list[int]:
@@ -212,6 +219,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
         ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
     ]
+    if traits.bounded:
+        rows.append(("sOnes", "2 * 8 * 16", 1, "ones"))
     numbers = (*chosen, *derived(_derived(traits), chosen, sm90.CONSTANTS))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 
@@ -263,6 +272,11 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("K_STAGES", sizes.k_stages, "tiles", "stages.kv"),
         ("V_STAGES", sizes.v_stages, "tiles", stages_v),
     ]
+    if traits.polynomial_elements:
+        beside = "EX2_GROUP elements: exp2 on the FMA units"
+        rows.append(
+            ("POLYNOMIAL_ELEMENTS", traits.polynomial_elements, f"of {beside}", "")
+        )
     if traits.mask.uneven:
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
         rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
@@ -274,6 +288,10 @@ def _reason(spec: Spec, name: str) -> str:
     for q_stages in (2, 1) if name == "Q_STAGES" else ():
         if why := _against(spec, q_stages):
             return f"{q_stages} {why}"
+    if name == "TILE_Q" and is_bounded(spec):
+        return (
+            "192 up to head_dim 128: what waits for the MUFU is one warpgroup of three"
+        )
     return REASONS[name]
 
 

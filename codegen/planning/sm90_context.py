@@ -9,13 +9,26 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.sm90 import WARPGROUP_ROWS
-from ..spec.model import SpecFile
+from ..features.softcap import cap_of
+from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
 from .kernel_plan import Barrier, Number
-from .traits import P_RANGE, Loops
+from .traits import P_LIMIT, Loops
 
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
+
+
+def is_bounded(spec: Spec) -> bool:
+    """Whether capped scores span so little that rows need no reference: P = exp(S).
+
+    The tensor cores sum P as PV has it, which is not what the LSE needs, and a sink may be 2^128
+    above all of P: neither goes with it.
+    """
+    cap = cap_of(spec)
+    if cap is None or spec.lse or spec.sink:
+        return False
+    return cap / math.log(2) <= P_LIMIT[spec.dtype]
 
 
 @dataclass(frozen=True)
@@ -74,14 +87,16 @@ class Traits(shared.Traits):
 
     @property
     def bounded(self) -> bool:
-        """Capped scores span so little that one constant is the reference of all rows.
+        """Rows need no reference."""
+        return is_bounded(self.spec)
 
-        O needs the sum of rounded P then, and the LSE that of P: such a kernel has no LSE.
-        """
-        if self.softcap is None or self.spec.lse:
-            return False
-        least, most = P_RANGE[self.spec.dtype]
-        return 2 * self.softcap / math.log(2) <= most - least
+    @property
+    def polynomial_elements(self) -> int:
+        """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
+        if not self.bounded or not self.block_loops.whole:
+            return 0
+        width = self.spec.head_dim.v
+        return 10 if width <= 64 else 2 if width <= 128 else 0
 
     @property
     def takes_turns(self) -> bool:
@@ -91,6 +106,8 @@ class Traits(shared.Traits):
     @property
     def early_wait(self) -> bool:
         """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
+        if self.bounded:
+            return True  # the other warpgroups' MMAs run meanwhile
         return self.spec.head_dim.v > 128 and self.softcap is None
 
     @property
@@ -151,6 +168,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
         "bounded": traits.bounded,
+        "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,
         "masks": traits.masks,
         "masked_loop": loops.masked,

@@ -117,7 +117,11 @@ class _Consumer:
         over = Step(
             "PV(n-1) is over", "wait", (), self._free("v"), retires=("PV(n-1)",)
         )
-        if self._traits.early_wait:
+        if self._traits.bounded:
+            yield _math("tanh")
+            yield over
+            yield _math("exp2; P(n) = S(n) in 16 bits")
+        elif self._traits.early_wait:
             yield _math("row 0: max")
             yield over
             yield _math("row 0: exp2, row 1: max, exp2; P(n) = S(n)")
@@ -138,7 +142,7 @@ class _Consumer:
         ready = (Wait("q_full"), Wait("k_full"), *self._turn())
         yield self._mma("next QK(0)", waits=ready)
         yield self._mma("PV(last)", waits=(Wait("v_full"),), signals=self._pass_on())
-        yield _math(f"sums of rows{self._lse()}")
+        yield from self._sums()
         yield Step(
             "S(0), O are there",
             "wait",
@@ -158,7 +162,7 @@ class _Consumer:
         yield Step("last QK is over", "wait", (), (freed,))
         ready = (*self._turn(), Wait("v_full"))
         yield self._mma("PV(last)", waits=ready, signals=self._pass_on())
-        yield _math(f"sums of rows{self._lse()}")
+        yield from self._sums()
         yield Step("O is there", "wait", (), self._free("v"), retires=("PV(last)",))
         yield _math("O / sum; store O from registers")
         first = "next QK(0)"
@@ -174,10 +178,12 @@ class _Consumer:
 
     def _softmax(self) -> tuple[str, str]:
         """What comes before and after the wait for PV(n-1)."""
-        if self._traits.bounded:
-            return "row 0: tanh, exp2", "row 1: tanh, exp2"
         tanh = "tanh; " if self._traits.softcap is not None else ""
         return f"{tanh}row 0: max, exp2; row 1: max", "row 1: exp2"
+
+    def _sums(self) -> Iterator[Step]:
+        if not self._traits.bounded:
+            yield _math(f"sums of rows{self._lse()}")
 
     def _free(self, ring: str) -> tuple[Signal, ...]:
         return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import words
-from .traits import P_RANGE, Traits
+from .traits import P_LIMIT, Traits
 
 
 def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
@@ -34,22 +34,19 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
 
 def _reference_statement(traits: Traits, cap: float) -> str:
     dtype, log2 = traits.spec.dtype, cap / math.log(2)
-    least, most = P_RANGE[dtype]
-    if not traits.bounded and traits.spec.lse:
+    if traits.bounded:
         return (
-            "Rows have references: the LSE needs sums of P as it is, O, with one constant for"
-            " all, sums of P as PV has it."
+            "Rows have no reference: P = exp(S), from"
+            f" 2^-{log2:.1f} to 2^{log2:.1f}; no maximum is taken, and O is never rescaled."
+            " The tensor cores sum P: its product with a column of ones."
         )
-    if not traits.bounded:
-        return (
-            f"Rows have references: with one constant for all, P would span 2^{2 * log2:.1f}, and"
-            f" {dtype} takes 2^{most - least}."
-        )
-    highest = max(0, math.ceil(2 * log2 + least))
-    return (
-        "One constant is the reference of all rows: no maximum is taken, O is never rescaled,"
-        f" and P of a key that is seen is from 2^{highest - 2 * log2:.1f} to 2^{highest}."
-    )
+    if log2 > P_LIMIT[dtype]:
+        why = f"exp(S) would be up to 2^{log2:.1f}, and in {dtype} 2^{P_LIMIT[dtype]} is safe"
+    elif traits.spec.lse:
+        why = "the LSE needs sums of P before its rounding, O sums of what PV has"
+    else:
+        why = "a sink may be 2^128 above all of exp(S)"
+    return f"Rows have references: {why}."
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:

@@ -16,10 +16,9 @@ from ..features.softcap import cap_of
 from ..ops.masks import Lengths, Mask
 from ..spec.model import Spec
 
-# log2 of P at least and at most where one constant is the reference of all rows, by P's type. bf16:
-# products with V from 2^-14 on are normal, and sums over 2^24 keys of those with V up to 2^16 are
-# finite. fp16: P is normal and finite. Decision 0041.
-P_RANGE: Final[Mapping[str, tuple[int, int]]] = {"bf16": (-112, 87), "fp16": (-14, 15)}
+# log2 of P at most, either way, where rows have no reference, by P's type. bf16: sums over 2^24
+# keys of products with V up to 2^16 are finite. fp16: P is normal. Decision 0041.
+P_LIMIT: Final[Mapping[str, int]] = {"bf16": 87, "fp16": 14}
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Traits:
 
     @property
     def bounded(self) -> bool:
-        """One constant is the reference of all rows, where an architecture makes use of it."""
+        """Rows need no reference, where an architecture makes use of it."""
         return False
 
     def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:

@@ -51,7 +51,12 @@ FEATURES = {
         "cluster: [2, 1]", "cluster: [1, 2]", "heads: {q_per_kv: 2}; multicast: kv"
     ),
     # Without references of rows: what renews them goes.
-    "softcap": Edit("softcap: none", "softcap: 30", "mask: causal", 2 * FEATURE),
+    "softcap": Edit(
+        "softcap: none",
+        "softcap: 30",
+        "mask: causal; tile: {q: 192, kv: 64}",
+        2 * FEATURE,
+    ),
     "softcap_50_fp16": Edit("softcap: none", "softcap: 50", "dtype: fp16; lse: true"),
     "sm100_softcap": Edit(
         "softcap: none", "softcap: 30", "mask: causal; lse: true", arch="sm100"

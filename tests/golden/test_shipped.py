@@ -99,10 +99,7 @@ PROMISED = {
 # Emulated, and new to GPUs: a run on one takes them out of here.
 WAITING = frozenset(
     {
-        "sm90_d128_bf16_causal_cap30",
         "sm90_d128_bf16_causal_sink",
-        "sm90_d256_bf16_causal_gqa2_cap50",
-        "sm90_d64_bf16_causal_cap30",
         "sm90_d64_bf16_causal_gqa8_sink_lse",
         "sm90_d64_bf16_causal_gqa8_w127_sink",
     }

@@ -325,6 +325,13 @@ def test_far_tensors_are_beyond_what_32_bits_hold():
     assert len(set(offsets)) == 3
 
 
+def test_far_tensors_fit_a_gpu_together():
+    """Sinks, and with them the LSE, lie apart along the query's heads, of which there are many."""
+    spec = {**SPEC, "q_per_kv": 8, "sink": True}
+    found = place_tensors(spec, Case("x", 2, 2, 17, 64, layout="far"))
+    assert sum(found.storages.values()) < 16 * FAR
+
+
 @pytest.mark.parametrize("constants", CONSTANTS, ids=lambda c: c["SPEC"]["name"])
 def test_every_case_of_a_kernel_places_what_far_and_lse_ask_for(constants):
     spec, tiles = constants["SPEC"], tiles_of(constants)
