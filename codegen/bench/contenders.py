@@ -12,12 +12,12 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module, metadata
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from ..ops.operation import Given, Tensor
 from . import fa3 as fa3_module
+from . import fa4 as fa4_module
 from . import flex
 from .problems import Band, Problem
 from .timing import SEED, Launch
@@ -158,15 +158,8 @@ def _band(problem: Problem) -> Band:
 
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
-    function, band = import_module("flash_attn.cute").flash_attn_func, _band(problem)
-    given: dict[str, Any] = {"causal": band.causal, "return_lse": problem.lse}
-    if band.window:
-        given["window_size"] = (band.left, band.right or None)
-    if problem.softcap is not None:
-        given["softcap"] = problem.softcap
-    if inputs.sink is not None:
-        given["learnable_sink"] = inputs.sink.bfloat16()
-    return lambda: _out(function(*inputs.qkv, **given))
+    function = fa4_module.launch(problem, *inputs.qkv, inputs.by_name)
+    return lambda: _out(function())
 
 
 def cudnn(problem: Problem, inputs: Inputs) -> Launch:
@@ -204,7 +197,7 @@ _FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap"})
 PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
-    "fa4": Peer({"flash_attn.cute": _FUSED | {"sink"}}, fa4),
+    "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
     "flex": Peer({"torch": _FUSED | {EXPRESSION, "sink"}}, flex_attention),
 }
 
@@ -253,10 +246,7 @@ def versions() -> dict[str, str | int | None]:
         "cudnn": backends.cudnn.version(),
     }
     found["fa3"] = fa3_module.version()
-    try:
-        found["fa4"] = metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        found["fa4"] = None
+    found["fa4"] = fa4_module.version()
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from operator import add, and_, floordiv, mod, mul, neg, sub
+from operator import add, and_, floordiv, gt, lt, mod, mul, neg, sub
 from typing import TYPE_CHECKING, Any, Final
 
 from ..expressions.language import Name, Node, Number, names_in
@@ -23,48 +23,43 @@ if TYPE_CHECKING:
 
 Names = Mapping[str, Any]  # integers and tensors of them
 Mod = Callable[..., "torch.Tensor"]
+Where = Callable[..., Any]
 
 
-def value(node: Node, at: Names) -> Any:
+def value(node: Node, at: Names, where: Where) -> Any:
     """An integer of an expression: a tensor, or a number where all of its names are."""
     if isinstance(node, Number):
         return node.value
     if isinstance(node, Name):
         found = at[node.name]
         return found[tuple(at[axis] for axis in node.axes)] if node.axes else found
-    operands = [value(each, at) for each in node.operands]
+    operands = [value(each, at, where) for each in node.operands]
     if node.operator == "-":
         return neg(*operands) if len(operands) == 1 else sub(*operands)
+    if node.operator in _BEFORE:
+        return reduce(_picker(_BEFORE[node.operator], where), operands)
     return reduce(_COMPUTE[node.operator], operands)
 
 
-def _least(a: Any, b: Any) -> Any:
-    return _where(a < b, a, b)
+_COMPUTE: Final = {"+": add, "*": mul, "//": floordiv, "%": mod}
+_BEFORE: Final = {"min": lt, "max": gt}
 
 
-def _largest(a: Any, b: Any) -> Any:
-    return _where(a > b, a, b)
+def _picker(before: Where, where: Where) -> Where:
+    def picked(a: Any, b: Any) -> Any:
+        test = before(a, b)
+        if isinstance(test, bool):  # of numbers
+            return a if test else b
+        return where(test, a, b)
+
+    return picked
 
 
-def _where(test: Any, yes: Any, no: Any) -> Any:
-    """Of numbers and tensors."""
-    import torch
-
-    if isinstance(test, bool):
-        return yes if test else no
-    return torch.where(test, yes, no)
-
-
-_COMPUTE: Final[Mapping[str, Callable[[Any, Any], Any]]] = {
-    **{"+": add, "*": mul, "//": floordiv, "%": mod},
-    **{"min": _least, "max": _largest},
-}
-
-
-def mask_mod(problem: Problem, tensors: Names) -> Mod | None:
+def mask_mod(problem: Problem, tensors: Names, where: Where) -> Mod | None:
     """Whether a score counts, of (batch, head, row, key); None where all do.
 
-    tensors: the inputs that a mask may read, by name.
+    tensors: the inputs that a mask may read, by name. where: of the library whose values those are,
+    (test, value where it holds, value elsewhere).
     """
     keys, group = problem.keys, problem.heads // problem.kv_heads
     lengths = {"seqlen_q": problem.q, "seqlen_kv": problem.kv}
@@ -77,8 +72,8 @@ def mask_mod(problem: Problem, tensors: Names) -> Mod | None:
         place = row + (problem.kv - problem.q)
         at = {**tensors, **lengths, "b": b, "h": h, "h_kv": h // group}
         at |= {"row": row, "q": place, "kv": kv}
-        tests = [value(node, at) <= kv for node in first]
-        tests += [kv <= value(node, at) for node in last]
+        tests = [value(node, at, where) <= kv for node in first]
+        tests += [kv <= value(node, at, where) for node in last]
         found: torch.Tensor = reduce(and_, tests)
         return found
 
@@ -140,9 +135,10 @@ def launch(
 
 def block_mask(problem: Problem, tensors: Names, device: torch.device) -> Any:
     """The lists of blocks with a score that counts; None where all do."""
+    import torch
     from torch.nn.attention.flex_attention import create_block_mask
 
-    test = mask_mod(problem, tensors)
+    test = mask_mod(problem, tensors, torch.where)
     if test is None:
         return None
     edges = (*problem.keys.left_edges, *problem.keys.right_edges)

@@ -186,18 +186,14 @@ def test_who_cannot_do_a_problem_is_not_called_and_says_why(
 ) -> None:
     folder, _ = generated
     path = folder / "causal.py"
-    path.write_text(
-        path.read_text().replace("'causal'", "'kv <= q and q // 8 == kv // 8'")
-    )
-    faults.add("ours raises")
-    result = invoke(path, *SIZES, "--against", "fa4,cudnn", "--regime", "graph")
-    lines = result.stdout.splitlines()
-    for peer in ("fa4", "cudnn"):
-        assert any(
-            line.startswith(f"no {peer} for")
-            and line.endswith(": takes no mask expression")
-            for line in lines
-        )
+    path.write_text(path.read_text().replace("'lse'", "'rotary': True, 'lse'"))
+    options = (*SIZES, "--against", "fa4,cudnn", "--regime", "graph")
+    result = invoke(path, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    of = "d16 bf16 rotary causal b2 h2 s64 causal rotary and 1 more"
+    assert result.stdout.splitlines()[-2:] == [
+        f"no {peer} for {of}: takes no rotary" for peer in ("fa4", "cudnn")
+    ]
     assert not any(who == "fa4" for _, who in device.log)
 
 
