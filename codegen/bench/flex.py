@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 Names = Mapping[str, Any]  # integers and tensors of them
 Mod = Callable[..., "torch.Tensor"]
-Where = Callable[..., Any]
+Function = Callable[..., Any]
 
 
-def value(node: Node, at: Names, where: Where) -> Any:
+def value(node: Node, at: Names, where: Function) -> Any:
     """An integer of an expression: a tensor, or a number where all of its names are."""
     if isinstance(node, Number):
         return node.value
@@ -45,7 +45,7 @@ _COMPUTE: Final = {"+": add, "*": mul, "//": floordiv, "%": mod}
 _BEFORE: Final = {"min": lt, "max": gt}
 
 
-def _picker(before: Where, where: Where) -> Where:
+def _picker(before: Function, where: Function) -> Function:
     def picked(a: Any, b: Any) -> Any:
         test = before(a, b)
         if isinstance(test, bool):  # of numbers
@@ -55,7 +55,7 @@ def _picker(before: Where, where: Where) -> Where:
     return picked
 
 
-def mask_mod(problem: Problem, tensors: Names, where: Where) -> Mod | None:
+def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     """Whether a score counts, of (batch, head, row, key); None where all do.
 
     tensors: the inputs that a mask may read, by name. where: of the library whose values those are,
