@@ -281,11 +281,17 @@ def bench(
     out: Out = GENERATED,
     against: Annotated[
         str | None,
-        typer.Option(help="Peers, of cudnn,fa3,fa4; default: all that are installed."),
+        typer.Option(
+            help="Peers, of cudnn,fa3,fa4,flex; default: all that are installed but flex."
+        ),
     ] = None,
     rounds: Annotated[
         int, typer.Option(min=1, help="Times each contender is timed.")
     ] = 5,
+    regime: Annotated[
+        str | None,
+        typer.Option(help="Of graph,eager,burst,sustained; default: all."),
+    ] = None,
     seqlen: Annotated[
         str | None, typer.Option(help="Lengths of dynamic sides, such as 512,1024.")
     ] = None,
@@ -311,12 +317,14 @@ def bench(
     lengths, totals = _counts("--seqlen", seqlen), _counts("--tokens", tokens)
     with _reported():
         from .bench import command as race
+        from .bench.timing import REGIMES
 
         race.run(
             paths,
             choice=race.Choice(lengths, totals, batch, heads, grid),
             against=None if against is None else _listed(against),
             rounds=rounds,
+            regimes=REGIMES if regime is None else _listed(regime),
             json_file=json_file,
             plot_file=plot_file,
             record=record,

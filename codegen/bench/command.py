@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +19,12 @@ from ..evidence.evaluation import DEFAULT_OUT, Finding, kernel_files, progress_b
 from ..evidence.validate import require_gpu
 from ..host import tools
 from ..host.gpu import Gpu, find_gpu
-from . import grid, overhead, plot, results, tables
+from . import contenders, grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
 from .timing import (
     EAGER,
+    GRAPH,
     REGIMES,
     SEED,
     Gauge,
@@ -38,12 +38,8 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 RUNG = "benchmarked"
-# By peer, what brings it: any of them.
-PACKAGES = {
-    "cudnn": ("torch",),
-    "fa3": ("flash_attn_interface", "vllm"),
-    "fa4": ("flash_attn.cute",),
-}
+# Timed when asked for by name alone: it is compiled for tens of seconds in each problem.
+BY_NAME = {"flex"}
 DEFAULT_ROUNDS = 5
 RECORD_ROUNDS = 5  # at least, for a record
 MATMUL = "matmul"
@@ -95,6 +91,7 @@ def run(
     choice: Choice = Choice(),
     against: Sequence[str] | None = None,
     rounds: int = DEFAULT_ROUNDS,
+    regimes: Sequence[str] = REGIMES,
     json_file: Path | None = None,
     plot_file: Path | None = None,
     record: bool = False,
@@ -103,10 +100,12 @@ def run(
     """Time kernels and print tables; raises CheckFailed when one of ours does not run.
 
     paths: as for validate; or the JSON of a run alone, which is then only shown. against: the
-    peers; None means all that are installed. json_file: gets every round of everyone. plot_file:
-    gets a picture. record: write rung 5 into the records.
+    peers; None means all that are installed, but for those of `BY_NAME`. regimes: of `timing`,
+    graphs among them. json_file: gets every round of everyone. plot_file: gets a picture. record:
+    write rung 5 into the records.
     """
-    check_arguments(choice, against, rounds, record)
+    check_arguments(choice, against, rounds, regimes, record)
+    regimes = [name for name in REGIMES if name in regimes]
     check_files(json_file, plot_file)
     if [Path(path).suffix for path in paths] == [".json"]:
         if record or against is not None or choice != Choice():
@@ -125,7 +124,7 @@ def run(
     kernels = load(files)
     specs = {kernel.stem: kernel.spec for kernel in kernels}
     cells, unused = cells_for(specs, choice, rows)
-    report = race(kernels, cells, peers, rounds, gpu)
+    report = race(kernels, cells, peers, rounds, gpu, regimes)
     report.notes += [*notes, *unused]
     show(report, json_file, plot_file)
     conclude(kernels, report, record=record)
@@ -156,14 +155,22 @@ def check_arguments(
     choice: Choice,
     against: Sequence[str] | None,
     rounds: int,
+    regimes: Sequence[str],
     record: bool,
 ) -> None:
     """Raise UsageProblem for what can be refused before anything runs."""
-    if unknown := [name for name in against or () if name not in PACKAGES]:
-        known = ", ".join(PACKAGES)
+    if unknown := [name for name in against or () if name not in contenders.PEERS]:
+        known = ", ".join(contenders.PEERS)
         raise UsageProblem(f"--against {','.join(unknown)}: the peers are {known}")
     if rounds < 1:
         raise UsageProblem(f"--rounds {rounds}: at least 1")
+    if unknown := [name for name in regimes if name not in REGIMES]:
+        known = ", ".join(REGIMES)
+        raise UsageProblem(f"--regime {','.join(unknown)}: the regimes are {known}")
+    if GRAPH not in regimes:
+        raise UsageProblem("--regime: tables and pictures are of graph; name it, too")
+    if record and {*regimes} != {*REGIMES}:
+        raise UsageProblem("--record needs every regime: leave --regime out")
     if record and rounds < RECORD_ROUNDS:
         raise UsageProblem(f"--record needs --rounds {RECORD_ROUNDS} or more")
     if record and against is not None and not against:
@@ -191,24 +198,18 @@ def choose_peers(against: Sequence[str] | None) -> tuple[list[str], list[str]]:
     Raises EnvironmentProblem when one that was asked for is not.
     """
     absent = {
-        name: f"{' or '.join(packages)} is not installed"
-        for name, packages in PACKAGES.items()
-        if not any(map(_installed, packages))
+        name: f"{' or '.join(peer.packages)} is not installed"
+        for name, peer in contenders.PEERS.items()
+        if peer.package is None
     }
     if against is None:
-        notes = [f"no {name}: {why}" for name, why in absent.items()]
-        return [name for name in PACKAGES if name not in absent], notes
+        wanted = [name for name in contenders.PEERS if name not in BY_NAME]
+        notes = [f"no {name}: {absent[name]}" for name in wanted if name in absent]
+        return [name for name in wanted if name not in absent], notes
     for name in against:
         if name in absent:
             raise EnvironmentProblem(f"{name}: {absent[name]}")
     return list(dict.fromkeys(against)), []
-
-
-def _installed(package: str) -> bool:
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ImportError:  # of the package that it would be in
-        return False
 
 
 def cells_for(
@@ -307,7 +308,7 @@ def load(files: Sequence[Path]) -> list[Kernel]:
     for path in files:
         if path.stem in kernels:
             raise CheckFailed(f"{kernels[path.stem].path} and {path}: the same name")
-        if path.stem in PACKAGES:
+        if path.stem in contenders.PEERS:
             raise CheckFailed(f"{path}: this is the name of a peer")
         body = body_digest(path.read_text(encoding="utf-8"))
         try:
@@ -329,11 +330,11 @@ def race(
     peers: Sequence[str],
     rounds: int,
     gpu: Gpu,
+    regimes: Sequence[str] = REGIMES,
 ) -> Report:
     """Time everyone in every cell, and the matrix product before and after them."""
     import torch
 
-    from . import contenders
     from .cuda import CudaDevice
 
     device = CudaDevice()
@@ -344,30 +345,32 @@ def race(
     report = Report(machine, peers, rounds, contenders.MATMUL_FLOPS, list(cells))
     dice = random.Random(SEED)
     with torch.no_grad(), progress_bar("bench", len(cells), redraws=False) as advance:
-        report.matmul["before"] = time_matmul(device, gpu, rounds, dice)
+        report.matmul["before"] = time_matmul(device, gpu, rounds, dice, regimes)
         for cell in report.cells:
             try:
-                time_cell(cell, modules, peers, device, gpu, rounds, dice)
+                time_cell(cell, modules, peers, device, gpu, rounds, dice, regimes)
             except Exception as failure:  # it does not say whose it is
                 cell.timings.clear()
                 everyone = dict.fromkeys((*cell.ours, *peers), one_line(failure))
                 cell.missing = everyone | cell.missing
             advance(cell)
         try:
-            report.matmul["after"] = time_matmul(device, gpu, rounds, dice)
+            report.matmul["after"] = time_matmul(device, gpu, rounds, dice, regimes)
         except Exception as failure:  # what was timed before it broke is worth showing
             report.notes.append(f"the GPU stopped working: {one_line(failure)}")
     return report
 
 
 def time_matmul(
-    device: CudaDevice, gauge: Gauge, rounds: int, dice: random.Random
+    device: CudaDevice,
+    gauge: Gauge,
+    rounds: int,
+    dice: random.Random,
+    regimes: Sequence[str],
 ) -> Timing:
     """The matrix product alone."""
-    from . import contenders
-
     ready = {MATMUL: prepare(contenders.matmul(device.name), device)}
-    found = measure(ready, device, gauge, rounds=rounds, dice=dice)
+    found = measure(ready, device, gauge, rounds=rounds, dice=dice, regimes=regimes)
     return Timing(None, found[MATMUL])
 
 
@@ -386,17 +389,18 @@ def time_cell(
 
     turn: called with the contender before each use of the GPU.
     """
-    from . import contenders
-
     inputs = contenders.make_inputs(cell.problem, device.name)
 
     def launch_of(name: str) -> Callable[[], object]:
         if name in modules:
             return contenders.ours(modules[name], inputs)
-        return contenders.PEERS[name](cell.problem, inputs)
+        return contenders.PEERS[name].launch(cell.problem, inputs)
 
     ready = {}
-    for name in (*cell.ours, *peers):
+    for name in peers:
+        if refusal := contenders.PEERS[name].refusal(cell.problem):
+            cell.missing[name] = refusal
+    for name in (*cell.ours, *(name for name in peers if name not in cell.missing)):
         turn(name)
         try:
             launch = launch_of(name)

@@ -1,28 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes a problem, each called as its own users call it: tensors in, fresh output back.
 
-Tensors are [batch, rows, heads, dim]. FlashAttention-4 writes LSE if our kernel does,
-FlashAttention-3 always, cuDNN never. Inputs are random and normal: zeros would run faster.
+Tensors are [batch, rows, heads, dim]. FlashAttention-4 and FlexAttention write LSE if our kernel
+does, FlashAttention-3 always, cuDNN never. Inputs are random and normal: zeros would run faster.
+What a peer takes is said in `PEERS`, which needs no PyTorch; launches do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from importlib import import_module, metadata
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import cutlass
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
-
-from ..evidence.trial import DTYPES
-from ..ops import masks
-from ..ops.reference import attention
+from ..ops.operation import Given, Tensor
 from . import fa3 as fa3_module
-from .problems import Problem
+from . import fa4 as fa4_module
+from . import flex
+from .problems import Band, Problem
 from .timing import SEED, Launch
+
+if TYPE_CHECKING:
+    import torch
 
 WRONG = 0.02  # relative error beyond which a contender computes something else
 MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card is
@@ -32,34 +33,61 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 class Inputs(NamedTuple):
     """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v].
 
-    sink: [heads] fp32, of values that bf16 has, for peers take no others.
+    by_name: what our kernels take by name alone, as the operation has it.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    sink: torch.Tensor | None = None
+    by_name: Mapping[str, torch.Tensor] = {}
 
     @property
-    def qkv(self) -> tuple[torch.Tensor, ...]:
+    def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What every problem has."""
-        return self[:3]
+        return self.q, self.k, self.v
 
     @property
-    def by_name(self) -> dict[str, torch.Tensor]:
-        """What our kernels take by name alone."""
-        return {} if self.sink is None else {"sink": self.sink}
+    def sink(self) -> torch.Tensor | None:
+        """[heads] fp32; None where heads have none."""
+        return self.by_name.get("sink")
+
+
+Draw = Callable[["tuple[int, ...]", "torch.Generator"], "torch.Tensor"]
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    import torch
+
+    return torch.randn(shape, device=generator.device, generator=generator)
+
+
+def _of_bf16(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Values that bf16 has, for peers that take no others."""
+    return _normal(shape, generator).bfloat16().float()
+
+
+DRAWN: Final[Mapping[str, Draw]] = {
+    **{"q": _normal, "k": _normal, "v": _normal, "sink": _of_bf16}
+}
+"""The values of each input, by name."""
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
     """The same values whoever asks."""
+    import torch
+
+    from ..evidence.trial import DTYPES
+
     generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
-    made = {}
-    for x in problem.operation.inputs(spec):
-        drawn = torch.randn(x.shape(spec, problem), device=device, generator=generator)
-        made[x.name] = drawn.bfloat16() if x.type(spec) == "fp32" else drawn
-        made[x.name] = made[x.name].to(DTYPES[x.type(spec)])
-    return Inputs(**made)
+    inputs = problem.operation.inputs(spec)
+    made = {
+        x.name: DRAWN[x.name](x.shape(spec, problem), generator).to(
+            DTYPES[x.type(spec)]
+        )
+        for x in inputs
+    }
+    by_name = {x.name: made.pop(x.name) for x in inputs if x.when}
+    return Inputs(**made, by_name=by_name)
 
 
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
@@ -77,84 +105,139 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
     return lambda: run(*tensors, scale, processors)
 
 
+# --- peers --------------------------------------------------------------------------------
+
+UNEQUAL: Final = "causal mask of unequal lengths"
+WINDOW: Final = "window"
+EXPRESSION: Final = "mask expression"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """packages: what brings it, the first that is installed, by what it takes of `asks` there."""
+
+    packages: Mapping[str, frozenset[str]]
+    launch: Callable[[Problem, Inputs], Launch]
+
+    @property
+    def package(self) -> str | None:
+        """What brings it here; None where nothing does."""
+        return next(filter(_installed, self.packages), None)
+
+    def refusal(self, problem: Problem) -> str:
+        """Why it cannot compute a problem; empty where it can."""
+        takes = self.packages[self.package] if self.package else frozenset()
+        lacking = [ask for ask in asks(problem) if ask not in takes]
+        return f"takes no {', no '.join(lacking)}" if lacking else ""
+
+
+def asks(problem: Problem) -> Iterator[str]:
+    """What a problem has that not every attention does: of its mask, and each further field."""
+    band = problem.band
+    if band is None:
+        yield EXPRESSION
+    elif band.window:
+        yield WINDOW
+    elif band.causal and problem.q != problem.kv:
+        yield UNEQUAL
+    yield from problem.further
+
+
+def _installed(package: str) -> bool:
+    try:
+        return package in sys.modules or importlib.util.find_spec(package) is not None
+    except ImportError:  # of the package that it would be in
+        return False
+
+
+def _band(problem: Problem) -> Band:
+    band = problem.band
+    assert band is not None, "refused"
+    return band
+
+
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
-    function = import_module("flash_attn.cute").flash_attn_func
-    given: dict[str, Any] = {"causal": problem.causal, "return_lse": problem.lse}
-    if problem.has_window:
-        given["window_size"] = (problem.window_left, problem.window_right)
-    if problem.softcap is not None:
-        given["softcap"] = problem.softcap
-    if inputs.sink is not None:
-        given["learnable_sink"] = inputs.sink.bfloat16()
-    return lambda: _out(function(*inputs.qkv, **given))
-
-
-def fa3(problem: Problem, inputs: Inputs) -> Launch:
-    """FlashAttention-3."""
-    function = fa3_module.launch(problem, *inputs)
+    function = fa4_module.launch(problem, *inputs.qkv, inputs.by_name)
     return lambda: _out(function())
 
 
 def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     """Attention of cuDNN, as PyTorch offers it."""
-    if problem.causal and problem.q != problem.kv:
-        raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
-    if problem.has_window:
-        raise RuntimeError("PyTorch's cuDNN attention has no window")
-    if problem.softcap is not None:
-        raise RuntimeError("PyTorch's cuDNN attention has no softcap")
-    if inputs.sink is not None:
-        raise RuntimeError("PyTorch's cuDNN attention has no sinks")
+    from torch.nn import attention
+    from torch.nn.functional import scaled_dot_product_attention
+
     q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
-    grouped = problem.heads != problem.kv_heads
+    causal, grouped = _band(problem).causal, problem.heads != problem.kv_heads
 
     def launch() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
             found = scaled_dot_product_attention(
-                q, k, v, is_causal=problem.causal, enable_gqa=grouped
+                q, k, v, is_causal=causal, enable_gqa=grouped
             )
         return found.transpose(1, 2)
 
     return launch
 
 
-PEERS: Mapping[str, Callable[[Problem, Inputs], Launch]] = {
-    "cudnn": cudnn,
-    "fa3": fa3,
-    "fa4": fa4,
+def fa3(problem: Problem, inputs: Inputs) -> Launch:
+    """FlashAttention-3."""
+    function = fa3_module.launch(
+        _band(problem), problem.softcap, *inputs.qkv, inputs.sink
+    )
+    return lambda: _out(function())
+
+
+def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
+    """FlexAttention, compiled; its block mask is made here."""
+    return flex.launch(problem, *inputs.qkv, inputs.by_name)
+
+
+_FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap"})
+PEERS: Final[Mapping[str, Peer]] = {
+    "cudnn": Peer({"torch": frozenset()}, cudnn),
+    "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
+    "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
+    "flex": Peer({"torch": _FUSED | {EXPRESSION, "sink"}}, flex_attention),
 }
+
+
+# --- what they are held against -----------------------------------------------------------
 
 
 def matmul(device: str) -> Launch:
     """A bf16 product of two `MATMUL_SIZE` squared matrices."""
+    import torch
+
     generator = torch.Generator(device).manual_seed(SEED)
-    a, b = (
-        torch.randn(MATMUL_SIZE, MATMUL_SIZE, device=device, generator=generator).to(
-            torch.bfloat16
-        )
-        for _ in range(2)
-    )
+    a, b = (_normal((MATMUL_SIZE, MATMUL_SIZE), generator).bfloat16() for _ in range(2))
     return lambda: a @ b
 
 
 def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
     """Relative error against float64 of the last batch's last head, whoever computes it."""
-    last = (slice(-1, None), slice(None), slice(-1, None))
-    q, k, v = (x[last] for x in inputs.qkv)
-    truth = attention(
-        *(q, k, v),
-        scale=problem.d_qk**-0.5,
-        mask=masks.of_spec(problem.spec),
-        softcap=problem.softcap,
-        sink=None if inputs.sink is None else inputs.sink[-1:],
-    ).out
-    error = launch()[last].double() - truth
+    operation, spec = problem.operation, problem.spec
+    given = {**inputs._asdict(), **inputs.by_name}
+    last = {x.name: _last(x, given[x.name]) for x in operation.inputs(spec)}
+    exact = operation.exact(Given(spec, last, problem.d_qk**-0.5))
+    written = operation.outputs(spec)[0]
+    truth = exact[written.name]
+    error = _last(written, launch()).double() - truth
     return float(error.norm() / truth.norm())
+
+
+def _last(tensor: Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Its last batch's last head; all of an axis that is neither."""
+    return values[
+        tuple(slice(-1, None) if x.kind in "bh" else slice(None) for x in tensor.axes)
+    ]
 
 
 def versions() -> dict[str, str | int | None]:
     """Of everything that takes part; None where it is not installed as a distribution."""
+    import cutlass
+    import torch
+
     backends: Any = torch.backends  # its annotations are not complete
     found: dict[str, str | int | None] = {
         "dsl": cutlass.__version__,
@@ -163,10 +246,7 @@ def versions() -> dict[str, str | int | None]:
         "cudnn": backends.cudnn.version(),
     }
     found["fa3"] = fa3_module.version()
-    try:
-        found["fa4"] = metadata.version("flash-attn-4")
-    except metadata.PackageNotFoundError:
-        found["fa4"] = None
+    found["fa4"] = fa4_module.version()
     return found
 
 

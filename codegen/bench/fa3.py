@@ -11,12 +11,13 @@ import contextlib
 import importlib.util
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from .problems import Problem
+from .problems import Band
 from .timing import Launch
+
+if TYPE_CHECKING:
+    import torch
 
 OWN = "flash_attn_interface"
 VLLM = "vllm"
@@ -51,41 +52,37 @@ def version() -> str | None:
 
 
 def launch(
-    problem: Problem,
+    band: Band,
+    softcap: float | None,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     sink: torch.Tensor | None = None,
 ) -> Launch:
     """A call of it. Tensors are [batch, rows, heads, dim]; sink, which vLLM's takes: [heads]."""
-    sides = {
-        f"window_size_{side}": -1 if keys is None else keys
-        for side, keys in (
-            ("left", problem.window_left),
-            ("right", problem.window_right),
-        )
-    }
+    sides = (band.left, band.right or None)
+    window = tuple(-1 if keys is None else keys for keys in sides)
     with contextlib.suppress(ImportError):
         function = import_module(OWN).flash_attn_func
-        if sink is not None:
-            raise RuntimeError("FlashAttention-3's own package has no sinks")
-        own: dict[str, Any] = {}
-        if problem.has_window:
-            own["window_size"] = tuple(sides.values())
-        own |= {"causal": problem.causal, "softcap": problem.softcap or 0.0}
-        return lambda: function(q, k, v, **own)
+        own = {} if window == (-1, -1) else {"window_size": window}
+        return lambda: function(
+            *(q, k, v), causal=band.causal, softcap=softcap or 0.0, **own
+        )
+    import torch
+
     torch.ops.load_library(str(library()))
     operator = torch.ops._vllm_fa3_C.fwd.default
     packed = [x.flatten(0, 1) for x in (q, k, v)]
-    given: dict[str, Any] = dict(zip("qkv", packed, strict=True)) | SETTINGS | sides
+    given: dict[str, Any] = dict(zip("qkv", packed, strict=True)) | SETTINGS
+    given |= {"window_size_left": window[0], "window_size_right": window[1]}
     for name, x in (("q", q), ("k", k)):
         batch, rows = x.shape[:2]
         given[f"cu_seqlens_{name}"] = torch.arange(
             0, batch * rows + 1, rows, device=q.device, dtype=torch.int32
         )
         given[f"max_seqlen_{name}"] = rows
-    given |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": problem.causal}
-    given["softcap"] = problem.softcap or 0.0
+    given |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": band.causal}
+    given |= {"softcap": softcap or 0.0}
     given["s_aux"] = None if sink is None else sink.bfloat16()
     ordered = [given.get(each.name) for each in operator._schema.arguments]
     shape = (*q.shape[:3], v.shape[-1])

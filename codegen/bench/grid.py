@@ -43,16 +43,11 @@ class Row:
         dims = spec["head_dim"]
         made = (spec["dtype"], dims["qk"], dims["v"], word_of(spec), spec["q_per_kv"])
         lengths = spec["seqlen"].values()
-        if (
-            made != asked
-            or "softcap" in spec
-            or any(n not in (DYNAMIC, self.seqlen) for n in lengths)
-        ):
-            return None
-        if spec.get("sink"):
+        if made != asked or any(n not in (DYNAMIC, self.seqlen) for n in lengths):
             return None
         heads, rows = default_heads(spec), self.seqlen
-        return problem_for(spec, batch=self.batch, heads=heads, q=rows, kv=rows)
+        found = problem_for(spec, batch=self.batch, heads=heads, q=rows, kv=rows)
+        return None if found.further else found
 
     def __str__(self) -> str:
         dim = f"{self.d_qk}" if self.d_qk == self.d_v else f"{self.d_qk}x{self.d_v}"

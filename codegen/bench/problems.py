@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, NamedTuple
 
 from ..errors import CheckFailed
 from ..ops import masks, operation_of
 from ..ops.cases import DYNAMIC
+from ..ops.masks import Mask
 from ..ops.operation import Operation
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
@@ -17,29 +18,66 @@ DEFAULT_TOKENS = 16384  # batch * q
 DEFAULT_WIDTH = 2048  # heads * head_dim.v
 
 
+# What a SPEC says of how it is computed, or for whom; all else decides what is computed.
+_HOW: Final = {"name", "arch", "seqlen", "pack_gqa", "cluster", "multicast"}
+# The fields of every problem; others have a say where they are there.
+_PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
+
+
+class Band(NamedTuple):
+    """Keys before and behind its own place that a query sees; None for all of a side."""
+
+    left: int | None
+    right: int | None
+
+    @property
+    def causal(self) -> bool:
+        """No query sees a key behind its own place."""
+        return self.right == 0
+
+    @property
+    def window(self) -> bool:
+        """Whether a query sees not all keys before its place, or some behind it alone."""
+        return self.left is not None or bool(self.right)
+
+
 @dataclass(frozen=True)
 class Problem:
-    """One call. batch, heads, kv_heads, q, kv: counts; d_qk, d_v: head dims; causal: bottom-right.
+    """One call. batch, heads, q, kv: counts, of query heads, query rows and keys.
 
-    lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
-    and behind its place a query sees, as `masks.Mask` counts them; None for all. softcap: of the
-    scores; None for none. sink: whether each head has one.
+    spec: the fields of a SPEC that decide what is computed, whatever they are; see `problem_for`.
     """
 
-    dtype: str
+    spec: Mapping[str, Any] = field(hash=False)
     batch: int
     heads: int
-    kv_heads: int
     q: int
     kv: int
-    d_qk: int
-    d_v: int
-    causal: bool
-    lse: bool
-    window_left: int | None = None
-    window_right: int | None = None
-    softcap: float | None = None
-    sink: bool = False
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads."""
+        return self.heads // int(self.spec["q_per_kv"])
+
+    @property
+    def d_qk(self) -> int:
+        """Elements of a row of Q and of K."""
+        return int(self.spec["head_dim"]["qk"])
+
+    @property
+    def d_v(self) -> int:
+        """Elements of a row of V and of O."""
+        return int(self.spec["head_dim"]["v"])
+
+    @property
+    def lse(self) -> bool:
+        """Whether log-sum-exp is written as well."""
+        return bool(self.spec["lse"])
+
+    @property
+    def softcap(self) -> float | None:
+        """Of the scores; None for none."""
+        return self.spec.get("softcap")
 
     @property
     def flops(self) -> float:
@@ -52,18 +90,16 @@ class Problem:
         return operation_of(self.spec)
 
     @property
-    def spec(self) -> dict[str, Any]:
-        """The fields of a SPEC that decide what is computed."""
-        window = {"left": self.window_left, "right": self.window_right}
-        return {
-            **{"op": "fmha_fwd", "dtype": self.dtype},
-            "mask": "causal" if self.causal else "none",
-            "window": {side: "none" if n is None else n for side, n in window.items()},
-            "head_dim": {"qk": self.d_qk, "v": self.d_v},
-            **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
-            **({} if self.softcap is None else {"softcap": self.softcap}),
-            "sink": self.sink,
-        }
+    def keys(self) -> Mask:
+        """Which keys a query sees."""
+        return masks.of_spec(self.spec)
+
+    @property
+    def band(self) -> Band | None:
+        """The keys around its place that a query sees; None for a mask of another form."""
+        keys = self.keys
+        band = Band(keys.left, keys.right)
+        return band if masks.window(*band) == keys else None
 
     @property
     def mask(self) -> str:
@@ -71,56 +107,56 @@ class Problem:
         return masks.word_of(self.spec)
 
     @property
-    def has_window(self) -> bool:
-        """Whether a query sees not all keys before its place, or some behind it alone."""
-        return self.window_left is not None or self.window_right is not None
-
-    @property
     def variant(self) -> str:
-        """Head dim, dtype, grouping, softcap and sinks, such as ``d128 bf16 GQA 8``."""
+        """Head dim, dtype, grouping and further fields, such as ``d128 bf16 GQA 8 softcap 30``."""
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
-        group = self.heads // self.kv_heads
+        group = self.spec["q_per_kv"]
         group_words = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.dtype}{group_words}{self._cap}{' sinks' * self.sink}"
+        return f"{dim} {self.spec['dtype']}{group_words}{self._further}"
 
     @property
-    def _cap(self) -> str:
-        return "" if self.softcap is None else f" softcap {self.softcap:g}"
+    def further(self) -> dict[str, Any]:
+        """The fields that not every problem has."""
+        return {name: x for name, x in self.spec.items() if name not in _PLAIN}
+
+    @property
+    def _further(self) -> str:
+        words = [
+            name if x is True else f"{name} {x:g}" if isinstance(x, float) else name
+            for name, x in self.further.items()
+        ]
+        return "".join(f" {word}" for word in words)
 
     @property
     def family(self) -> str:
         """What stays the same when only counts of rows change, such as ``d128 bf16 causal``."""
         return f"{self.variant} {self.mask}"
 
+    @property
+    def without_lse(self) -> Problem:
+        """The same, writing O alone."""
+        return replace(self, spec={**self.spec, "lse": False})
+
     def __str__(self) -> str:
         heads = f"{self.heads}"
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
         rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        return f"b{self.batch} h{heads} {rows} {self.mask}{self._cap}"
+        return f"b{self.batch} h{heads} {rows} {self.mask}{self._further}"
 
 
 def problem_for(
     spec: Mapping[str, Any], *, batch: int, heads: int, q: int, kv: int
 ) -> Problem:
-    """The problem that a SPEC's kernel computes for these counts."""
-    mask = masks.of_spec(spec)
-    return Problem(
-        dtype=spec["dtype"],
-        batch=batch,
-        heads=heads,
-        kv_heads=heads // spec["q_per_kv"],
-        q=q,
-        kv=kv,
-        d_qk=spec["head_dim"]["qk"],
-        d_v=spec["head_dim"]["v"],
-        causal=mask.right == 0,
-        lse=bool(spec["lse"]),
-        window_left=mask.left,
-        window_right=mask.right or None,
-        softcap=spec.get("softcap"),
-        sink=bool(spec.get("sink")),
-    )
+    """The problem that a SPEC's kernel computes for these counts.
+
+    A window becomes part of the mask, so that two ways to say one mask are one problem.
+    """
+    what = {name: x for name, x in spec.items() if name not in _HOW}
+    if "window" in what:
+        what["mask"] = masks.said(masks.of_spec(what))
+        del what["window"]
+    return Problem(what, batch, heads, q, kv)
 
 
 def problems_for(

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from .problems import Problem
+from .problems import Problem, problem_for
 from .timing import BURST, GRAPH, REGIMES, SUSTAINED, Round, Timing
 
 OURS = "ours"  # the fastest of our kernels, where one line stands for all of them
@@ -90,6 +90,12 @@ class Report:
     matmul: dict[str, Timing] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def regimes(self) -> list[str]:
+        """Those in which everyone was timed."""
+        taken = (name for one in self.matmul.values() for name in one.rounds)
+        return list(dict.fromkeys(taken))
+
     def matmul_tflops(self, when: str, regime: str = GRAPH) -> float:
         """Of the median round ``before`` or ``after``."""
         return self.matmul_flops / self.matmul[when].seconds(regime) / 1e12
@@ -126,7 +132,7 @@ def lines(cells: Iterable[Cell]) -> Lines:
     """
     found: Lines = {}
     for cell in cells:
-        problem = replace(cell.problem, lse=False)
+        problem = cell.problem.without_lse
         for name, timing in cell.timings.items():
             contender = OURS if name in cell.ours else name
             line = found.setdefault(problem.family, {}).setdefault(contender, {})
@@ -196,7 +202,7 @@ def from_json(found: Mapping[str, Any]) -> Report:
     )
     cells = [
         Cell(
-            Problem(**cell["problem"]),
+            _problem(cell["problem"]),
             cell["ours"],
             cell["best_over_fa4"],
             {name: _timing(timing) for name, timing in cell["contenders"].items()},
@@ -213,6 +219,24 @@ def from_json(found: Mapping[str, Any]) -> Report:
         {when: _timing(timing) for when, timing in found["matmul"].items()},
         found["notes"],
     )
+
+
+def _problem(found: Mapping[str, Any]) -> Problem:
+    counts = {name: found[name] for name in ("batch", "heads", "q", "kv")}
+    if "spec" in found:
+        return Problem(found["spec"], **counts)
+    # Runs of before decision 0046 name what a problem has.
+    sides = {side: found.get(f"window_{side}") for side in ("left", "right")}
+    spec = {
+        **{"op": "fmha_fwd", "dtype": found["dtype"]},
+        "head_dim": {"qk": found["d_qk"], "v": found["d_v"]},
+        "q_per_kv": found["heads"] // found["kv_heads"],
+        "mask": "causal" if found["causal"] else "none",
+        "window": {side: "none" if n is None else n for side, n in sides.items()},
+        "lse": found["lse"],
+        **{name: found[name] for name in ("softcap", "sink") if found.get(name)},
+    }
+    return problem_for(spec, **counts)
 
 
 def _timing(found: Mapping[str, Any]) -> Timing:
@@ -233,12 +257,14 @@ def _timing(found: Mapping[str, Any]) -> Timing:
 
 
 def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
-    """The rung's object of a kernel's record; None unless it ran in every cell, beside a peer.
+    """The rung's object of a record; None unless it ran in every cell and regime, beside a peer.
 
     TFLOPS, and MHz of the SM clock as the median over the cells.
     """
     cells = [cell for cell in report.cells if stem in cell.ours]
     if not cells or any(stem not in cell.timings or not cell.peers for cell in cells):
+        return None
+    if report.regimes != [*REGIMES]:
         return None
     machine = report.machine
     return {
@@ -275,7 +301,9 @@ def _figures(cell: Cell, name: str) -> dict[str, Any]:
         f"{regime}_tflops": _figure(cell.problem.flops / timing.seconds(regime) / 1e12)
         for regime in REGIMES
     }
-    return {**found, "host_us": _figure(timing.host_seconds() * 1e6)}
+    host = timing.host_seconds()
+    assert host is not None, "a record has all regimes"
+    return {**found, "host_us": _figure(host * 1e6)}
 
 
 def _median_clock(timings: Sequence[Timing], regime: str) -> int | None:

@@ -11,10 +11,9 @@ from rich.table import Table
 from ..evidence import evaluation
 from .overhead import Fit
 from .results import Cell, Report, summary
-from .timing import BURST, EAGER, GRAPH, REGIMES, SUSTAINED
+from .timing import EAGER, GRAPH, SUSTAINED, Timing
 
 Justify = Literal["left", "right"]
-BESIDE_GRAPH = (EAGER, BURST, SUSTAINED)
 
 
 def print_report(report: Report, fits: Sequence[Fit]) -> None:
@@ -32,38 +31,46 @@ def speeds(report: Report, *, plain: bool) -> Table:
     """One row per kernel and problem, TFLOPS: as graphs everyone, in other regimes our kernel.
 
     ``/best``: over the best peer in that regime. host us: a call of ``fmha``/of what
-    ``compile()`` returns. MHz and W: of our sustained round.
+    ``compile()`` returns, in eager rounds. MHz and W: of our sustained round.
     """
     columns: dict[str, Justify] = {"kernel": "left", "problem": "left"}
     columns |= dict.fromkeys((GRAPH, *report.peers), "right")
     columns |= {"best peer": "left", "/best": "right"}
-    for regime in BESIDE_GRAPH:
+    for regime in beside_graph(report):
         columns |= {regime: "right", f"{regime} /best": "right"}
-    columns |= dict.fromkeys(("host us", "MHz", "W"), "right")
-    rows = [
-        _row(cell, stem, report.peers) for cell in report.cells for stem in cell.ours
-    ]
+    if EAGER in report.regimes:
+        columns["host us"] = "right"
+    if SUSTAINED in report.regimes:
+        columns |= {"MHz": "right", "W": "right"}
+    rows = [_row(report, cell, stem) for cell in report.cells for stem in cell.ours]
     return evaluation.table(columns, rows, plain=plain)
 
 
-def _row(cell: Cell, stem: str, peers: Sequence[str]) -> list[str]:
+def beside_graph(report: Report) -> list[str]:
+    """The other regimes of a run."""
+    return [regime for regime in report.regimes if regime != GRAPH]
+
+
+def _row(report: Report, cell: Cell, stem: str) -> list[str]:
     best = cell.best_peer()
     row = [stem, str(cell.problem)]
-    row += [_number(cell.tflops(name), 0) for name in (stem, *peers)]
+    row += [_number(cell.tflops(name), 0) for name in (stem, *report.peers)]
     row += [best.name if best else "-", _number(cell.over_best(stem), 2)]
-    for regime in BESIDE_GRAPH:
+    for regime in beside_graph(report):
         row.append(_number(cell.tflops(stem, regime), 0))
         row.append(_number(cell.over_best(stem, regime), 2))
-    if stem not in cell.timings:
-        return [*row, "-", "-", "-"]
-    timing = cell.timings[stem]
-    calls = [timing.host_seconds()]
-    if timing.bare_host_seconds is not None:
-        calls.append(timing.bare_host_seconds)
-    row.append("/".join(_number(seconds * 1e6, 1) for seconds in calls))
-    row.append(_number(timing.sm_clock_mhz(SUSTAINED), 0))
-    row.append(_number(timing.power_watts(SUSTAINED), 0))
+    timing = cell.timings.get(stem)
+    if EAGER in report.regimes:
+        row.append(_host_times(timing) if timing else "-")
+    if SUSTAINED in report.regimes:
+        row.append(_number(timing.sm_clock_mhz(SUSTAINED) if timing else None, 0))
+        row.append(_number(timing.power_watts(SUSTAINED) if timing else None, 0))
     return row
+
+
+def _host_times(timing: Timing) -> str:
+    calls = (timing.host_seconds(), timing.bare_host_seconds)
+    return "/".join(_number(x * 1e6, 1) for x in calls if x is not None)
 
 
 def overheads(fits: Sequence[Fit], *, plain: bool) -> Table:
@@ -104,7 +111,8 @@ def closing_lines(report: Report) -> Iterator[str]:
         )
     for when in report.matmul:
         figures = ", ".join(
-            f"{regime} {report.matmul_tflops(when, regime):.0f}" for regime in REGIMES
+            f"{regime} {report.matmul_tflops(when, regime):.0f}"
+            for regime in report.regimes
         )
         yield f"8192^3 bf16 matrix product {when} all problems, TFLOPS: {figures}"
     yield from report.notes

@@ -118,10 +118,9 @@ class Timing:
         """Per launch, of the median round."""
         return statistics.median(one.seconds for one in self.rounds[regime])
 
-    def host_seconds(self) -> float:
-        """Per call, of the median eager round."""
-        found = (one.host_seconds for one in self.rounds[EAGER])
-        return statistics.median(x for x in found if x is not None)
+    def host_seconds(self) -> float | None:
+        """Per call, of the median eager round; None without one."""
+        return _median(one.host_seconds for one in self.rounds.get(EAGER, ()))
 
     def sm_clock_mhz(self, regime: str) -> float | None:
         """Median of the readings; None when there is none."""

@@ -73,16 +73,28 @@ LSE: Final = Tensor(
 )
 
 
-def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
+def _defined_by(given: Given) -> dict[str, Any]:
+    """What defines the results, as functions of `reference` take it."""
     spec = given.spec
+    return {
+        **{x.name: given.inputs[x.name] for x in (Q, K, V)},
+        "sink": given.inputs.get(SINK.name),
+        "scale": given.scale,
+        "mask": masks.of_spec(spec),
+        "softcap": spec.get("softcap"),
+    }
+
+
+def _exact(given: Given) -> dict[str, Array]:
+    found = reference.attention(**_defined_by(given))
+    return {OUT.name: found.out, LSE.name: found.lse}
+
+
+def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
     return reference.truth(
-        *(given.inputs[x.name] for x in (Q, K, V)),
-        sink=given.inputs.get(SINK.name),
-        scale=given.scale,
-        mask=masks.of_spec(spec),
-        dtype=spec["dtype"],
-        softcap=spec.get("softcap"),
-        exp_error=_exp_error(spec),
+        **_defined_by(given),
+        dtype=given.spec["dtype"],
+        exp_error=_exp_error(given.spec),
         wanted=wanted,
     )
 
@@ -146,6 +158,7 @@ FORWARD: Final = Operation(
             value=lambda spec: float(spec["head_dim"]["qk"] ** -0.5),
         ),
     ),
+    exact=_exact,
     truth=_truth,
     judge=_judge,
     flops=_flops,

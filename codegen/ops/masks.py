@@ -260,4 +260,15 @@ def of_spec(spec: Mapping[str, Any]) -> Mask:
 def word_of(spec: Mapping[str, Any]) -> str:
     """What the mask of a SPEC is called: as `MASKS` has it, else by its edges."""
     mask = of_spec(spec)
-    return next((word for word, one in MASKS.items() if one == mask), str(mask))
+    return _word(mask) or str(mask)
+
+
+def said(mask: Mask) -> str:
+    """What the field `mask` of a SPEC says for a mask: a word of `MASKS`, or an expression."""
+    atoms = [f"{text_of(bound.node())} <= kv" for bound in mask.left_edges]
+    atoms += [f"kv <= {text_of(bound.plus(-1).node())}" for bound in mask.right_edges]
+    return _word(mask) or " and ".join(atoms)
+
+
+def _word(mask: Mask) -> str:
+    return next((word for word, one in MASKS.items() if one == mask), "")

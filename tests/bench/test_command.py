@@ -99,8 +99,11 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"against": ["fa9"]}, "--against fa9: the peers are cudnn, fa3, fa4"),
+        ({"against": ["fa9"]}, "--against fa9: the peers are cudnn, fa3, fa4, flex"),
         ({"rounds": 0}, "--rounds 0: at least 1"),
+        ({"regimes": ["graph", "cold"]}, "--regime cold: the regimes are graph, eager"),
+        ({"regimes": ["eager"]}, "--regime: tables and pictures are of graph"),
+        ({"regimes": ["graph"], "record": True}, "--record needs every regime"),
         ({"rounds": 4, "record": True}, "--record needs --rounds 5 or more"),
         ({"against": [], "record": True}, "--record needs a peer"),
         ({"choice": Choice(grid=Path("g"), batch=1)}, "--grid says all sizes"),

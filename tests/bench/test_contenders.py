@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,13 +17,19 @@ torch = pytest.importorskip(
     "torch", reason="PyTorch is missing: pip install 'fmha-gen[torch]'"
 )
 
-from fmha_gen.bench import command, contenders, fa3  # noqa: E402
+from fmha_gen.bench import contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
+from fmha_gen.bench.problems import Band  # noqa: E402
 from fmha_gen.ops.masks import MASKS  # noqa: E402
 from fmha_gen.ops.reference import attention  # noqa: E402
 from unit.fake_kernel import FakeKernel, spec  # noqa: E402
 
-PROBLEM = problem(2, 4, 2, 48, 48, 64, 32, causal=True, lse=True)
+
+def asked(q: int = 48, *, causal: bool = True, lse: bool = True, **more: Any) -> Any:
+    return problem(2, 4, 2, q, 48, 64, 32, causal=causal, lse=lse, **more)
+
+
+PROBLEM = asked()
 
 
 def exact(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
@@ -57,21 +62,22 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         module = ModuleType(name)
         module.flash_attn_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(contenders, "sdpa_kernel", sdpa_kernel)
+    monkeypatch.setattr("torch.nn.attention.sdpa_kernel", sdpa_kernel)
     return found
 
 
-@pytest.mark.parametrize("name", sorted(command.PACKAGES))
+@pytest.mark.parametrize("name", ["cudnn", "fa3", "fa4"])
 @pytest.mark.parametrize("lse", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
 def test_every_peer_computes_the_problem(
     name: str, lse: bool, causal: bool, calls: list[Any]
 ) -> None:
-    asked = replace(PROBLEM, lse=lse, causal=causal)
-    inputs = contenders.make_inputs(asked, "cpu")
-    launch = contenders.PEERS[name](asked, inputs)
+    one = asked(lse=lse, causal=causal)
+    inputs = contenders.make_inputs(one, "cpu")
+    assert contenders.PEERS[name].refusal(one) == ""
+    launch = contenders.PEERS[name].launch(one, inputs)
     assert launch().shape == (2, 48, 4, 32)
-    assert 0 < contenders.error_of(launch, asked, inputs) < 0.005
+    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
     told = {
         "fa4": {"causal": causal, "return_lse": lse},
         "fa3": {"causal": causal, "softcap": 0.0},
@@ -81,26 +87,25 @@ def test_every_peer_computes_the_problem(
 
 
 def test_a_window_is_handed_on_or_refused(calls: list[Any]) -> None:
-    asked = replace(PROBLEM, window_left=9)
-    inputs = contenders.make_inputs(asked, "cpu")
+    one = asked(window={"left": 9, "right": "none"})
+    inputs = contenders.make_inputs(one, "cpu")
     for name, window in (("fa4", (9, None)), ("fa3", (9, -1))):
-        contenders.PEERS[name](asked, inputs)()
+        contenders.PEERS[name].launch(one, inputs)()
         assert calls[-1][1]["window_size"] == window
         assert calls[-1][1]["causal"]
-    with pytest.raises(RuntimeError, match="no window"):
-        contenders.cudnn(asked, inputs)
+    assert contenders.PEERS["cudnn"].refusal(one) == "takes no window"
 
 
 def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = replace(PROBLEM, sink=True)
-    inputs = contenders.make_inputs(asked, "cpu")
+    one = asked(sink=True)
+    inputs = contenders.make_inputs(one, "cpu")
     assert inputs.sink is not None and inputs.sink.dtype == torch.float32
     assert torch.equal(inputs.sink.bfloat16().float(), inputs.sink)
-    kernel = FakeKernel(spec(**asked.spec))
-    assert contenders.error_of(contenders.ours(kernel, inputs), asked, inputs) < 0.005
-    ignored = FakeKernel(spec(**asked.spec), "ignores the sink")
+    kernel = FakeKernel(spec(**one.spec))
+    assert contenders.error_of(contenders.ours(kernel, inputs), one, inputs) < 0.005
+    ignored = FakeKernel(spec(**one.spec), "ignores the sink")
     launch = contenders.ours(ignored, inputs)
-    assert contenders.error_of(launch, asked, inputs) > contenders.WRONG
+    assert contenders.error_of(launch, one, inputs) > contenders.WRONG
 
     def fa4(*tensors: Any, learnable_sink: Any, **options: Any) -> Any:
         assert learnable_sink.dtype == torch.bfloat16
@@ -110,16 +115,15 @@ def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> Non
         module = ModuleType(name)
         module.flash_attn_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
-    launch = contenders.fa4(asked, inputs)
-    assert contenders.error_of(launch, asked, inputs) < 0.005
-    for peer in (contenders.cudnn, contenders.fa3):
-        with pytest.raises(RuntimeError, match="has no sinks"):
-            peer(asked, inputs)
+    launch = contenders.fa4(one, inputs)
+    assert contenders.error_of(launch, one, inputs) < 0.005
+    for peer in ("cudnn", "fa3"):  # FlashAttention-3's own package
+        assert contenders.PEERS[peer].refusal(one) == "takes no sink"
 
 
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
     inputs = contenders.make_inputs(PROBLEM, "cpu")
-    launch = contenders.fa4(replace(PROBLEM, causal=False), inputs)
+    launch = contenders.fa4(asked(causal=False), inputs)
     assert contenders.error_of(launch, PROBLEM, inputs) > contenders.WRONG
     out = contenders.fa4(PROBLEM, inputs)()
     out[-1, -1, -1, -1] = float("nan")
@@ -128,9 +132,10 @@ def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
 
 
 def test_cudnn_has_no_bottom_right_mask(calls: list[Any]) -> None:
-    asked = replace(PROBLEM, q=16)
-    with pytest.raises(RuntimeError, match="no bottom-right causal mask"):
-        contenders.cudnn(asked, contenders.make_inputs(asked, "cpu"))
+    refusal = "takes no causal mask of unequal lengths"
+    assert contenders.PEERS["cudnn"].refusal(asked(16)) == refusal
+    assert contenders.PEERS["cudnn"].refusal(asked(16, causal=False)) == ""
+    assert contenders.PEERS["fa4"].refusal(asked(16)) == ""
 
 
 def test_ours_is_called_through_its_public_entry() -> None:
@@ -153,7 +158,7 @@ def test_the_bare_callable_is_told_of_every_tensor() -> None:
     ((q, k, v, out, lse, scale, processors),) = calls
     sink = torch.zeros(4)
     kernel.fmha = lambda *tensors, sink: outputs
-    contenders.bare(kernel, inputs._replace(sink=sink))()
+    contenders.bare(kernel, inputs._replace(by_name={"sink": sink}))()
     assert calls.pop()[3] is sink
     assert (q, k, v) == inputs.qkv
     assert (out is outputs[0]) and (lse is outputs[1])
@@ -186,10 +191,6 @@ def test_versions_name_what_is_not_installed_too() -> None:
     found = contenders.versions()
     assert {"dsl", "torch", "cuda", "cudnn", "fa3", "fa4"} == found.keys()
     assert found["torch"] == torch.__version__ and found["fa3"] is None
-
-
-def test_every_peer_has_a_package() -> None:
-    assert contenders.PEERS.keys() == command.PACKAGES.keys()
 
 
 # --- the CUDA device ----------------------------------------------------------------------
@@ -293,8 +294,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     operators = SimpleNamespace(fwd=SimpleNamespace(default=Operator()))
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
-    asked = replace(PROBLEM, window_left=9)
-    found = fa3.launch(asked, *inputs.qkv, torch.ones(4))()
+    found = fa3.launch(Band(9, 0), 30.0, *inputs.qkv, torch.ones(4))()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls
@@ -304,5 +304,5 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     assert call["cu_seqlens_q"].tolist() == [0, rows, 2 * rows]
     assert (call["max_seqlen_q"], call["num_splits"], call["out"]) == (rows, 1, None)
     assert call["s_aux"].dtype == torch.bfloat16 and call["s_aux"].tolist() == [1] * 4
-    assert call["is_causal"] == PROBLEM.causal
+    assert call["is_causal"] is True and call["softcap"] == 30.0
     assert (call["window_size_left"], call["window_size_right"]) == (9, -1)

@@ -26,7 +26,7 @@ def seconds(one: Problem, tflops: float, blocks: float, launch: float) -> float:
     """The model, written down anew: a tile of 128 rows, blocks of 128 keys, 4 * d FLOPs a pair."""
     row_tiles = one.q // 128
     executed = row_tiles * row_tiles
-    if one.causal:
+    if one.mask == "causal":
         executed = row_tiles * (row_tiles + 1) // 2
     pairs = one.batch * one.heads * (executed + row_tiles * blocks) * 128 * 128
     return launch + pairs * 4 * 128 / (tflops * 1e12)

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fmha_gen.bench import grid
 from fmha_gen.bench.grid import Row
-from fmha_gen.bench.problems import Problem, problems_for
+from fmha_gen.bench.problems import Band, Problem, problem_for, problems_for
 from fmha_gen.errors import CheckFailed, UsageProblem
+from fmha_gen.ops import masks
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +26,7 @@ def spec(
 ) -> dict[str, Any]:
     return {
         "name": "x",
+        "op": "fmha_fwd",
         "dtype": "bf16",
         "head_dim": {"qk": qk, "v": v or qk},
         "seqlen": {"q": q, "kv": kv},
@@ -44,9 +47,11 @@ def problem(
     d_v: int | None = None,
     causal: bool = False,
     lse: bool = False,
+    **more: Any,
 ) -> Problem:
-    sizes = (batch, heads, kv_heads, q, kv, d_qk, d_v or d_qk)
-    return Problem("bf16", *sizes, causal, lse)
+    plain = {"mask": "causal" if causal else "none", "lse": lse}
+    made = spec(d_qk, d_v, **{**plain, "q_per_kv": heads // kv_heads, **more})
+    return problem_for(made, batch=batch, heads=heads, q=q, kv=kv)
 
 
 @pytest.mark.parametrize(
@@ -92,10 +97,9 @@ def test_a_window_is_the_problem_that_its_mask_is() -> None:
     sides = {"left": 1023, "right": "none"}
     (one,) = problems_for(spec(mask="causal", window=sides))
     (same,) = problems_for(spec(window={"left": 1023, "right": 0}))
-    assert one == same and (one.causal, one.window_left, one.window_right) == (
-        *(True, 1023, None),
-    )
-    assert one.mask == "q - 1023 <= kv <= q" and one.has_window
+    assert one == same and one.band == Band(1023, 0)
+    assert one.band.window and one.band.causal
+    assert one.mask == "q - 1023 <= kv <= q"
     # A row sees 1024 keys once there are so many, but half of its own is not counted.
     pairs = 4096 * 1024 - 1024 * 1023 / 2 - 4096 / 2
     assert one.flops == 4 * one.batch * one.heads * 128 * pairs
@@ -103,7 +107,7 @@ def test_a_window_is_the_problem_that_its_mask_is() -> None:
     assert row.problem(spec(mask="causal")) is not None
     assert row.problem(spec(mask="causal", window=sides)) is None
     (other,) = problems_for(spec(window={"left": 255, "right": 256}))
-    assert (other.causal, other.window_left, other.window_right) == (False, 255, 256)
+    assert other.band == Band(255, 256) and not other.band.causal
     assert other.mask == "q - 255 <= kv <= q + 256"
 
 
@@ -224,6 +228,31 @@ def test_the_grid_of_the_bar_has_its_rows() -> None:
     assert {(row.d_qk, row.mask, row.batch) for row in single} == {(128, "causal", 1)}
 
 
-def test_sinks_are_another_family() -> None:
-    (made,) = problems_for(spec(mask="causal", sink=True))
-    assert made.sink and made.family == "d128 bf16 sinks causal"
+def test_whatever_a_spec_computes_is_the_problem() -> None:
+    """Fields that this package's bench has never heard of, too."""
+    plain = problem(4, 16, 16, 4096, 4096, causal=True)
+    (sinks,) = problems_for(spec(mask="causal", sink=True))
+    (capped,) = problems_for(spec(mask="causal", softcap=30.0, rotary={"base": 1e4}))
+    assert len({plain, sinks, capped}) == 3
+    assert sinks.family == "d128 bf16 sink causal"
+    assert str(sinks) == "b4 h16 s4096 causal sink"
+    assert capped.family == "d128 bf16 softcap 30 rotary causal"
+    assert capped.further == {"softcap": 30.0, "rotary": {"base": 1e4}}
+    (same,) = problems_for(
+        spec(mask="causal", arch="sm100", pack_gqa=True, cluster=[2, 1], multicast="k")
+    )
+    assert same == plain and hash(same) == hash(plain)
+    assert replace(plain, q=1024) != plain != sinks
+    assert problem(1, 1, 1, 8, 8, lse=True).without_lse == problem(1, 1, 1, 8, 8)
+
+
+def test_an_expression_is_no_band() -> None:
+    chunks = "kv <= q and kv // 8192 == q // 8192"
+    (one,) = problems_for(spec(mask=chunks), lengths=[16384])
+    assert one.band is None and one.mask == "8192 * (q // 8192) <= kv <= q"
+    causal = problem(1, 16, 16, 8192, 8192, causal=True)
+    assert one.flops == pytest.approx(2 * causal.flops)
+    windowed = spec(mask=chunks, window={"left": 9, "right": "none"})
+    (both,) = problems_for(windowed)
+    assert both.spec["mask"] == "8192 * (q // 8192) <= kv and q - 9 <= kv and kv <= q"
+    assert both.keys == masks.of_spec(windowed)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from rich.console import Console
 from .test_problems import problem
 
 SHAPE = problem(1, 1, 1, 1000, 1000, 125)  # 0.5 GFLOP: 1 us is 500 TFLOPS
+DECISIONS = Path(__file__).parents[2] / "codegen" / "decisions"
 MACHINE = Machine("NVIDIA H200", "580.1", 132, {"torch": "2.11", "fa3": None})
 
 
@@ -88,7 +90,7 @@ def test_the_summary_takes_our_fastest_of_each_cell() -> None:
 
 def test_lines_join_what_differs_in_lse_only() -> None:
     plain, with_lse = cell(x=500, fa4=450), cell(y=600, fa4=400)
-    with_lse.problem = replace(SHAPE, lse=True)
+    with_lse.problem = problem(1, 1, 1, 1000, 1000, 125, lse=True)
     found = results.lines([plain, with_lse])
     assert list(found) == ["d125 bf16 none"]
     line = found["d125 bf16 none"]
@@ -117,6 +119,28 @@ def test_the_table_has_everyone_and_every_regime() -> None:
     assert head == titles.split()
     figures = "600 - 500 fa4 1.20 300 0.60 1200 2.40 480 0.96 7.0/1.2 1700 650"
     assert row == ["x", "b1", "h1", "s1000", "none", *figures.split()]
+
+
+def test_a_run_of_one_regime_has_its_figures_alone() -> None:
+    found = report(cell(x=600, fa4=500))
+    for one in (*found.matmul.values(), *found.cells[0].timings.values()):
+        one.rounds = {"graph": one.rounds["graph"]}
+    head, row = text(tables.speeds(found, plain=True))
+    assert head == [
+        "kernel",
+        "problem",
+        "graph",
+        "cudnn",
+        "fa4",
+        "best",
+        "peer",
+        "/best",
+    ]
+    assert row[5:] == ["600", "-", "500", "fa4", "1.20"]
+    first = "8192^3 bf16 matrix product before all problems, TFLOPS: graph 790"
+    assert list(tables.closing_lines(found))[1] == first
+    again = results.from_json(json.loads(json.dumps(results.as_json(found))))
+    assert again.regimes == ["graph"] and again.cells == found.cells
 
 
 def test_a_kernel_that_is_missing_has_a_row_without_figures() -> None:
@@ -207,7 +231,7 @@ def test_json_keeps_every_round() -> None:
     middle = SHAPE.flops / 600e12
     assert seconds == pytest.approx([0.9 * middle, middle, 1.5 * middle])
     assert graph["rounds"][0]["sm_clock_mhz"] == [1700]
-    assert one["problem"]["d_qk"] == 125
+    assert one["problem"]["spec"]["head_dim"]["qk"] == 125
 
 
 def test_json_says_all_of_a_run() -> None:
@@ -218,6 +242,21 @@ def test_json_says_all_of_a_run() -> None:
     found.notes.append("no fa3")
     found.peers = list(found.peers)
     assert results.from_json(json.loads(json.dumps(results.as_json(found)))) == found
+
+
+@pytest.mark.parametrize(
+    "name", ["0013-bench-run", "0013-bench-d128-fa3", "0041-bench"]
+)
+def test_runs_of_before_a_problem_had_a_spec_are_still_shown(name: str) -> None:
+    found = json.loads((DECISIONS / f"{name}.json").read_text("utf-8"))
+    problems = [cell.problem for cell in results.from_json(found).cells]
+    assert [one.flops for one in problems] == [c["flops"] for c in found["cells"]]
+    if name == "0041-bench":
+        words = ["", " softcap 30", " sink", "", " softcap 30"]
+        assert [str(one).partition("s8192 ")[2] for one in problems] == [
+            ("q - 1023 <= kv <= q" if at == 3 else "causal") + word
+            for at, word in enumerate(words)
+        ]
 
 
 def test_the_record_holds_the_figures_of_the_kernels_own_cells() -> None:

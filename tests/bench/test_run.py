@@ -169,6 +169,34 @@ def test_a_run(generated: tuple[Path, Path]) -> None:
     assert other is not None and other["rung"] == "rendered"  # never validated
 
 
+def test_a_regime_may_be_run_alone(generated: tuple[Path, Path]) -> None:
+    folder, outside = generated
+    options = (folder, *SIZES, "--against", "fa4", "--json", outside / "run.json")
+    result = invoke(*options, "--regime", "graph")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.splitlines()[0].endswith("best peer  /best")
+    data = json.loads((outside / "run.json").read_text())
+    timed = [data["matmul"]["after"], *data["cells"][0]["contenders"].values()]
+    assert [list(one["regimes"]) for one in timed] == [["graph"]] * 3
+    assert "bare_host_seconds" in timed[1] and timed[1]["bare_host_seconds"] is None
+
+
+def test_who_cannot_do_a_problem_is_not_called_and_says_why(
+    generated: tuple[Path, Path],
+) -> None:
+    folder, _ = generated
+    path = folder / "causal.py"
+    path.write_text(path.read_text().replace("'lse'", "'rotary': True, 'lse'"))
+    options = (*SIZES, "--against", "fa4,cudnn", "--regime", "graph")
+    result = invoke(path, *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    of = "d16 bf16 rotary causal b2 h2 s64 causal rotary and 1 more"
+    assert result.stdout.splitlines()[-2:] == [
+        f"no {peer} for {of}: takes no rotary" for peer in ("fa4", "cudnn")
+    ]
+    assert not any(who == "fa4" for _, who in device.log)
+
+
 def test_a_run_is_shown_again_from_its_json(generated: tuple[Path, Path]) -> None:
     folder, outside = generated
     found, picture = outside / "run.json", outside / "run.svg"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import support
-from fmha_gen.bench.problems import Problem
+from bench.test_problems import problem
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.host.executor import Local
@@ -23,7 +23,7 @@ from fmha_gen.ops.cases import cases_for, tiles_of
 from fmha_gen.tune import gpu
 from fmha_gen.tune.gpu import MACHINE, OneGpu, judge
 
-PROBLEM = Problem("bf16", 1, 2, 2, 64, 80, 64, 64, False, False)
+PROBLEM = problem(1, 2, 2, 64, 80, 64)
 TURN = {"event": "turn", "who": "a", "doing": "p", "limit": 60}
 ROUNDS = {"event": "rounds", "problem": "p", "rounds": [[1.0, 2.0]]}
 

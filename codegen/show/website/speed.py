@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ...bench import plot
@@ -83,7 +83,7 @@ def _problem(kernel: Kernel, cell: Cell) -> Problem:
     """With and without LSE it is the same here, as in the plot of a run."""
     spec = kernel.plan.context["spec"]
     counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
-    return replace(problem_for(spec, **counts), lse=False)
+    return problem_for(spec, **counts).without_lse
 
 
 def _lines(machine: Machine) -> Lines:

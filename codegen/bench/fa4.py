@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FlashAttention-4. Its own masks where they say the problem's, else an expression as ``mask_mod``.
+
+With that come the lists of blocks that FlexAttention has: both packages name and order them alike.
+Checked with 4.0.0b36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from . import flex
+from .problems import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+PACKAGE = "flash_attn.cute"
+
+
+def version() -> str | None:
+    """None where it is not installed as a distribution."""
+    try:
+        return metadata.version("flash-attn-4")
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def launch(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    by_name: Mapping[str, torch.Tensor],
+) -> Callable[[], Any]:
+    """A call of it. Tensors are [batch, rows, heads, dim]; by_name: further inputs."""
+    function, band = import_module(PACKAGE).flash_attn_func, problem.band
+    given: dict[str, Any] = {"return_lse": problem.lse}
+    if band is None:
+        given["mask_mod"] = mask_mod(problem)
+        given["block_sparse_tensors"] = block_lists(problem, q.device)
+    else:
+        given["causal"] = band.causal
+        if band.window:
+            given["window_size"] = (band.left, band.right or None)
+    if problem.softcap is not None:
+        given["softcap"] = problem.softcap
+    if "sink" in by_name:
+        given["learnable_sink"] = by_name["sink"].bfloat16()
+    return lambda: function(q, k, v, **given)
+
+
+def mask_mod(problem: Problem) -> Callable[..., Any]:
+    """The mask as it calls one, with values of CuTe in place of PyTorch's."""
+    from cutlass import cute
+
+    visible = flex.mask_mod(problem, {}, cute.where)
+    assert visible is not None, "a mask of no edge is a band"
+
+    def mod(b: Any, h: Any, row: Any, kv: Any, lengths: Any, tensors: Any) -> Any:
+        return visible(b, h, row, kv)
+
+    group = problem.heads // problem.kv_heads
+    # By this it knows the kernels that it has compiled.
+    mod.__cute_hash__ = f"{problem.mask} {problem.q} {problem.kv} {group}"  # type: ignore[attr-defined]
+    return mod
+
+
+def block_lists(problem: Problem, device: torch.device) -> Any:
+    """The blocks in which some score counts, and of these the ones in which all do."""
+    lists = flex.block_mask(problem, {}, device)
+    made = import_module(f"{PACKAGE}.block_sparsity").BlockSparseTensorsTorch
+    return made(
+        *(lists.kv_num_blocks, lists.kv_indices),
+        *(lists.full_kv_num_blocks, lists.full_kv_indices),
+        block_size=lists.BLOCK_SIZE,
+    )
