@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..evidence.trial import DTYPES
-from ..ops import masks
+from ..ops import lists, masks
 from ..ops.reference import attention
 from . import fa3 as fa3_module
 from .problems import Problem
@@ -32,13 +32,14 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 class Inputs(NamedTuple):
     """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v].
 
-    sink: [heads] fp32, of values that bf16 has, for peers take no others.
+    sink: [heads] fp32, of values that bf16 has, for peers take no others. lists: by name.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     sink: torch.Tensor | None = None
+    lists: Mapping[str, torch.Tensor] = {}
 
     @property
     def qkv(self) -> tuple[torch.Tensor, ...]:
@@ -48,18 +49,23 @@ class Inputs(NamedTuple):
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         """What our kernels take by name alone."""
-        return {} if self.sink is None else {"sink": self.sink}
+        sink = {} if self.sink is None else {"sink": self.sink}
+        return {**sink, **self.lists}
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
     """The same values whoever asks."""
     generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
-    made = {}
+    made, listed = {}, {}
+    for name, indices in problem.operation.indices(spec, problem).items():
+        listed[name] = torch.tensor(indices, device=device)
     for x in problem.operation.inputs(spec):
+        if x.name in listed:
+            continue
         drawn = torch.randn(x.shape(spec, problem), device=device, generator=generator)
         made[x.name] = drawn.bfloat16() if x.type(spec) == "fp32" else drawn
         made[x.name] = made[x.name].to(DTYPES[x.type(spec)])
-    return Inputs(**made)
+    return Inputs(**made, lists=listed)
 
 
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
@@ -79,6 +85,8 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
 
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
+    if problem.tile is not None:
+        raise RuntimeError("FlashAttention-4 is not given block lists")
     function = import_module("flash_attn.cute").flash_attn_func
     given: dict[str, Any] = {"causal": problem.causal, "return_lse": problem.lse}
     if problem.has_window:
@@ -92,7 +100,9 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
 
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-3."""
-    function = fa3_module.launch(problem, *inputs)
+    if problem.tile is not None:
+        raise RuntimeError("FlashAttention-3 takes no block lists")
+    function = fa3_module.launch(*(problem, inputs.q, inputs.k, inputs.v, inputs.sink))
     return lambda: _out(function())
 
 
@@ -106,6 +116,8 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
         raise RuntimeError("PyTorch's cuDNN attention has no softcap")
     if inputs.sink is not None:
         raise RuntimeError("PyTorch's cuDNN attention has no sinks")
+    if problem.tile is not None:
+        raise RuntimeError("PyTorch's cuDNN attention takes no block lists")
     q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
     grouped = problem.heads != problem.kv_heads
 
@@ -148,6 +160,7 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
         mask=masks.of_spec(problem.spec),
         softcap=problem.softcap,
         sink=None if inputs.sink is None else inputs.sink[-1:],
+        lists=lists.of_case(problem.spec, problem),  # which all batches and heads share
     ).out
     error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())

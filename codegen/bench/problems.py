@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import CheckFailed
 from ..ops import masks, operation_of
 from ..ops.cases import DYNAMIC
+from ..ops.lists import Drawn, tile_of
 from ..ops.operation import Operation
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
@@ -23,7 +24,8 @@ class Problem:
 
     lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
     and behind its place a query sees, as `masks.Mask` counts them; None for all. softcap: of the
-    scores; None for none. sink: whether each head has one.
+    scores; None for none. sink: whether each head has one. tile: rows and keys of the blocks that
+    lists name; None without lists.
     """
 
     dtype: str
@@ -40,6 +42,12 @@ class Problem:
     window_right: int | None = None
     softcap: float | None = None
     sink: bool = False
+    tile: tuple[int, int] | None = None
+
+    @property
+    def lists(self) -> Drawn:
+        """Half of the blocks that the mask leaves, the same ones for all batches and heads."""
+        return Drawn("half", "")
 
     @property
     def flops(self) -> float:
@@ -63,6 +71,16 @@ class Problem:
             **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
             **({} if self.softcap is None else {"softcap": self.softcap}),
             "sink": self.sink,
+            **self._blocks,
+        }
+
+    @property
+    def _blocks(self) -> dict[str, Any]:
+        if self.tile is None:
+            return {}
+        return {
+            "blocks": "lists",
+            "tile": dict(zip(("q", "kv"), self.tile, strict=True)),
         }
 
     @property
@@ -81,11 +99,15 @@ class Problem:
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.heads // self.kv_heads
         group_words = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.dtype}{group_words}{self._cap}{' sinks' * self.sink}"
+        return f"{dim} {self.dtype}{group_words}{self._cap}{' sinks' * self.sink}{self._lists}"
 
     @property
     def _cap(self) -> str:
         return "" if self.softcap is None else f" softcap {self.softcap:g}"
+
+    @property
+    def _lists(self) -> str:
+        return "" if self.tile is None else " half of {}x{} blocks".format(*self.tile)
 
     @property
     def family(self) -> str:
@@ -97,7 +119,7 @@ class Problem:
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
         rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        return f"b{self.batch} h{heads} {rows} {self.mask}{self._cap}"
+        return f"b{self.batch} h{heads} {rows} {self.mask}{self._cap}{self._lists}"
 
 
 def problem_for(
@@ -120,6 +142,7 @@ def problem_for(
         window_right=mask.right or None,
         softcap=spec.get("softcap"),
         sink=bool(spec.get("sink")),
+        tile=tile_of(spec) if spec.get("blocks") else None,
     )
 
 

@@ -227,3 +227,13 @@ def test_the_grid_of_the_bar_has_its_rows() -> None:
 def test_sinks_are_another_family() -> None:
     (made,) = problems_for(spec(mask="causal", sink=True))
     assert made.sink and made.family == "d128 bf16 sinks causal"
+
+
+def test_lists_of_half_the_blocks_are_another_family() -> None:
+    (made,) = problems_for(
+        spec(mask="none", blocks="lists", tile={"q": 128, "kv": 64}), lengths=[1024]
+    )
+    (plain,) = problems_for(spec(mask="none"), lengths=[1024])
+    assert made.family == "d128 bf16 half of 128x64 blocks none"
+    assert made.flops == plain.flops / 2
+    assert made.spec["blocks"] == "lists" and "blocks" not in plain.spec
