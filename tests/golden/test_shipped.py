@@ -100,7 +100,9 @@ PROMISED = {
 WAITING = frozenset(
     {
         "sm90_d128_bf16_causal_cap30",
+        "sm90_d128_bf16_causal_lists",
         "sm90_d128_bf16_causal_sink",
+        "sm90_d128_bf16_full_lists",
         "sm90_d256_bf16_causal_gqa2_cap50",
         "sm90_d64_bf16_causal_cap30",
         "sm90_d64_bf16_causal_gqa8_sink_lse",
