@@ -145,6 +145,12 @@ def kernel_text(text: str, stem: str = "candidate") -> str:
 NO_WINDOW = {"left": "none", "right": "none"}
 
 
+def with_lists_that_fit(fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields, without block lists where those do not go with the others."""
+    fits = fields["cluster"] == [1, 1] and not fields.get("pack_gqa")
+    return fields if fits else fields | {"blocks": "derived"}
+
+
 def hides_keys(fields: dict[str, Any]) -> bool:
     """Whether each side of the window does, by the mask and fixed lengths (FG214)."""
     left, right = fields["window"]["left"], fields["window"]["right"]

@@ -80,12 +80,12 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
 
     generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
     inputs = problem.operation.inputs(spec)
-    made = {
-        x.name: DRAWN[x.name](x.shape(spec, problem), generator).to(
-            DTYPES[x.type(spec)]
-        )
-        for x in inputs
-    }
+    indices = problem.operation.indices(spec, problem)
+    made = {name: torch.tensor(x, device=device) for name, x in indices.items()}
+    for x in inputs:
+        if x.name not in made:
+            drawn = DRAWN[x.name](x.shape(spec, problem), generator)
+            made[x.name] = drawn.to(DTYPES[x.type(spec)])
     by_name = {x.name: made.pop(x.name) for x in inputs if x.when}
     return Inputs(**made, by_name=by_name)
 
@@ -198,7 +198,7 @@ PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
     "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
-    "flex": Peer({"torch": _FUSED | {EXPRESSION, "sink"}}, flex_attention),
+    "flex": Peer({"torch": _FUSED | {EXPRESSION, "sink", "blocks", "tile"}}, flex_attention),
 }
 
 

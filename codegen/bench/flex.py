@@ -15,6 +15,7 @@ from operator import add, and_, floordiv, gt, lt, mod, mul, neg, sub
 from typing import TYPE_CHECKING, Any, Final
 
 from ..expressions.language import Name, Node, Number, names_in
+from ..ops import lists
 from .problems import Problem
 from .timing import Launch
 
@@ -134,11 +135,15 @@ def launch(
 
 
 def block_mask(problem: Problem, tensors: Names, device: torch.device) -> Any:
-    """The lists of blocks with a score that counts; None where all do."""
+    """The lists of blocks with a score that counts, or those of a call; None where all do."""
     import torch
-    from torch.nn.attention.flex_attention import create_block_mask
+    from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
     test = mask_mod(problem, tensors, torch.where)
+    if "blocks" in problem.spec:
+        given = [tensors[name] for name in lists.NAMES]
+        size = lists.tile_of(problem.spec)
+        return BlockMask.from_kv_blocks(*given, BLOCK_SIZE=size, mask_mod=test)
     if test is None:
         return None
     edges = (*problem.keys.left_edges, *problem.keys.right_edges)

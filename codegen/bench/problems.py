@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 from ..errors import CheckFailed
 from ..ops import masks, operation_of
 from ..ops.cases import DYNAMIC
+from ..ops.lists import Drawn
 from ..ops.masks import Mask
 from ..ops.operation import Operation
 
@@ -83,6 +84,11 @@ class Problem:
     def flops(self) -> float:
         """Of the operation."""
         return self.operation.flops(self.spec, self)
+
+    @property
+    def lists(self) -> Drawn:
+        """Of kernels that take lists: half of the mask's blocks, alike for all batches and heads."""
+        return Drawn("half", "")
 
     @property
     def operation(self) -> Operation:

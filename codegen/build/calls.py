@@ -16,6 +16,7 @@ from ..emulator import launch
 from ..ops import cases, operation_of
 from ..ops.cases import DYNAMIC, Case, Tiles, launches_for, tiles_of
 from ..ops.inputs import GUARD, Layout, Placed, place_tensors
+from ..ops.lists import AXES, Drawn
 from ..ops.operation import BYTES
 from .kernel_text import read_constants
 
@@ -131,6 +132,7 @@ def _probed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
             sm_count=tiles.ctas * (1 + number * 13 % 71) + number % tiles.ctas,
             layout=LAYOUTS[number % len(LAYOUTS)],
             scale_factor=SCALES[number % len(SCALES)],
+            lists=Drawn("mask", AXES[number % len(AXES)]),
         )
     for case in launches_for(spec, tiles):
         yield replace(case, sm_count=case.sm_count or 7 * tiles.ctas)

@@ -15,9 +15,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 CUDA = 2  # kDLCUDA
-FLOAT, BFLOAT = 2, 4  # kDLFloat, kDLBfloat
+INT, FLOAT, BFLOAT = 0, 2, 4  # kDLInt, kDLFloat, kDLBfloat
 # name -> (code, bits)
-TYPES = {"bf16": (BFLOAT, 16), "fp16": (FLOAT, 16), "fp32": (FLOAT, 32)}
+TYPES = {
+    **{"bf16": (BFLOAT, 16), "fp16": (FLOAT, 16)},
+    **{"fp32": (FLOAT, 32), "int32": (INT, 32)},
+}
 VERSION = (1, 1)
 # A capsule holds the pointer to its name, so the names live as long as the module.
 _NAME, _VERSIONED_NAME = b"dltensor", b"dltensor_versioned"
@@ -231,7 +234,7 @@ def torch_module(device: int, stream: int) -> ModuleType:
     """A stand-in for PyTorch, whose current device and stream are these."""
     torch: Any = ModuleType("torch")
     torch.Tensor = TorchTensor
-    torch.bfloat16, torch.float16, torch.float32 = TYPES
+    torch.bfloat16, torch.float16, torch.float32, torch.int32 = TYPES
     torch.cuda = SimpleNamespace(current_device=lambda: device)
     _current_streams.clear()
     _current_streams[device] = stream

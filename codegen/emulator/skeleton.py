@@ -8,7 +8,9 @@ The rest goes: products, tensor memory, values in shared memory, softmax. A bran
 that is kept depends, the vote for a rescaling for instance, goes where both of its ways meet. What
 `st.global` stores becomes zero.
 
-A kernel whose schedule depends on data has no skeleton.
+Integers in global memory may decide the schedule, as lists of blocks do: an `ld.global` on which it
+depends is kept, and reads the memory that a walk is given. A kernel whose schedule depends on other
+data has no skeleton.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _WITHOUT_RESULT = frozenset(
     ("st", "stmatrix", "bar", "barrier", "cp", "fence", "prefetch", "setmaxnreg")
 ) | frozenset(("griddepcontrol", "red", *_BRANCHES))
 _DATA = frozenset(("wgmma", "tcgen05", "ldmatrix", "mma", "atom"))
-"""Opcodes whose results are data; and so are those of `ld`, but of parameters."""
+"""Opcodes whose results are data; so are those of `ld`, but of parameters and global memory."""
 
 
 class DataDependence(Exception):
@@ -72,7 +74,7 @@ def _is_root(instruction: Instruction) -> bool:
 def _is_data(instruction: Instruction) -> bool:
     """Whether its results are data."""
     if instruction.opcode == "ld":
-        return instruction.modifiers[0] != "param"
+        return instruction.modifiers[0] not in ("param", "global")
     return instruction.opcode in _DATA
 
 

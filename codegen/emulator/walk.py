@@ -2,7 +2,8 @@
 """Walks a launch: every CTA's control flow, barriers, loads and stores, and no data.
 
 What runs is the kernel's skeleton. A TMA load moves nothing and completes its bytes; a store only
-says what it covers. So tensors need no memory: any size, any strides, anywhere.
+says what it covers. So tensors need no memory, any size, any strides, anywhere, but for those whose
+numbers decide what a CTA does.
 """
 
 from __future__ import annotations
@@ -132,15 +133,18 @@ def walk(
     *,
     clusters: Collection[int] | None = None,
     tiles: Mapping[int, Sequence[int]] | None = None,
+    memory: GlobalMemory | None = None,
     max_steps: int = MAX_STEPS,
     names: Names = NAMELESS,
 ) -> Walk:
     """Runs every cluster of a launch, or those of `clusters`; `program` is of `prepare`.
 
-    tensors: what the kernel's arguments point to. tiles, names: as for `machine.run`. The findings
+    tensors: what the kernel's arguments point to. memory: of those that decide the schedule.
+    tiles, names: as for `machine.run`. The findings
     are those that need no data: deadlocks, misused barriers, boxes and stores that are outside.
     """
-    walker = Walker(program, launch, tensors, tiles or {}, max_steps, names)
+    memory = memory or GlobalMemory()
+    walker = Walker(program, launch, tensors, memory, tiles or {}, max_steps, names)
     walker.run(launch, clusters)
     return walker.result(clusters)
 
@@ -183,12 +187,13 @@ class Walker(Machine):
         program: Program,
         launch: Launch,
         tensors: Iterable[Extent],
+        memory: GlobalMemory,
         tiles: Mapping[int, Sequence[int]],
         max_steps: int,
         names: Names,
     ) -> None:
         super().__init__(
-            *({launch.kernel: program}, GlobalMemory(), Schedule(), False),
+            *({launch.kernel: program}, memory, Schedule(), False),
             *(None, max_steps, tiles, {launch.kernel: names}),
         )
         self._tensors = tuple(tensors)

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..build.calls import locate
+from ..build.calls import Located, locate
 from ..emulator import walk
 from ..emulator.launch import Launch
 from ..emulator.lower import Program
+from ..emulator.memory import GlobalMemory
 from ..emulator.report import NAMELESS, Names
 from ..emulator.writes import Writes
 from ..ops import operation_of
@@ -30,6 +31,8 @@ from ..ops.operation import Spec
 from .schedule_check import blocks_of, extent
 from .tensors import Tensor, view_of
 
+ANYWHERE = 2**31  # [rows] of a tile that no box leaves
+
 
 def tiles_of_tensors(
     tiles: Tiles, spec: Spec, addresses: Mapping[str, int]
@@ -38,10 +41,12 @@ def tiles_of_tensors(
 
     Where heads are packed, those of a group are dimension 1 of the queries, and rows come next.
     The CTAs of a cluster load parts of a KV tile, and work on query tiles beyond the last row
-    while another one has rows; nothing else reaches outside.
+    while another one has rows, and lists may name blocks behind K; nothing else reaches outside.
     """
     group = (1,) if tiles.packed > 1 else ()
     queries, keys = (1, *group, tiles.cluster_rows), (1, tiles.kv)
+    if spec.get("blocks"):
+        keys = (1, ANYWHERE)
     return {
         addresses[tensor.name]: keys if tensor.cached else queries
         for tensor in operation_of(spec).tensors(spec)
@@ -120,9 +125,20 @@ def walked(
         ],
         clusters=case.clusters,
         tiles=tiles_of_tensors(cut, spec, addresses),
+        memory=_memory(spec, case, located),
         max_steps=STEPS + int(STEPS_OF_WALKED_BLOCK * blocks),
         names=names,
     )
+
+
+def _memory(spec: Spec, case: Case, located: Mapping[str, Located]) -> GlobalMemory:
+    """The inputs of integers, as they are in a case."""
+    memory = GlobalMemory()
+    for name, numbers in operation_of(spec).indices(spec, case).items():
+        at = located[name]
+        strides = tuple(stride * at.itemsize for stride in at.placed.strides)
+        memory.add_strided(name, at.address, numbers.view(np.uint32), strides)
+    return memory
 
 
 def shape_of_rows(spec: Spec, case: Case) -> tuple[int, int, int]:

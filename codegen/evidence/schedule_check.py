@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..emulator.walk import Boxes, Extent, Walk
-from ..ops import masks, operation_of
+from ..ops import lists, masks, operation_of
 from ..ops.cases import Case, Tiles, most_clusters, work_tiles
 from ..ops.masks import Lengths
 from ..ops.operation import Sizes
@@ -47,7 +47,7 @@ def extent(
 def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
     """(Work tile, KV block) pairs of a problem."""
     plan = _Plan(tiles, spec, sizes)
-    per_head = sum(len(plan.blocks(tile)) for tile in range(plan.tiles_of_head))
+    per_head = sum(plan.count(tile) for tile in range(plan.tiles_of_head))
     return sizes.batch * (plan.heads // tiles.heads) * per_head
 
 
@@ -106,6 +106,7 @@ class _Plan:
         self.outputs = [tensor.name for tensor in operation.outputs(spec)]
         self.dims = {x.name: x.sizes(spec, sizes) for x in operation.tensors(spec)}
         self.pair = spec.get("cta_group", 1) == 2
+        self.lists = lists.draw(spec, sizes)
         self.heads = sizes.kv_heads * self.group
 
     @property
@@ -113,8 +114,26 @@ class _Plan:
         """Work tiles of a cluster in a head."""
         return -(-self.sizes.q // self.tiles.cluster_rows)
 
-    def blocks(self, tile: int) -> range:
+    def count(self, tile: int) -> int:
+        """KV blocks of a work tile, of all heads and batches on average, but for a rest."""
+        if not self.lists:
+            return len(self._derived(tile))
+        counts = sum(self.lists[name] for name in lists.NAMES[::2])
+        return int(np.maximum(counts, 1)[:, :, tile].mean()) + 1
+
+    def blocks(self, work: _Work) -> Sequence[int]:
         """KV blocks that a cluster's work tile needs; one when its rows see no key."""
+        if not self.lists:
+            return self._derived(work.tile)
+        shape = self.lists["kv_indices"].shape
+        place = min(work.batch, shape[0] - 1), min(work.head, shape[1] - 1), work.tile
+        found: list[int] = []
+        for counts, indices in zip(lists.NAMES[::2], lists.NAMES[1::2], strict=True):
+            count = int(self.lists[counts][place])
+            found += self.lists[indices][place][:count].tolist()
+        return found or [shape[3]]  # which is behind K
+
+    def _derived(self, tile: int) -> range:
         first = tile * self.tiles.cluster_rows
         end = min(first + self.tiles.cluster_rows, self.sizes.q)
         needed = self.mask.key_blocks(first, end, self.lengths, self.tiles.kv)
@@ -305,9 +324,9 @@ class _Check:
         least, most = _coverage(boxes, shape, plan.width(name))
         wanted = np.zeros(shape, np.int64)
         for work in works:
-            blocks = plan.blocks(work.tile)
-            keys = slice(blocks.start * block, blocks.stop * block)
-            wanted[work.batch, keys, heads.index(work.head // plan.group)] += 1
+            for number in plan.blocks(work):
+                keys = slice(number * block, (number + 1) * block)
+                wanted[work.batch, keys, heads.index(work.head // plan.group)] += 1
         seen = set()
         bad = (least != wanted) | (most != wanted)
         for place in map(tuple, np.argwhere(bad).tolist()):
@@ -327,7 +346,7 @@ class _Check:
         for number in mine.tolist():
             work = self._work_of(number)
             same = (work.batch, work.head // self.plan.group) == (batch, head)
-            if same and block in self.plan.blocks(work.tile):
+            if same and block in self.plan.blocks(work):
                 first = work.tile * self.plan.tiles.cluster[0]
                 return f" (query tile {first} of head {work.head})"
         return ""
@@ -360,7 +379,7 @@ class _Check:
         wanted = []
         for number in turns:
             work = self._work_of(number)
-            blocks = self.plan.blocks(work.tile)
+            blocks = self.plan.blocks(work)
             head = work.head // self.plan.group
             each = frozenset((work.batch, head, block) for block in blocks)
             wanted.append((len(blocks), each))
@@ -369,6 +388,9 @@ class _Check:
     def _sequence(self, boxes: Boxes) -> list[tuple[int, int, int]]:
         """(batch, KV head, block) of boxes, in order."""
         block = boxes.begin[:, 1] // self.plan.tiles.kv
+        if self.plan.lists:  # an empty box is behind K
+            blocks = -(-self.plan.sizes.kv // self.plan.tiles.kv)
+            block[(boxes.begin == boxes.end).any(axis=1)] = blocks
         return list(
             zip(
                 boxes.begin[:, 0].tolist(),

@@ -453,6 +453,8 @@ def _spoiled(
     for name in ("bf16", "fp16", "fp32", "fp64"):
         if types[name] != x.dtype:
             yield name, x.to(types[name])
+    if x.dtype == torch.int32:
+        yield "int64", x.long()
     yield f"{x.ndim - 1} dimensions", x[0]
     yield "another device", device.elsewhere(x)
     *others, last = tensor.axes

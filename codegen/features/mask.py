@@ -100,9 +100,8 @@ Mask = Annotated[
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
             r".*chunk.*": "write the expression: kv <= q and kv // N == q // N, in quotes",
-            r".*(prefix|document|block|sparse|custom|bias|tree).*": (
-                f"such a mask is {NOT_YET}"
-            ),
+            r".*(block|sparse).*": "write blocks: lists beside the mask of partial blocks",
+            r".*(prefix|document|custom|bias|tree).*": (f"such a mask is {NOT_YET}"),
             r"full|false|no|off|dense|noncausal|bidirectional": "write none",
             r"(causal_)?(bottom_?right|lower_?right)|true|tril": (
                 "write causal, which is aligned at the bottom right"
@@ -130,7 +129,7 @@ def _flags(spec: Spec) -> dict[str, bool]:
         "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
         "diagonal": mask.right == 0,
-        "lpt_order": mask.uneven,
+        "lpt_order": mask.uneven and spec.blocks == "derived",
     }
 
 
@@ -155,9 +154,6 @@ MASK: Final = Feature(
     tokens={r"causal|full": lambda spec: [_TOKENS.get(spec.mask, "")]},
     keys={
         r"(is_)?causal": "write mask: causal",
-        r"block_sparse|block_mask|mask_mod": (
-            f"write mask: causal, or an expression; lists of blocks are {NOT_YET}"
-        ),
     },
     flags=_flags,
     title=_title,

@@ -19,6 +19,7 @@ import numpy as np
 
 from ..arch import ARCHITECTURES
 from . import masks
+from .lists import AXES, BY_MASK, PATTERNS, Drawn
 from .masks import Lengths
 
 Data = Literal[
@@ -137,7 +138,8 @@ class Case:
     sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
     emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
-    layout: see `inputs.place_tensors`. timing: whether its schedule matters, because it is about
+    layout: see `inputs.place_tensors`. lists: of blocks, if the SPEC has them. timing: whether its
+    schedule matters, because it is about
     rings, waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
     """
 
@@ -152,6 +154,7 @@ class Case:
     data: Data = "normal"
     layout: Layout = "own"
     scale_factor: float = 1.0
+    lists: Drawn = BY_MASK
     timing: bool = False
     repeats: int = REPEATS_ELSEWHERE
 
@@ -223,6 +226,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _magnitudes(spec, tiles)
     if spec.get("sink"):
         yield from _sinks(spec, tiles)
+    if spec.get("blocks"):
+        yield from _lists(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -248,6 +253,10 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     for sm_count in sorted({tiles.ctas, 7, 114, 132, sms}):
         walk(f"sms_{sm_count}", 3 * rows + 1, block + 1, *counts, sm_count=sm_count)
     walk("whole", 2 * rows, 5 * block, 2, 3)
+    if spec.get("blocks"):
+        for kind, axes in (("some_tiles", "bh"), ("one", "h"), ("behind", "b")):
+            walk(f"lists_{kind}", 2 * rows, 5 * block, 2, 3)
+            made.append(replace(made.pop(), lists=Drawn(kind, axes)))
     mask = masks.of_spec(spec)
     if mask.left is not None or mask.right:
         q = 3 * rows + 1 + (mask.right or 0)
@@ -311,7 +320,7 @@ def _sections(spec: Mapping[str, Any], tiles: Tiles, sections: int) -> tuple[int
 def _call(case: Case) -> tuple[object, ...]:
     """What makes a call another one."""
     shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
-    return (*shape, case.data, case.layout, case.scale_factor)
+    return (*shape, case.data, case.layout, case.scale_factor, case.lists)
 
 
 def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -444,6 +453,22 @@ def _sinks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("sinks_alone", max(few // 2, 1), **alone)
 
 
+def _lists(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Block lists of every kind, for several tiles, heads and batches that share some of them."""
+    kv_heads = 2 if spec["q_per_kv"] == 1 else 1
+    for number, kind in enumerate(PATTERNS):
+        options: dict[str, Any] = {
+            "lists": Drawn(kind, AXES[number % len(AXES)]),
+            "data": "edges" if kind == "all" else "normal",
+            "layout": ("own", "bhsd", "mixed", "plain")[number % 4],
+            # Roles that count other blocks than one another no longer meet in the rings.
+            "timing": kind in ("shuffled", "some_tiles", "one"),
+        }
+        kv = 4 * tiles.kv - (number + 1) % 3 * (tiles.kv // 2)
+        rows, tag = tiles.q + 5, f"lists_{kind}"
+        yield _fitted(spec, tiles, tag, rows, kv, 2, kv_heads, **options)
+
+
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Every residue of kv to a KV tile; of kv - q, too, where the mask has an edge there.
 
@@ -570,6 +595,9 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if mask.left is not None or mask.right:
         q = EVEN_TILES_LENGTH + (mask.right or 0)
         yield many("many_slide", q, (mask.left or 0) + q // 2, data="edges")
+    for kind in ("some", "shuffled", "some_tiles") if spec.get("blocks") else ():
+        drawn = {"lists": Drawn(kind, "bh"), "layout": "plain"}
+        yield many(f"many_lists_{kind}", EVEN_TILES_LENGTH, 4097, **drawn)
     for number in mask.steps:
         q = EVEN_TILES_LENGTH
         yield many(f"many_step_{number}", q, number + q // 2, data="edges")
@@ -616,7 +644,9 @@ def _fitted(
 
 
 def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
-    """KV blocks of the work tile that has most."""
+    """KV blocks of the work tile that has most; with lists, all of K at most."""
+    if spec.get("blocks"):
+        return math.ceil(case.kv / tiles.kv)
     first = np.arange(0, case.q, tiles.cluster_rows)
     end, lengths = first + tiles.cluster_rows, Lengths(case.q, case.kv)
     blocks = masks.of_spec(spec).key_blocks(first, end, lengths, tiles.kv)

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from . import masks, reference
+from . import lists, masks, reference
 from .compare import Verdict, judge_lse, judge_output
 from .likeness import Inputs, ending
 from .masks import Lengths
@@ -71,6 +71,34 @@ LSE: Final = Tensor(
         f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp(scaled scores)))"
     ),
 )
+LISTS_BATCH: Final = Axis(
+    *("lists_batch", "lb", "b", lambda spec, sizes: lists.shape(spec, sizes)[0]),
+    told=lambda spec: "batch or 1",
+)
+LISTS_HEADS: Final = Axis(
+    *("lists_heads", "lh", "h", lambda spec, sizes: lists.shape(spec, sizes)[1]),
+    told=lambda spec: "heads or 1",
+)
+Q_TILES: Final = Axis(
+    *("query_tiles", "lt", "t", lambda spec, sizes: lists.shape(spec, sizes)[2]),
+    told=lambda spec: "query tiles",
+)
+KV_BLOCKS: Final = Axis(
+    *("kv_blocks", "ln", "n", lambda spec, sizes: lists.shape(spec, sizes)[3]),
+    told=lambda spec: "KV blocks",
+)
+
+
+def _list(name: str, *of_each: Axis) -> Tensor:
+    axes = (LISTS_BATCH, LISTS_HEADS, Q_TILES, *of_each)
+    return Tensor(name, axes, "int32", tma=False, when="blocks")
+
+
+KV_NUM_BLOCKS: Final = _list("kv_num_blocks")
+KV_INDICES: Final = _list("kv_indices", KV_BLOCKS)
+FULL_KV_NUM_BLOCKS: Final = _list("full_kv_num_blocks")
+FULL_KV_INDICES: Final = _list("full_kv_indices", KV_BLOCKS)
+LISTS: Final = (KV_NUM_BLOCKS, KV_INDICES, FULL_KV_NUM_BLOCKS, FULL_KV_INDICES)
 
 
 def _defined_by(given: Given) -> dict[str, Any]:
@@ -82,6 +110,7 @@ def _defined_by(given: Given) -> dict[str, Any]:
         "scale": given.scale,
         "mask": masks.of_spec(spec),
         "softcap": spec.get("softcap"),
+        "lists": _lists(given),
     }
 
 
@@ -105,6 +134,13 @@ def _exp_error(spec: Mapping[str, Any]) -> float:
     return reference.POLYNOMIAL_ERROR if has_polynomial else 0.0
 
 
+def _lists(given: Given) -> lists.Lists | None:
+    """What a call passes."""
+    there = {x.name: x for x in LISTS if x.is_in(given.spec)}
+    tensors = {name: _numpy(given.inputs[name]).astype(int) for name in there}
+    return lists.of_tensors(given.spec, tensors)
+
+
 def _judge(
     given: Given,
     outputs: Mapping[str, Array],
@@ -115,7 +151,8 @@ def _judge(
     """Verdicts by output; a finding about a row of O ends with what the row is like."""
     out = outputs[OUT.name]
     verdict = judge_output(out, truth, wanted)
-    if verdict.row is not None:
+    # With lists a row's keys are no range, which is all that likenesses know.
+    if verdict.row is not None and not KV_INDICES.is_in(given.spec):
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
         mask, softcap = masks.of_spec(given.spec), given.spec.get("softcap")
         sink = given.inputs.get(SINK.name)
@@ -140,7 +177,10 @@ def _numpy(x: Array) -> NDArray[Any]:
 
 def _flops(spec: Spec, sizes: Sizes) -> float:
     """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`."""
-    pairs = masks.of_spec(spec).pairs(Lengths(sizes.q, sizes.kv))
+    mask, lengths = masks.of_spec(spec), Lengths(sizes.q, sizes.kv)
+    pairs, of_case = mask.pairs(lengths), lists.of_case(spec, sizes)
+    if of_case is not None:  # on average, of those that batches and heads share
+        pairs = float(of_case.pairs(mask, lengths).mean())
     dims = sum(spec["head_dim"].values())
     return float(2 * sizes.batch * HEADS.size(spec, sizes) * pairs * dims)
 
@@ -150,7 +190,7 @@ FORWARD: Final = Operation(
     function="fmha",
     title="FMHA forward",
     noun="Attention",
-    reads=(Q, K, V, SINK),
+    reads=(Q, K, V, SINK, *LISTS),
     writes=(OUT, LSE),
     scalars=(
         Scalar(
@@ -162,4 +202,5 @@ FORWARD: Final = Operation(
     truth=_truth,
     judge=_judge,
     flops=_flops,
+    indices=lists.draw,
 )

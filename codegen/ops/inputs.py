@@ -121,8 +121,8 @@ class _Sized(NamedTuple):
 # The order of the axes in memory, the slowest first, of one tensor after the other in turn: of
 # those that TMA moves, and of the others. Axes that it does not name are the slowest.
 _ORDERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "own": (("bsh",), ("bhs",)),
-    "plain": (("bsh",), ("bhs",)),
+    "own": (("bsh",), ("bhstn",)),
+    "plain": (("bsh",), ("bhstn",)),
     "cache": (("bsh",), ("bsh",)),
     "fused": (("bsh",), ("bsh",)),
     "bhsd": (("bhs",), ("hbs",)),
@@ -208,16 +208,18 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
 
 
 def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
-    """The inputs of a case by name; integers, which are indices, are 0."""
+    """The inputs of a case by name; integers as `Operation.indices` has them, others of them 0."""
     random = np.random.default_rng(case.seed)
+    operation = operation_of(spec)
     drawn = {
         x.name: (
             np.zeros(x.shape(spec, case), np.float32)
             if x.dtype == "int32"
             else random.standard_normal(x.shape(spec, case), np.float32)
         )
-        for x in operation_of(spec).inputs(spec)
+        for x in operation.inputs(spec)
     }
+    drawn |= {k: x.copy() for k, x in operation.indices(spec, case).items()}
     if case.data == "normal" and "sink" not in drawn:
         return drawn
     q, k, v = (drawn[name] for name in "qkv")  # of which all the rest speaks

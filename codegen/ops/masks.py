@@ -154,10 +154,32 @@ class Mask:
 
         So TFLOPS of causal attention are counted everywhere: an edge halves what it runs through.
         """
-        lower, upper = self._bounds(np.arange(lengths.q), lengths)
-        halves = [direction(bound.node(), {}) != 0 for bound in self.upper]
-        ends = upper - np.array(halves)[:, None] / 2
-        return float(np.maximum(ends.min(0) - lower.max(0), 0).sum())
+        lower, ends = self._counted(lengths)
+        return float(np.maximum(ends - lower, 0).sum())
+
+    def pairs_of_blocks(
+        self, lengths: Lengths, rows: ArrayLike, keys: ArrayLike
+    ) -> NDArray[np.float64]:
+        """The pairs of `pairs` by block: [tiles, blocks], which begin and end at rows and keys."""
+        lower, ends = self._counted(lengths)
+        first, end = (np.asarray(keys)[part] for part in (slice(-1), slice(1, None)))
+        counts = np.minimum(ends[:, None], end) - np.maximum(lower[:, None], first)
+        begin = np.asarray(rows)[:-1]
+        found: NDArray[np.float64] = np.add.reduceat(np.maximum(counts, 0), begin)
+        return found
+
+    def block_kinds(
+        self, lengths: Lengths, tile_q: int, tile_kv: int
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Of each block of a query tile, whether some row sees a key, and all rows all: [tiles,
+        blocks].
+        """
+        first = np.arange(0, lengths.q, tile_q)[:, None]
+        end = np.minimum(first + tile_q, lengths.q)
+        of_tile = self.key_blocks(first, end, lengths, tile_kv)
+        blocks = np.arange(-(-lengths.kv // tile_kv))
+        seen = (of_tile.first <= blocks) & (blocks < of_tile.end)
+        return seen, (of_tile.whole_first <= blocks) & (blocks < of_tile.whole_end)
 
     def key_blocks(
         self, first_row: ArrayLike, end_row: ArrayLike, lengths: Lengths, tile_kv: int
@@ -180,6 +202,13 @@ class Mask:
         whole_end = np.clip(shortest.min(0) // tile_kv, begin, end)
         whole_first = np.clip(-(-most.max(0) // tile_kv), begin, whole_end)
         return KeyBlocks(begin, whole_first, whole_end, end)
+
+    def _counted(self, lengths: Lengths) -> tuple[I64, NDArray[np.float64]]:
+        """First key and end of every row, of which half a key is not counted at the right edge."""
+        lower, upper = self._bounds(np.arange(lengths.q), lengths)
+        halves = [direction(bound.node(), {}) != 0 for bound in self.upper]
+        ends: NDArray[np.float64] = upper - np.array(halves)[:, None] / 2
+        return lower.max(0), ends.min(0)
 
     def _bounds(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
         """All bounds from below and from above of some query rows: [bound, ...] each."""

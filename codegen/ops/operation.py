@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
+from .lists import Drawn
+
 Spec = Mapping[str, Any]  # the SPEC of a generated file
 Array = Any  # numpy.ndarray or torch.Tensor
 
@@ -20,7 +22,7 @@ BYTES: Final[Mapping[str, int]] = {"bf16": 2, "fp16": 2, "fp32": 4, "int32": 4}
 
 
 class Sizes(Protocol):
-    """The counts of a call; a Case and a benchmark's Problem have them."""
+    """The counts of a call, and its block lists; a Case and a benchmark's Problem have them."""
 
     @property
     def batch(self) -> int:
@@ -38,6 +40,10 @@ class Sizes(Protocol):
     def kv(self) -> int:
         """[rows]"""
 
+    @property
+    def lists(self) -> Drawn:
+        """Of a SPEC that has them."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -48,7 +54,7 @@ class Axis:
     axes of a tensor have the same. size: in a call. fixed: the size that a SPEC decides, None where
     a call does. constant: every SPEC decides it. part_of: another axis, of which each element of
     this one stands for so many as `ratio` says. cached: its tensors may be the first rows of longer
-    ones.
+    ones. told: its size for a reader, where no other words do.
     """
 
     name: str
@@ -60,6 +66,7 @@ class Axis:
     part_of: str = ""
     ratio: Callable[[Spec], int] = lambda spec: 1
     cached: bool = False
+    told: Callable[[Spec], str] = lambda spec: ""
 
     @property
     def is_free(self) -> bool:
@@ -68,6 +75,8 @@ class Axis:
 
     def words(self, spec: Spec) -> str:
         """Return its size for a reader of the kernel."""
+        if told := self.told(spec):
+            return told
         if (fixed := self.fixed(spec)) is not None:
             return str(fixed)
         ratio = self.ratio(spec)
@@ -172,7 +181,8 @@ class Operation:
     noun: in the header and in the function's docstring. exact: the results of a `Given` in float64,
     by output. truth: its parts with bounds; a bool array of rows may follow, to which it is
     limited. judge: by output, a Verdict; of a `Given`, the outputs by name, their truth, the keys
-    of a KV block, and perhaps the rows. flops: of a call.
+    of a KV block, and perhaps the rows. flops: of a call. indices: by name, what inputs of integers
+    hold in a call.
     """
 
     name: str
@@ -186,6 +196,7 @@ class Operation:
     truth: Callable[..., Any]
     judge: Callable[..., Mapping[str, Any]]
     flops: Callable[[Spec, Sizes], float]
+    indices: Callable[[Spec, Sizes], Mapping[str, Array]] = lambda spec, sizes: {}
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""

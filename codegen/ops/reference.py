@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .lists import Lists
 from .masks import Lengths, Mask
 
 Array = Any  # numpy.ndarray or torch.Tensor
@@ -104,11 +105,15 @@ def attention(
     mask: Mask,
     softcap: float | None = None,
     sink: Array | None = None,
+    lists: Lists | None = None,
 ) -> Attention:
-    """The two results in float64. softcap: what scores are held between, on either side of 0."""
+    """The two results in float64. softcap: what scores are held between, on either side of 0.
+
+    lists: the blocks whose keys are seen, all of them or those that the mask leaves.
+    """
     out, lse = _empty(q, k, v, 2)
     options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
-    for place, rows, keys in _blocks(q, k, v, **options, sink=sink):
+    for place, rows, keys in _blocks(q, k, v, **options, sink=sink, lists=lists):
         out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
@@ -123,6 +128,7 @@ def truth(
     dtype: str,
     softcap: float | None = None,
     sink: Array | None = None,
+    lists: Lists | None = None,
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
@@ -134,7 +140,8 @@ def truth(
     rounding = ROUNDINGS[dtype]
     made = _empty(q, k, v, 5)
     options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
-    for place, rows, keys in _blocks(q, k, v, **options, sink=sink, wanted=wanted):
+    options |= {"sink": sink, "lists": lists, "wanted": wanted}
+    for place, rows, keys in _blocks(q, k, v, **options):
         out, lse = _out(rows, keys), _lse(rows)
         errors = _errors(rows, keys, out, lse, rounding, scale, softcap, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
@@ -200,6 +207,7 @@ def _blocks(
     mask: Mask,
     softcap: float | None = None,
     sink: Array | None = None,
+    lists: Lists | None = None,
     wanted: Array | None = None,
 ) -> Iterator[tuple[_Place, _Rows, _Keys]]:
     xp = namespace(q)
@@ -225,7 +233,10 @@ def _blocks(
                 scores = products
                 if softcap is not None:
                     scores = softcap * xp.tanh(products / softcap)
-                seen = mask.visible(np.arange(q_len)[some], Lengths(q_len, kv_len))
+                at = np.arange(q_len)[some]
+                seen = mask.visible(at, Lengths(q_len, kv_len))
+                if lists is not None:
+                    seen = lists.visible(seen, b, shared, at)
                 if not seen.all():
                     seen = _like(seen, scores)
                     scores = xp.where(seen > 0, scores, _like(-math.inf, scores))

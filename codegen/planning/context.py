@@ -17,7 +17,7 @@ from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
-_LATER: Final = {"window", "softcap", "sink"}
+_LATER: Final = {"window", "softcap", "sink", "blocks"}
 
 
 def common_context(
@@ -34,7 +34,7 @@ def common_context(
     roles: the lines of the header that say who does what, and what it takes.
     """
     spec = spec_file.spec
-    own_items = _spec_items(spec_file)
+    own_items = _spec_items(spec_file, traits)
     return {
         **features.flags(spec),
         "title": features.title(spec),
@@ -70,7 +70,7 @@ def _units(traits: Traits) -> dict[str, str]:
     }
 
 
-def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
+def _spec_items(spec_file: SpecFile, traits: Traits) -> list[tuple[str, object]]:
     """The SPEC dict of the generated file, in its order.
 
     A field that came later is in it where it is not at its default: texts without it stay.
@@ -80,5 +80,7 @@ def _spec_items(spec_file: SpecFile) -> list[tuple[str, object]]:
     left_out = _PLANNED | (_LATER - given.keys())
     values = spec.model_dump(mode="json", exclude=left_out)
     values = {"name": spec_file.stem, **values}
+    if traits.lists:  # of blocks that large: a caller has to know
+        values["tile"] = {"q": traits.sizes.tile_q, "kv": traits.sizes.tile_kv}
     group = ("q_per_kv", spec.heads.q_per_kv)
     return [group if item[0] == "heads" else item for item in values.items()]

@@ -222,7 +222,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
         ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
-    absent = "" if traits.mask.uneven else "SMS_PER_HEAD"
+    absent = "" if traits.uneven_tiles else "SMS_PER_HEAD"
     rows = [row for row in rows if row[0] != absent]
     yield from tuned(spec, rows, reasons.__getitem__)
 
@@ -277,7 +277,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         unit = "clusters along a head" if clusters else "per head"
         tile = "CLUSTER_ROWS" if clusters else "TILE_Q"
         yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
-    if traits.seqlen_kv is not None and not traits.mask.edges:
+    if not traits.dynamic_blocks:
         yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
         if traits.masks:
             unit = "that the end of K crosses"

@@ -71,7 +71,8 @@ class Traits(shared.Traits):
         q, tiles = self.seqlen_q, self.spec.cluster[0]
         rows = self.sizes.tile_q if tiles > 1 else sm100.MMA_ROWS
         is_sliced = self.spec.multicast != "none" or self.spec.cta_group == 2
-        return (q is not None and q <= rows) or (self.seqlen_kv == 1 and is_sliced)
+        one_key = self.seqlen_kv == 1 and is_sliced
+        return (q is not None and q <= rows) or one_key or self.one_block_of_lists
 
 
 def template_context(

@@ -115,6 +115,10 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    if has["lists"]:
+        yield words.listed(has)
+        yield from words.masks_of_lists(has)
+        return
     if has["dynamic_blocks"]:
         per = "query tile" if has["edges"] else "launch"
         yield f"KV blocks, last first; how many is counted at run time, per {per}."

@@ -277,7 +277,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         rows.append(
             ("POLYNOMIAL_ELEMENTS", traits.polynomial_elements, f"of {beside}", "")
         )
-    if traits.mask.uneven:
+    if traits.uneven_tiles:
         sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
         rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
     yield from tuned(spec, rows, partial(_reason, spec))
@@ -324,7 +324,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"
         yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
-    if traits.seqlen_kv is not None and not traits.mask.edges:
+    if not traits.dynamic_blocks:
         yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
 
 

@@ -59,7 +59,7 @@ class Traits(shared.Traits):
         one_of_o = q is not None and q <= positions and boxes > 1
         one_of_q = q is not None and q <= self.tile_positions and tiles > 1
         one_key = self.seqlen_kv == 1 and self.spec.multicast != "none"
-        return one_of_o or one_of_q or one_key
+        return one_of_o or one_of_q or one_key or self.one_block_of_lists
 
     @property
     def block_loops(self) -> Loops:
@@ -83,7 +83,7 @@ class Traits(shared.Traits):
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         alone = self.cluster_size == 1 and not self.packed
         one_edge = self.mask.right is not None and not self.mask.left_edges
-        return one_edge and alone and rows >= block and fits
+        return one_edge and not self.lists and alone and rows >= block and fits
 
     @property
     def bounded(self) -> bool:
@@ -93,7 +93,8 @@ class Traits(shared.Traits):
     @property
     def polynomial_elements(self) -> int:
         """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
-        if not self.bounded or not self.block_loops.whole:
+        lists = self.spec.blocks == "lists"  # the last of their blocks is masked anywhere
+        if not self.bounded or not self.block_loops.whole or lists:
             return 0
         width = self.spec.head_dim.v
         return 10 if width <= 64 else 2 if width <= 128 else 0

@@ -88,6 +88,10 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
+    if has["lists"]:
+        yield words.listed(has)
+        yield from words.masks_of_lists(has)
+        return
     if has["dynamic_blocks"]:
         per = "query tile" if has["edges"] else "launch"
         per = "warpgroup" if has["strips"] else per

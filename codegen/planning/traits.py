@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..features.blocks import has_lists
 from ..features.gqa import heads_of_tile
 from ..features.mask import keys_of
 from ..features.softcap import cap_of
@@ -50,6 +51,22 @@ class Traits:
         return keys_of(self.spec)
 
     @property
+    def lists(self) -> bool:
+        """A call says which KV blocks each query tile has."""
+        return has_lists(self.spec)
+
+    @property
+    def one_block_of_lists(self) -> bool:
+        """K is one block, behind which an empty list has another one."""
+        kv = self.seqlen_kv
+        return self.lists and kv is not None and kv <= self.sizes.tile_kv
+
+    @property
+    def uneven_tiles(self) -> bool:
+        """Some query tiles have more KV blocks than others, by the mask: they come first."""
+        return self.mask.uneven and not self.lists
+
+    @property
     def softcap(self) -> float | None:
         """What scores are held between, on either side of 0; None where nothing holds them."""
         return cap_of(self.spec)
@@ -65,6 +82,8 @@ class Traits:
         rows: positions that agree about which blocks are whole. taken_by: those that take the same
         blocks, a multiple. first_apart: the first block is in no loop.
         """
+        if self.lists:
+            return Loops(self.mask.edges, True, False)
         kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
         q = self.seqlen_q if self.mask.edges else 1
         left, right = bool(self.mask.left_edges), bool(self.mask.right_edges)
@@ -91,7 +110,7 @@ class Traits:
         and so are those before the last one and the end of K.
         """
         left, right = self.mask.left, self.mask.right
-        if left is None or (right is None and self.mask.right_edges):
+        if self.lists or left is None or (right is None and self.mask.right_edges):
             return False
         between = left if right is None else min(left, left + right - rows)
         return between >= self.sizes.tile_kv
@@ -145,8 +164,12 @@ class Traits:
 
     @property
     def kv_tail(self) -> bool:
-        """The last KV block may be partial."""
-        return self.seqlen_kv is None or self.seqlen_kv % self.sizes.tile_kv != 0
+        """The last KV block may be partial; a list may be empty, or name a block behind it."""
+        return (
+            self.lists
+            or self.seqlen_kv is None
+            or self.seqlen_kv % self.sizes.tile_kv != 0
+        )
 
     @property
     def q_tail(self) -> bool:
@@ -163,9 +186,9 @@ class Traits:
     def one_block(self) -> bool:
         """Every query tile has one KV block, the first."""
         kv = self.seqlen_kv
-        return not self.mask.edges and kv is not None and kv <= self.sizes.tile_kv
+        return not self.dynamic_blocks and kv is not None and kv <= self.sizes.tile_kv
 
     @property
     def dynamic_blocks(self) -> bool:
         """The number of KV blocks is known at run time only, or depends on the query tile."""
-        return self.mask.edges or self.seqlen_kv is None
+        return self.mask.edges or self.seqlen_kv is None or self.lists

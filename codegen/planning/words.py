@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
@@ -39,17 +39,37 @@ def capped(cap: float) -> str:
     )
 
 
+def listed(has: Mapping[str, Any]) -> str:
+    """Which KV blocks a query tile has, and in which order."""
+    kinds = (
+        "partial ones, then full ones"
+        if has["edges"]
+        else "partial and full ones alike"
+    )
+    return (
+        f"KV blocks as the lists of the query tile have them, {kinds}; the number of each is"
+        " read a block ahead. A tile without any has one behind the end of K, which TMA fills"
+        " with zeros."
+    )
+
+
+def masks_of_lists(has: Mapping[str, Any]) -> Iterator[str]:
+    """What blocks of lists are masked for."""
+    if has["edges"]:
+        yield f"Loop 1, masked for {crossed(has)}: partial blocks."
+        yield "Loop 2, masked for the end of K where a block reaches there: full blocks."
+    else:
+        yield "One loop, masked for the end of K where a block reaches there."
+
+
 def empty_rows(has: Mapping[str, Any]) -> str:
     """What becomes of rows that see no key, or none whose score is finite."""
-    what = "A row that sees no key, or" if has["edges"] else "A row"
+    hides = has["edges"] or has["lists"]
+    what = "A row that sees no key, or" if hides else "A row"
     lse = f" and its LSE {'its sink' if has['sink'] else '-inf'}" if has["lse"] else ""
     if has["capped"]:
         empty = f"A row that sees no key: its O is 0{lse}."
-        return (
-            empty
-            if has["edges"]
-            else "Every row sees a key, and its scores are finite."
-        )
+        return empty if hides else "Every row sees a key, and its scores are finite."
     return f"{what} whose scores are all -inf: its O is 0{lse}."
 
 
@@ -65,6 +85,9 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
 
 def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     """In which order CTAs that stay take the tiles of a head."""
+    if has["lists"]:
+        # How long a tile is only the lists know: of two that one CTA takes, places differ most.
+        return f"query tiles of one {head} side by side, odd waves backwards"
     if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..errors import Diagnostic, Location, SpecError, Violation, quoted
 from ..features import FEATURES, vocabulary
+from ..features.blocks import Blocks
 from ..features.cluster import Cluster, CtaGroup, Multicast
 from ..features.feature import Model, accepts_of, did_you_mean
 from ..features.gqa import Group, Heads, PackGqa
@@ -58,6 +59,7 @@ class Spec(Model):
     softcap: Softcap = "none"
     mask: Mask = "none"
     window: Window = Sides()
+    blocks: Blocks = "derived"
     lse: Lse = False
     sink: Sink = False
     cluster: Cluster = (1, 1)

@@ -103,6 +103,8 @@ def made_for(spec: Mapping[str, Any]) -> str:
         "no mask" if (mask := word_of(spec)) == "none" else mask,
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
+    if spec.get("blocks"):
+        words.append("block lists")
     if "softcap" in spec:
         words.append(f"softcap {spec['softcap']:g}")
     if spec["q_per_kv"] > 1:
@@ -126,9 +128,12 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
 
 
 def _scores(spec: Mapping[str, Any]) -> str:
-    """The mask; with a softcap, which the package's functions do not take, none that they name."""
-    cap = spec.get("softcap")
-    return word_of(spec) if cap is None else f"{word_of(spec)}, softcap {cap:g}"
+    """The mask; with a softcap or lists, which the package's functions do not take, none that they
+    name.
+    """
+    more = [f"softcap {spec['softcap']:g}"] if "softcap" in spec else []
+    more += ["block lists"] * bool(spec.get("blocks"))
+    return ", ".join([word_of(spec), *more])
 
 
 def _words(state: KernelState) -> str:

@@ -121,6 +121,19 @@ def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> Non
         assert contenders.PEERS[peer].refusal(one) == "takes no sink"
 
 
+def test_lists_reach_our_kernel_and_no_peer() -> None:
+    asked = replace(PROBLEM, q=200, kv=200, tile=(64, 64))
+    inputs = contenders.make_inputs(asked, "cpu")
+    assert {x.dtype for x in inputs.lists.values()} == {torch.int32}
+    for fault, right in (("", True), ("loses a block", False)):
+        launch = contenders.ours(FakeKernel(spec(**asked.spec), fault), inputs)
+        error = contenders.error_of(launch, asked, inputs)
+        assert (error < 0.005) if right else (error > contenders.WRONG)
+    for peer in (contenders.cudnn, contenders.fa3, contenders.fa4):
+        with pytest.raises(RuntimeError, match="block lists"):
+            peer(asked, inputs)
+
+
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     launch = contenders.fa4(asked(causal=False), inputs)

@@ -256,3 +256,13 @@ def test_an_expression_is_no_band() -> None:
     (both,) = problems_for(windowed)
     assert both.spec["mask"] == "8192 * (q // 8192) <= kv and q - 9 <= kv and kv <= q"
     assert both.keys == masks.of_spec(windowed)
+
+
+def test_lists_of_half_the_blocks_are_another_family() -> None:
+    (made,) = problems_for(
+        spec(mask="none", blocks="lists", tile={"q": 128, "kv": 64}), lengths=[1024]
+    )
+    (plain,) = problems_for(spec(mask="none"), lengths=[1024])
+    assert made.family == "d128 bf16 blocks lists tile none"
+    assert made.flops == plain.flops / 2
+    assert made.spec["blocks"] == "lists" and "blocks" not in plain.spec

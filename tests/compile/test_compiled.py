@@ -155,6 +155,10 @@ def test_spec(stem: str) -> None:
     given = {} if window == support.NO_WINDOW else {"window": window}
     given |= {} if spec.softcap == "none" else {"softcap": spec.softcap}
     given |= {"sink": True} if spec.sink else {}
+    if spec.blocks == "lists":  # whose size is the tile's
+        numbers = {number.name: number.value for number in plan.chosen}
+        tile = {"q": numbers["TILE_Q"], "kv": numbers["TILE_KV"]}
+        given |= {"blocks": "lists", "tile": tile}
     assert constants["SPEC"] == of_arch | given | {
         "name": stem,
         "arch": spec.arch,

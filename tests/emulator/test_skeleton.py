@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from fmha_gen.emulator import ptx
 from fmha_gen.emulator.launch import Launch
+from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.report import Fault
 from fmha_gen.emulator.skeleton import DataDependence, skeleton
 from fmha_gen.emulator.walk import Extent, prepare, walk
@@ -19,7 +20,7 @@ def left(body: str) -> list[str]:
     return [each.name for each in skeleton(ptx.parse(text(body))).instructions]
 
 
-def walked(body: str, tensors=None, threads: int = 128):
+def walked(body: str, tensors=None, threads: int = 128, memory=None):
     """The walk of one CTA, of a kernel whose parameter is the output's address."""
     launch = Launch(
         "k",
@@ -28,7 +29,7 @@ def walked(body: str, tensors=None, threads: int = 128):
         OUT.to_bytes(8, "little"),
     )
     tensors = tensors or [Extent("out", OUT, (threads,), (4,), 4)]
-    return walk(prepare(ptx.parse(text(body))), launch, tensors)
+    return walk(prepare(ptx.parse(text(body))), launch, tensors, memory=memory)
 
 
 LOADED = "mov.b32 %r30, smem; ld.shared.b32 %r20, [%r30];"
@@ -65,6 +66,19 @@ def test_a_branch_on_data_that_only_changes_data_goes():
 def test_a_schedule_that_depends_on_data_has_no_skeleton(body):
     with pytest.raises(DataDependence, match=r"depends on the data of ld.shared.b32"):
         left(body)
+
+
+def test_integers_in_global_memory_may_decide_the_schedule():
+    """Whoever walks such a kernel gives them; without them there is no way to go."""
+    body = f"""add.s64 %rd5, %rd1, {FIRST_INPUT - OUT}; ld.global.b32 %r20, [%rd5];
+    setp.lt.u32 %p1, %r1, %r20; @%p1 {STORE}"""
+    assert "ld.global.b32" in left(body)
+    memory = GlobalMemory()
+    memory.add("count", FIRST_INPUT, np.array([7], np.uint32))
+    seen = walked(body, memory=memory)
+    assert seen.findings == () and len(seen.stores["out"]) == 7
+    (finding,) = walked(body).findings
+    assert "ld.global.b32: 4 bytes of global memory" in str(finding)
 
 
 def test_a_loop_that_only_computes_goes_and_one_that_stores_stays():

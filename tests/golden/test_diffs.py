@@ -44,6 +44,8 @@ FEATURES = {
     "sink": Edit("sink: false", "sink: true", "head_dim: 64; mask: causal; lse: true"),
     "mask": Edit("mask: none", "mask: causal"),
     "window": Edit("window: {}", "window: {left: 1023}", "mask: causal", 140),
+    # Four tensors, and no order of tiles by their length.
+    "blocks": Edit("blocks: derived", "blocks: lists", "mask: causal", 3 * FEATURE),
     "multicast": Edit("multicast: none", "multicast: kv", "cluster: [2, 1]"),
     "seqlen_fixed": Edit("seqlen: dynamic", "seqlen: 4096"),
     "pack_gqa": Edit("pack_gqa: false", "pack_gqa: true", GROUP),
@@ -66,6 +68,9 @@ FEATURES = {
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),
     "sm100_window": Edit(
         "window: {}", "window: {left: 255, right: 256}", "lse: true", 140, "sm100"
+    ),
+    "sm100_blocks": Edit(
+        "blocks: derived", "blocks: lists", "lse: true", 3 * FEATURE, "sm100"
     ),
     "sm100_multicast": Edit(
         "multicast: none", "multicast: kv", "cluster: [2, 1]", arch="sm100"

@@ -45,6 +45,7 @@ multicasts = st.sampled_from(["none", "k", "v", "kv"])
 widths = st.integers(2, 16).map(lambda n: 16 * n)
 head_dims = widths | st.fixed_dictionaries({"qk": widths, "v": widths})
 q_per_kv = st.sampled_from([1, 2, 4, 5, 6, 8, 128])
+blocks = st.sampled_from(["derived", "derived", "lists"])
 # On either side of what a constant reference serves.
 softcaps = st.sampled_from(["none", "none", 0.5, 10, 30, 50, 68.9, 69, 1000])
 tiles = {
@@ -72,7 +73,7 @@ def spec_fields(
     tile: st.SearchStrategy[Fields], stage: st.SearchStrategy[Fields]
 ) -> Any:
     """Draw the fields of a valid spec, all but the planned ones written out."""
-    return st.fixed_dictionaries(
+    fields = st.fixed_dictionaries(
         {
             "arch": st.just("sm90"),
             "op": st.just("fmha_fwd"),
@@ -84,6 +85,7 @@ def spec_fields(
             "softcap": softcaps,
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
+            "blocks": blocks,
             "lse": st.booleans(),
             "sink": st.booleans(),
             "cluster": clusters,
@@ -91,7 +93,8 @@ def spec_fields(
             "tile": tile,
             "stages": stage,
         }
-    ).filter(keeps_rules)
+    )
+    return fields.map(support.with_lists_that_fit).filter(keeps_rules)
 
 
 def text_of(fields: Fields) -> str:
@@ -138,6 +141,7 @@ UNALIGNED = {
     "mask": "none",
     "window": support.NO_WINDOW,
     "lse": False,
+    "blocks": "derived",
     "sink": False,
     "cluster": [1, 1],
     "multicast": "none",
@@ -328,7 +332,9 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "cluster": r"(?i)cluster",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
         "window": r"WINDOW|mask_left|\bRange\b",
-        "causal": r"causal|diagonal|common_keys|end_position|backwards",
+        "causal": r"causal|diagonal|common_keys|end_position",
+        "odd waves": r"backwards",
+        "lists": r"\bLists\b|[lL]isted|kv_indices|is_listed",
         "seqlen_q at run time": r"problem\.seqlen_q|seqlen_q: Int32|problem\.q_tiles",
         "seqlen_kv at run time": r"problem\.seqlen_kv|seqlen_kv: Int32|seqlen_kv=",
         "overlap across tiles": r"Boundary|\bif more:|StMatrix|STORE_BARRIER",
@@ -346,6 +352,8 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "cluster": fields["cluster"] != [1, 1],
         "multicast": fields["multicast"] != "none",
         "causal": kernel.context["edges"],
+        "odd waves": kernel.context["lpt_order"] or fields["blocks"] == "lists",
+        "lists": fields["blocks"] == "lists",
         "window": fields["window"] != support.NO_WINDOW,
         "seqlen_q at run time": fields["seqlen"]["q"] == "dynamic",
         "seqlen_kv at run time": fields["seqlen"]["kv"] == "dynamic",
@@ -371,6 +379,7 @@ LONGEST = {  # every feature at once: the lint's limit of lines is meant for thi
     "pack_gqa": False,
     "mask": "causal",
     "window": {"left": 1023, "right": "none"},
+    "blocks": "derived",
     "lse": True,
     "sink": True,
     "cluster": [1, 2],
@@ -380,12 +389,18 @@ LONGEST = {  # every feature at once: the lint's limit of lines is meant for thi
 }
 
 LONGEST_PACKED = LONGEST | {"pack_gqa": True, "cluster": [2, 1]}
+LONGEST_LISTS = LONGEST | {
+    "blocks": "lists",
+    "cluster": [1, 1],
+    "multicast": "none",
+}
 
 
 @few
 @given(plannable)
 @example(LONGEST)
 @example(LONGEST_PACKED)
+@example(LONGEST_LISTS)
 def test_text(fields: Fields) -> None:
     kernel = planned(fields)
     assert kernel is not None
@@ -492,5 +507,7 @@ def test_lse_off_changes_what_names_outputs(fields: Fields) -> None:
     digests, *others = sorted(added, reverse=True)
     assert digests.startswith("spec sha256:")
     others.remove('    "lse": False,')
-    assert all("out" in line or "Tensor" in line for line in others)
+    # Of many inputs the outputs are counted from the end.
+    words = ("out", "Tensor", "len(spans)")
+    assert all(any(word in line for word in words) for line in others)
     assert '    "lse": True,' in removed

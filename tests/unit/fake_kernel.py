@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from fmha_gen.evidence.trial import DTYPES
+from fmha_gen.ops import lists
 from fmha_gen.ops.masks import MASKS, Lengths
 from fmha_gen.ops.reference import attention
 
@@ -60,12 +61,16 @@ class FakeKernel:
         out=None,
         lse=None,
         stream=None,
+        **listed: Any,
     ) -> Any:
+        self._listed = listed
         if self.fault == "checks after the launch" and out is not None:
             out.fill_(1.0)
         if self.fault != "checks nothing":
             self._check(q, k, v, sink, out, lse)
-            given = {"q": q, "k": k, "v": v, "sink": sink, "out": out, "lse": lse}
+            self._check_lists(q, k, listed)
+            inputs = {"q": q, "k": k, "v": v, "sink": sink, **listed}
+            given = {**inputs, "out": out, "lse": lse}
             self._check_memory(given)
             if softmax_scale is not None and not 1e-37 < softmax_scale < 1e37:
                 raise ValueError("softmax_scale is wrong")
@@ -121,7 +126,14 @@ class FakeKernel:
             v = v + v.abs() * 0.03
         if self.fault == "rounds the scaled maximum":
             return self._rounded_maximum(q, k, v, scale)
-        out, lse = attention(q, k, v, scale=scale, mask=mask, sink=sink)
+        given = {name: x.numpy() for name, x in self._listed.items()}
+        if self.fault == "swaps the lists":
+            names, numbers = [*given], [*given.values()]
+            given = dict(zip(names, numbers[2:] + numbers[:2], strict=True))
+        if self.fault == "loses a block":
+            given["full_kv_num_blocks"] = given["full_kv_num_blocks"] - 1
+        blocks = lists.of_tensors(self.SPEC, given)
+        out, lse = attention(q, k, v, scale=scale, mask=mask, sink=sink, lists=blocks)
         if self.fault == "lse in base 2":
             lse = lse / math.log(2)
         if self.fault == "lse 0 where no key":
@@ -207,6 +219,23 @@ class FakeKernel:
                 refuse("lse")
             if lse.shape != expected or lse.dtype != torch.float32:
                 refuse("lse")
+
+    def _check_lists(self, q, k, listed):
+        wanted = lists.NAMES if self.SPEC.get("blocks") else ()
+        if {*wanted} != {*listed}:
+            raise TypeError(f"{', '.join(listed)}: not these lists")
+        for name, x in listed.items():
+            shape = [-(-q.shape[1] // 64), -(-k.shape[1] // 64)][: x.dim() - 2]
+            rank = 4 if name.endswith("indices") else 3
+            fits = x.dim() == rank and [*x.shape[2:]] == shape and 0 not in x.shape
+            of_all = x.shape[0] in (1, q.shape[0]) and x.shape[1] in (1, q.shape[2])
+            like = x.shape[:3] == listed[wanted[0]].shape
+            if not fits or not of_all or not like:
+                raise ValueError(
+                    f"{name} is wrong beside q and k and {', '.join(listed)}"
+                )
+            if x.dtype != torch.int32 or x.device.type != "cpu":
+                raise ValueError(f"{name} is wrong")
 
     def _check_memory(self, given):
         used = set()

@@ -38,6 +38,8 @@ MASKS: dict[str, tuple[Any, ...]] = {
     "head_dim": (64,),
     "mask": (None, "none", "causal"),
     "window": (None, *SIDES),
+    "blocks": (None, "derived", "lists"),
+    "cluster": (None, [2, 1]),
     "pack_gqa": (None, True),
 }
 

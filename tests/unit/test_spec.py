@@ -33,6 +33,7 @@ def test_defaults() -> None:
         "softcap": "none",
         "mask": "none",
         "window": {"left": "none", "right": "none"},
+        "blocks": "derived",
         "lse": False,
         "sink": False,
         "cluster": (1, 1),

@@ -16,7 +16,9 @@ torch = pytest.importorskip(
 
 from fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
 from fmha_gen.evidence import trial  # noqa: E402
+from fmha_gen.ops import lists  # noqa: E402
 from fmha_gen.ops.cases import Case, Data  # noqa: E402
+from fmha_gen.ops.lists import Drawn  # noqa: E402
 
 CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
 DENSE = Case("dense", batch=2, kv_heads=2, q=33, kv=65, layout="plain")
@@ -62,6 +64,32 @@ def test_right_kernel_holds_on_every_kind_of_data(
 def test_right_kernel_holds_with_sinks(mask: str, data: Any, q: int, kv: int) -> None:
     case = Case("data", batch=2, kv_heads=4, q=q, kv=kv, data=data)
     assert findings(case=case, mask=mask, q_per_kv=2, sink=True) == []
+
+
+LISTED = {"blocks": "lists", "tile": {"q": 64, "kv": 64}}
+
+
+@pytest.mark.parametrize("number", range(len(lists.PATTERNS)))
+def test_right_kernel_holds_with_lists(number: int) -> None:
+    drawn = Drawn([*lists.PATTERNS][number], lists.AXES[number % 4])
+    layout: Any = ("own", "plain", "mixed")[number % 3]
+    counts = {"batch": 2, "kv_heads": 2, "q": 97, "kv": 200}
+    case = Case("lists", **counts, lists=drawn, layout=layout)
+    assert findings(case=case, mask="causal", q_per_kv=2, **LISTED) == []
+
+
+@pytest.mark.parametrize("fault", ["swaps the lists", "loses a block"])
+def test_fault_of_lists_is_found(fault: str) -> None:
+    case = Case("lists", 1, 1, 97, 200, lists=Drawn("some", "bh"))
+    found = findings(fault, case, mask="causal", **LISTED)
+    assert any("of out: wrong" in text for text in found), found
+
+
+def test_every_misuse_of_lists_is_refused() -> None:
+    found = misuse_findings(q_per_kv=2, **LISTED)
+    for name in lists.NAMES:
+        assert f"{name}: int64" in found and f"{name}: one more of query_tiles" in found
+    assert {name: text for name, text in found.items() if text} == {}
 
 
 @pytest.mark.parametrize("lse", [True, False])

@@ -174,6 +174,13 @@ def test_the_device_decides(
     assert kernel.SPEC["name"] == "sm100_d128_bf16_causal"
 
 
+def test_a_kernel_with_block_lists_is_chosen_by_no_call(tmp_path: Path) -> None:
+    """The package's functions take no lists: without them it would compute something else."""
+    package, _ = imported(tmp_path, ("sm90_d128_bf16_full_lists",))
+    with pytest.raises(ValueError, match="mask is none, block lists, not none"):
+        package.select(*tensors())
+
+
 def test_where_none_fits_the_nearest_are_named(package: ModuleType) -> None:
     with pytest.raises(ValueError) as error:
         package.select(*tensors(1024, 512, heads=12, kv_heads=4), causal=True, lse=True)
