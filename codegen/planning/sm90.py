@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -11,6 +11,7 @@ from typing import Final
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.gqa import cut_group, tile_that_cuts_groups
+from ..features.mask import keys_of
 from ..spec.model import Spec, SpecFile
 from ..spec.specfile import FieldPath
 from .kernel_plan import (
@@ -128,12 +129,21 @@ def _kv_tiles(spec_file: SpecFile) -> list[int]:
     widths = (spec.head_dim.qk, spec.head_dim.v)
     tiles = [
         rows
-        for rows in ((spec.tile.kv,) if spec.tile.kv else KV_TILES)
+        for rows in ((spec.tile.kv,) if spec.tile.kv else _planned_kv_tiles(spec))
         if all(rows * n * ELEMENT_BYTES % sm90.SMEM_ALIGN == 0 for n in widths)
     ]
     if spec.tile.kv and not tiles:
         raise _unaligned(spec_file, spec.tile.kv)
     return tiles
+
+
+def _planned_kv_tiles(spec: Spec) -> Sequence[int]:
+    """All of KV_TILES, or without the first: of blocks as wide as a window most keys are hidden."""
+    mask = keys_of(spec)
+    if mask.left is None or mask.right is None:
+        return KV_TILES
+    keys = mask.left + mask.right + 1
+    return KV_TILES[1:] if keys <= KV_TILES[0] else KV_TILES
 
 
 def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
@@ -288,6 +298,8 @@ def _reason(spec: Spec, name: str) -> str:
     for q_stages in (2, 1) if name == "Q_STAGES" else ():
         if why := _against(spec, q_stages):
             return f"{q_stages} {why}"
+    if name == "TILE_KV" and _planned_kv_tiles(spec) is not KV_TILES:
+        return "less than the window's keys: the blocks at its edges are masked in part"
     if name == "TILE_Q" and is_bounded(spec):
         return (
             "192 up to head_dim 128: what waits for the MUFU is one warpgroup of three"
