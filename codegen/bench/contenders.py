@@ -198,7 +198,9 @@ PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
     "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
-    "flex": Peer({"torch": _FUSED | {EXPRESSION, "sink", "blocks", "tile"}}, flex_attention),
+    "flex": Peer(
+        {"torch": _FUSED | {EXPRESSION, "sink", "blocks", "tile"}}, flex_attention
+    ),
 }
 
 

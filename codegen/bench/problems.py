@@ -175,9 +175,13 @@ def problems_for(
 ) -> Iterator[Problem]:
     """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
 
+    None either where the mask reads inputs of a call, for which a problem has no values.
+
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
     """
+    if masks.of_spec(spec).params:
+        return
     fixed = spec["seqlen"]
     group = spec["q_per_kv"]
     if heads is None:

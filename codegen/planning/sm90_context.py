@@ -93,7 +93,9 @@ class Traits(shared.Traits):
     @property
     def polynomial_elements(self) -> int:
         """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
-        lists = self.spec.blocks == "lists"  # the last of their blocks is masked anywhere
+        lists = (
+            self.spec.blocks == "lists"
+        )  # the last of their blocks is masked anywhere
         if not self.bounded or not self.block_loops.whole or lists:
             return 0
         width = self.spec.head_dim.v
