@@ -99,16 +99,20 @@ PROMISED = {
 # Emulated, and new to GPUs: a run on one takes them out of here.
 WAITING = frozenset(
     {
+        "sm90_d128_bf16_causal_docs",
         "sm90_d128_bf16_causal_gqa4",
         "sm90_d128_bf16_causal_gqa4_w4095",
         "sm90_d128_bf16_causal_gqa5",
         "sm90_d128_bf16_causal_gqa8_w1023",
         "sm90_d128_bf16_causal_lists",
+        "sm90_d128_bf16_causal_prefix",
         "sm90_d128_bf16_causal_sink",
+        "sm90_d128_bf16_causal_warg",
         "sm90_d128_bf16_full_lists",
         "sm90_d256_bf16_causal_gqa2",
         "sm90_d256_bf16_causal_gqa2_w1023",
         "sm90_d256_bf16_causal_gqa2_w4095_cap50",
+        "sm90_d64_bf16_causal_gqa8_docs_lse",
         "sm90_d64_bf16_causal_gqa8_sink_lse",
         "sm90_d64_bf16_causal_gqa8_w127_sink",
     }
