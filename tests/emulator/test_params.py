@@ -51,13 +51,16 @@ TAGS = {f"params_{kind}" for kind in ("some", "least", "most", "on_tiles")}
 FAULTS = {  # kernel, case, what stands there, what stands there then
     "another batch's documents": (
         *("documents", "params_some"),
-        *("problem.document_start[batch, row]", "problem.document_start[0, row]"),
+        *(
+            "problem.document_start[batch, position]",
+            "problem.document_start[0, position]",
+        ),
     ),
     "a document too early": (
         *("documents", "params_some"),
         *(
-            "problem.document_start[batch, row]",
-            "(problem.document_start[batch, row] - 1)",
+            "problem.document_start[batch, position]",
+            "(problem.document_start[batch, position] - 1)",
         ),
     ),
     "documents of the tile before": (
