@@ -19,6 +19,7 @@ from ..evidence.evaluation import DEFAULT_OUT, Finding, kernel_files, progress_b
 from ..evidence.validate import require_gpu
 from ..host import tools
 from ..host.gpu import Gpu, find_gpu
+from ..ops import masks
 from . import contenders, grid, overhead, plot, results, tables
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
@@ -256,7 +257,12 @@ def cells_for(
                 notes.append(f"no kernel for {row}")
     used = {stem for cell in cells.values() for stem in cell.ours}
     why = "no row of the grid" if rows else "fixed to other lengths"
-    notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
+    read = {stem for stem, spec in specs.items() if masks.of_spec(spec).params}
+    notes += [
+        f"{stem} was not timed: {'its mask reads inputs of a call' if stem in read else why}"
+        for stem in specs
+        if stem not in used
+    ]
     if not cells:
         raise CheckFailed("\n".join(["nothing to time", *notes]))
     return list(cells.values()), list(dict.fromkeys(notes))

@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def lists(self) -> Drawn:
-        """Of kernels that take lists: half of the mask's blocks, alike for all batches and heads."""
+        """Half of the mask's blocks, alike for all batches and heads, where a kernel takes lists."""
         return Drawn("half", "")
 
     @property
@@ -175,9 +175,13 @@ def problems_for(
 ) -> Iterator[Problem]:
     """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
 
+    None either where the mask reads inputs of a call, for which a problem has no values.
+
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
     """
+    if masks.of_spec(spec).params:
+        return
     fixed = spec["seqlen"]
     group = spec["q_per_kv"]
     if heads is None:

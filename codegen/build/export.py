@@ -44,8 +44,9 @@ print(*runtime.find_runtime_libraries(enable_tvm_ffi=True))'
  *       each kTVMFFIDLTensorPtr with v_ptr, a DLTensor *, or kTVMFFITensor; all on one GPU.
  *   {scalars}
  *       kTVMFFIFloat with v_float64.
- *   sm_count
- *       kTVMFFIInt with v_int64: multiprocessors of the GPU, or fewer to leave some to others.
+ *   {integers}
+ *       kTVMFFIInt with v_int64; sm_count: multiprocessors of the GPU, or fewer to leave some to
+ *       others.
  *
  * It runs on TVM-FFI's stream of the GPU, the default stream unless
  * TVMFFIEnvSetStream(kDLCUDA, device, stream, NULL) of <tvm/ffi/extra/c_env_api.h> set another.
@@ -125,6 +126,7 @@ def header(source: Source, compiled: bytes) -> str:
     spec = read_constants(source.text)["SPEC"]
     operation = operation_of(spec)
     scalars = [scalar.name for scalar in operation.scalars]
+    integers = [*(x.name for x in operation.integers(spec)), "sm_count"]
     free = [x.name for x in operation.tensors(spec) if not x.tma]
     return _HEADER.format(
         stem=source.stem,
@@ -134,8 +136,9 @@ def header(source: Source, compiled: bytes) -> str:
         object=_sha256(compiled),
         tensors="\n *   ".join(operation.header(spec)),
         scalars=", ".join(scalars),
+        integers=", ".join(integers),
         free=f" (but of {', '.join(free)})" if free else "",
-        count=len(operation.tensors(spec)) + len(scalars) + 1,
+        count=len(operation.tensors(spec)) + len(scalars) + len(integers),
         symbol=symbol_of(source),
     )
 

@@ -93,20 +93,29 @@ def allocated(tensor: Tensor) -> str:
 
 
 def greatest(bounds: Sequence[Form]) -> str:
-    """Return the greatest of some bounds of kv as a kernel computes it; q of none."""
-    return functools.reduce("cutlass.max({}, {})".format, map(in_kernel, bounds)) if bounds else "q"
+    """Return the greatest of some bounds of kv as a kernel has it for a position; q of none."""
+    found = [in_kernel(bound, "position") for bound in bounds]
+    return functools.reduce("cutlass.max({}, {})".format, found or ["q"])
 
 
 def least(bounds: Sequence[Form]) -> str:
-    """Return the least of some bounds of kv as a kernel computes it; q of none."""
-    return functools.reduce("cutlass.min({}, {})".format, map(in_kernel, bounds)) if bounds else "q"
+    """Return the least of some bounds of kv as a kernel has it for a row; q of none."""
+    found = [in_kernel(bound, "row") for bound in bounds]
+    return functools.reduce("cutlass.min({}, {})".format, found or ["q"])
 
 
-def in_kernel(bound: Form) -> str:
-    """Return a bound of kv in the DSL, of ``q`` and the lengths."""
+def in_kernel(bound: Form, row: str) -> str:
+    """Return a bound of kv in the DSL, of ``q``, head, batch and a problem; row: its name there."""
+    spelt = {**_SPELT, "row": row}
     text = text_of(_two_at_a_time(bound.node()))
-    lengths = re.sub(r"\b(seqlen_q|seqlen_kv)\b", r"\1_of(problem)", text)
-    return re.sub(r"\b(min|max)\(", r"cutlass.\1(", lengths)
+    return re.sub(r"[a-z]\w*", lambda name: spelt.get(name[0], f"problem.{name[0]}"), text)
+
+
+_SPELT: Final = {
+    **{"q": "q", "b": "batch", "h": "head", "h_kv": "kv_head_of(head)"},
+    **{name: f"{name}_of(problem)" for name in ("seqlen_q", "seqlen_kv")},
+    **{name: f"cutlass.{name}" for name in ("min", "max")},
+}
 
 
 def _two_at_a_time(node: Node) -> Node:

@@ -26,7 +26,7 @@ from ..ops.cases import (
     tiles_of,
 )
 from ..ops.compare import place, rows_named
-from ..ops.inputs import place_tensors
+from ..ops.inputs import params, place_tensors
 from ..ops.operation import Spec
 from .schedule_check import blocks_of, extent
 from .tensors import Tensor, view_of
@@ -125,16 +125,23 @@ def walked(
         ],
         clusters=case.clusters,
         tiles=tiles_of_tensors(cut, spec, addresses),
-        memory=_memory(spec, case, located),
+        memory=_memory(spec, cut, case, located),
         max_steps=STEPS + int(STEPS_OF_WALKED_BLOCK * blocks),
         names=names,
     )
 
 
-def _memory(spec: Spec, case: Case, located: Mapping[str, Located]) -> GlobalMemory:
+def _memory(
+    spec: Spec, tiles: Tiles, case: Case, located: Mapping[str, Located]
+) -> GlobalMemory:
     """The inputs of integers, as they are in a case."""
-    memory = GlobalMemory()
-    for name, numbers in operation_of(spec).indices(spec, case).items():
+    memory, operation = GlobalMemory(), operation_of(spec)
+    known = dict(operation.indices(spec, case))
+    read = params(spec, tiles, case)
+    known |= {
+        x.name: np.asarray(read[x.name], np.int32) for x in operation.params(spec)
+    }
+    for name, numbers in known.items():
         at = located[name]
         strides = tuple(stride * at.itemsize for stride in at.placed.strides)
         memory.add_strided(name, at.address, numbers.view(np.uint32), strides)

@@ -52,6 +52,7 @@ from ..ops.cases import (
     walks_for,
 )
 from ..ops.compare import note_errors, same_bits
+from ..ops.inputs import integers
 from ..ops.operation import Given
 from ..ops.reference import Truth
 from .coverage import (
@@ -191,7 +192,8 @@ class Rehearsal:
         return self.truths[key]
 
     def _given(self) -> Given:
-        inputs = {tensor.name: tensor.numbers() for tensor in self.problem.inputs}
+        inputs: dict[str, Any] = {x.name: x.numbers() for x in self.problem.inputs}
+        inputs |= integers(self.spec, self.case)
         return Given(self.spec, inputs, scale_of(self.spec, self.case))
 
     def run(

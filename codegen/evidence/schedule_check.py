@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..emulator.walk import Boxes, Extent, Walk
 from ..ops import lists, masks, operation_of
 from ..ops.cases import Case, Tiles, most_clusters, work_tiles
+from ..ops.inputs import params
 from ..ops.masks import Lengths
 from ..ops.operation import Sizes
 
@@ -47,8 +48,19 @@ def extent(
 def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
     """(Work tile, KV block) pairs of a problem."""
     plan = _Plan(tiles, spec, sizes)
-    per_head = sum(plan.count(tile) for tile in range(plan.tiles_of_head))
-    return sizes.batch * (plan.heads // tiles.heads) * per_head
+    batches = range(sizes.batch if plan.mask.params else 1)
+    heads = range(
+        0, plan.heads if plan.mask.reads("h", "h_kv") else tiles.heads, tiles.heads
+    )
+    known = sum(
+        plan.count(_Work(batch, head, tile))
+        for batch in batches
+        for head in heads
+        for tile in range(plan.tiles_of_head)
+    )
+    return (
+        sizes.batch // len(batches) * (plan.heads // tiles.heads // len(heads)) * known
+    )
 
 
 def refusal(
@@ -102,6 +114,9 @@ class _Plan:
         self.tiles, self.sizes = tiles, sizes
         self.group = int(spec["q_per_kv"])
         self.lengths, self.mask = Lengths(sizes.q, sizes.kv), masks.of_spec(spec)
+        if self.mask.params:
+            assert isinstance(sizes, Case)
+            self.mask = self.mask.given(params(spec, tiles, sizes))
         operation = operation_of(spec)
         self.outputs = [tensor.name for tensor in operation.outputs(spec)]
         self.dims = {x.name: x.sizes(spec, sizes) for x in operation.tensors(spec)}
@@ -114,17 +129,17 @@ class _Plan:
         """Work tiles of a cluster in a head."""
         return -(-self.sizes.q // self.tiles.cluster_rows)
 
-    def count(self, tile: int) -> int:
-        """KV blocks of a work tile, of all heads and batches on average, but for a rest."""
+    def count(self, work: _Work) -> int:
+        """KV blocks of a work tile; of lists, those of all heads and batches on average."""
         if not self.lists:
-            return len(self._derived(tile))
+            return len(self._derived(work))
         counts = sum(self.lists[name] for name in lists.NAMES[::2])
-        return int(np.maximum(counts, 1)[:, :, tile].mean()) + 1
+        return int(np.maximum(counts, 1)[:, :, work.tile].mean()) + 1
 
     def blocks(self, work: _Work) -> Sequence[int]:
         """KV blocks that a cluster's work tile needs; one when its rows see no key."""
         if not self.lists:
-            return self._derived(work.tile)
+            return self._derived(work)
         shape = self.lists["kv_indices"].shape
         place = min(work.batch, shape[0] - 1), min(work.head, shape[1] - 1), work.tile
         found: list[int] = []
@@ -133,10 +148,11 @@ class _Plan:
             found += self.lists[indices][place][:count].tolist()
         return found or [shape[3]]  # which is behind K
 
-    def _derived(self, tile: int) -> range:
-        first = tile * self.tiles.cluster_rows
+    def _derived(self, work: _Work) -> range:
+        first = work.tile * self.tiles.cluster_rows
         end = min(first + self.tiles.cluster_rows, self.sizes.q)
-        needed = self.mask.key_blocks(first, end, self.lengths, self.tiles.kv)
+        mask = self.mask.at(work.batch, work.head, work.head // self.group)
+        needed = mask.key_blocks(first, end, self.lengths, self.tiles.kv)
         return range(int(needed.first), max(int(needed.end), int(needed.first) + 1))
 
     def shape(self, name: str) -> tuple[int, int, int]:

@@ -36,7 +36,7 @@ from ..ops.cases import (
     tiles_of,
 )
 from ..ops.compare import note_errors, outside_touched, same_bits
-from ..ops.inputs import Placed, place_tensors, values
+from ..ops.inputs import Placed, integers, place_tensors, values
 from ..ops.operation import Axis, Given, Operation, Tensor
 
 DTYPES = {
@@ -272,9 +272,10 @@ def _check_case(
     function = getattr(kernel, operation.function)
     scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
     options: dict[str, Any] = {} if case.scale_factor == 1 else {**scales}
+    numbers = integers(spec, case)
     options |= {
         x.name: tensors.inputs[x.name] for x in operation.inputs(spec) if x.when
-    }
+    } | numbers
 
     def launch(source: torch.Tensor = leading) -> object:
         return function(source, *others, **options, **tensors.into)
@@ -297,7 +298,7 @@ def _check_case(
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    call = Given(spec, tensors.inputs, *scales.values())
+    call = Given(spec, {**tensors.inputs, **numbers}, *scales.values())
     written = {name: x.double() for name, x in tensors.into.items()}
     verdicts = operation.judge(call, written, operation.truth(call), tiles.kv)
     note_errors(result, verdicts)
@@ -433,6 +434,9 @@ def misuses(
     for scalar in operation.scalars:
         for value in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
             yield spoil(str(value), **{scalar.name: value})
+    for integer in operation.integers(spec):
+        for wrong_one in (integer.least - 1, integer.most + 1, 1.5, None):
+            yield spoil(str(wrong_one), **{integer.name: wrong_one})
     for tensor in {*operation.reads, *operation.writes} - {*tensors}:
         shape = tensor.shape(spec, misuse_case(spec))
         unwanted = torch.empty(
@@ -449,8 +453,9 @@ def _spoiled(
     tensor: Tensor, x: torch.Tensor, device: Device
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """What is wrong with a tensor alone, and the tensor with it."""
-    types = {**DTYPES, "fp64": torch.float64}
-    for name in ("bf16", "fp16", "fp32", "fp64"):
+    types = {**DTYPES, "fp64": torch.float64, "int64": torch.int64}
+    wide = ("int64",) if tensor.dtype == "int32" else ()
+    for name in ("bf16", "fp16", "fp32", "fp64", *wide):
         if types[name] != x.dtype:
             yield name, x.to(types[name])
     if x.dtype == torch.int32:
@@ -570,7 +575,7 @@ def events(
         yield {"event": "start", "case": MISUSE}
         tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)
         operation = operation_of(spec)
-        good = {**tensors.inputs, **tensors.into}
+        good = {**tensors.inputs, **tensors.into, **integers(spec, misuse_case(spec))}
         getattr(kernel, operation.function)(**good)
         device.synchronize()
         for misuse in misuses(operation, spec, good, device):

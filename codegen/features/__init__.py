@@ -12,14 +12,29 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..ops import OPERATIONS
-from . import blocks, cluster, gqa, lse, mask, problem, sink, softcap, tiling, window
+from . import (
+    blocks,
+    chunk,
+    cluster,
+    documents,
+    gqa,
+    lse,
+    mask,
+    params,
+    prefix,
+    problem,
+    sink,
+    softcap,
+    tiling,
+    window,
+)
 from .feature import Feature
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(problem, lse, softcap, mask, window, blocks),
+    *(problem, lse, softcap, params, mask, chunk, window, documents, prefix, blocks),
     *(sink, gqa, cluster, tiling),
 )
 

@@ -4,21 +4,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
-from ..expressions.language import ExpressionError, names_in, parse, text_of
+from ..expressions.language import ExpressionError, Param, names_in, parse, text_of
 from ..ops import masks
 from . import vocabulary
 from .feature import Accepts, Feature, did_you_mean, refusal
+from .params import as_said, known_to
 from .vocabulary import NOT_YET
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
 
+_LINE: Final = 106  # [characters] of a generated file's docstring
 _COMPARES: Final = re.compile("[<>=]")
 
 
@@ -28,7 +31,7 @@ class _Expression(Accepts):
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.check)
+        return core_schema.with_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
@@ -39,7 +42,7 @@ class _Expression(Accepts):
         ]
         return {"anyOf": forms, "description": self.meaning}
 
-    def check(self, value: Any) -> str:
+    def check(self, value: Any, info: core_schema.ValidationInfo) -> str:
         """Return what a SPEC says."""
         if type(value) is not str:
             raise refusal("FG103", self.text, value, "")
@@ -50,7 +53,7 @@ class _Expression(Accepts):
             hint = vocabulary.answer(self.words, value) or did_you_mean(value, words)
             raise refusal("FG104", self.text, value, hint)
         try:
-            return _canonical(value)
+            return _canonical(value, known_to(info.data.get("params", {})))
         except ExpressionError as error:
             details = {
                 "message": error.message,
@@ -62,9 +65,9 @@ class _Expression(Accepts):
             ) from None
 
 
-def _canonical(text: str) -> str:
+def _canonical(text: str, params: Mapping[str, Param]) -> str:
     """Return an expression as it reads, or the word for it; raises ExpressionError."""
-    mask, tree = masks.of_text(text), parse(text)
+    mask, tree = masks.of_text(text, params), parse(text, params)
     if mask.empty:
         raise ExpressionError("FG217", 0, "no query sees any key, whatever the lengths")
     if mask == masks.ALL_KEYS:
@@ -74,7 +77,7 @@ def _canonical(text: str) -> str:
         )
     for edges in filter(None, (mask.left_edges, mask.right_edges)):
         falling = [text_of(each.node()) for each in edges if each in mask.falling]
-        moves = any("q" in names_in(each.node()) for each in edges)
+        moves = any({"q", *params} & names_in(each.node()) for each in edges)
         if falling or not moves:
             what = (
                 "falls from query to query"
@@ -99,9 +102,11 @@ Mask = Annotated[
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
             r".*alibi.*": f"ALiBi is {NOT_YET}",
-            r".*chunk.*": "write the expression: kv <= q and kv // N == q // N, in quotes",
+            r".*chunk.*": "write chunk: N beside mask: causal",
+            r".*prefix.*": "write prefix: true beside mask: causal",
+            r".*(document|packed).*": "write documents: true beside the mask",
             r".*(block|sparse).*": "write blocks: lists beside the mask of partial blocks",
-            r".*(prefix|document|custom|bias|tree).*": (f"such a mask is {NOT_YET}"),
+            r".*(custom|bias|tree).*": f"such a mask is {NOT_YET}",
             r"full|false|no|off|dense|noncausal|bidirectional": "write none",
             r"(causal_)?(bottom_?right|lower_?right)|true|tril": (
                 "write causal, which is aligned at the bottom right"
@@ -116,13 +121,27 @@ Mask = Annotated[
 
 def keys_of(spec: Spec) -> masks.Mask:
     """Return which keys a query sees, by all fields that have a say in it."""
-    return masks.of_spec(spec.model_dump(mode="json"))
+    said = spec.model_dump(mode="json")
+    return masks.of_spec({**said, "params": as_said(spec.params)})
 
 
 def _flags(spec: Spec) -> dict[str, bool]:
     mask = keys_of(spec)
+    read = [name for name, x in mask.params.items() if x.axes]
+    of_rows = [name for name in read if "row" in mask.params[name].axes]
+    left, right = masks.Mask(mask.lower, frozenset()), masks.Mask(
+        frozenset(), mask.upper
+    )
     return {
         "edges": mask.edges,
+        "loads_edges": mask.reads(*read),
+        "left_loaded": left.reads(*read),
+        "right_loaded": right.reads(*read),
+        "left_place": left.reads("q"),
+        "right_place": right.reads("q"),
+        "left_row": left.reads(*of_rows),
+        "right_row": right.reads(*of_rows),
+        "lengths_known": not of_rows,
         "left_edge": bool(mask.left_edges),
         "right_edge": bool(mask.right_edges),
         "left_window": mask.left is not None,
@@ -136,8 +155,20 @@ def _flags(spec: Spec) -> dict[str, bool]:
 def _contract(spec: Spec) -> str:
     if not (keys := str(keys_of(spec))):
         return ""
-    seen = f"Query i, at q = i + seqlen_kv - seqlen_q, sees {keys}."
-    return f"{seen} A row that sees no key is 0."
+    for name, said in (
+        ("row", "i"),
+        ("b", "batch"),
+        ("h", "head"),
+        ("h_kv", "kv_head"),
+    ):
+        keys = re.sub(rf"\b{name}\b", said, keys)
+    place, ending = "q = i + seqlen_kv - seqlen_q", "A row that sees no key is 0."
+    line = f"Query i, at {place}, sees {keys}. {ending}"
+    return (
+        line
+        if len(line) <= _LINE
+        else f"Query i is at {place}, and sees\n  {keys}. {ending}"
+    )
 
 
 _TOKENS: Final = {"none": "full", "causal": "causal"}

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
 from ..errors import Violation
+from ..ops.params import ARGUMENT
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -16,12 +17,12 @@ if TYPE_CHECKING:
 
 _NONE: Final = "none"
 _MAX_KEYS: Final = 2**24  # no K is longer
-_KEYS: Final = f"a whole number from 0 to {_MAX_KEYS}, or none"
+_KEYS: Final = f"a whole number from 0 to {_MAX_KEYS}, {ARGUMENT} or none"
 _WRITE: Final = (
     "write window: {left: N, right: N}: keys before and behind a query's own"
 )
 
-_Keys = Annotated[int, Field(ge=0, le=_MAX_KEYS)] | Literal["none"]
+_Keys = Annotated[int, Field(ge=0, le=_MAX_KEYS)] | Literal["argument", "none"]
 
 
 class Sides(Model):
@@ -34,15 +35,19 @@ class Sides(Model):
 Window = Annotated[
     Sides,
     Block(
-        "what a query sees of the keys around its place, q; none: all",
+        "what a query sees of the keys around its place, q; none: all; argument: by window_left= or"
+        " window_right= of a call",
         "a mapping with left and right",
         hint=_WRITE,
     ),
 ]
 
 
+_IN_NAMES: Final[Mapping[int | str, int | str]] = {_NONE: "", ARGUMENT: "arg"}
+
+
 def _token(spec: Spec) -> str:
-    left, right = ("" if n == _NONE else n for n in _sides(spec).values())
+    left, right = (_IN_NAMES.get(n, n) for n in _sides(spec).values())
     if spec.window == Sides():
         return ""
     return f"w{left}" if spec.mask == "causal" else f"w{left}x{right}"
@@ -72,7 +77,7 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
 
 WINDOW: Final = Feature(
     "window",
-    tokens={r"w(\d+|\d*x\d*)": lambda spec: [_token(spec)]},
+    tokens={r"w(\d+|arg|(\d*|arg)x(\d*|arg))": lambda spec: [_token(spec)]},
     keys={
         r"window_size|(window|local)(_size)?_(left|right)|local(_size)?|band": _WRITE,
         r"(sliding|attn|attention)_?window(_size)?|swa": (

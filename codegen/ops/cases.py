@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -41,6 +41,7 @@ Data = Literal[
     "saturated",
     "sinks",
 ]
+Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
 DYNAMIC = "dynamic"
@@ -138,9 +139,9 @@ class Case:
     sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
     emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
-    layout: see `inputs.place_tensors`. lists: of blocks, if the SPEC has them. timing: whether its
-    schedule matters, because it is about
-    rings, waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
+    params: what the mask reads, see `inputs.params`. layout: see `inputs.place_tensors`. lists: of
+    blocks, if the SPEC has them. timing: whether its schedule matters, because it is about rings,
+    waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
     """
 
     name: str
@@ -152,6 +153,7 @@ class Case:
     clusters: tuple[int, ...] | None = None
     blocks: int = 1
     data: Data = "normal"
+    params: Params = "some"
     layout: Layout = "own"
     scale_factor: float = 1.0
     lists: Drawn = BY_MASK
@@ -228,6 +230,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield from _sinks(spec, tiles)
     if spec.get("blocks"):
         yield from _lists(spec, tiles)
+    if masks.of_spec(spec).params:
+        yield from _params(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -320,7 +324,8 @@ def _sections(spec: Mapping[str, Any], tiles: Tiles, sections: int) -> tuple[int
 def _call(case: Case) -> tuple[object, ...]:
     """What makes a call another one."""
     shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
-    return (*shape, case.data, case.layout, case.scale_factor, case.lists)
+    call = (case.data, case.params, case.layout, case.scale_factor, case.lists)
+    return (*shape, *call)
 
 
 def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -469,6 +474,28 @@ def _lists(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield _fitted(spec, tiles, tag, rows, kv, 2, kv_heads, **options)
 
 
+def _params(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """What the mask reads at its ends, and on tiles; batches that differ."""
+    rows, group = tiles.cluster_rows, spec["q_per_kv"] // tiles.heads > 1
+    for number, kind in enumerate(get_args(Params)):
+        # Of the last tile some rows are beyond the end; queries stand behind the first keys.
+        q = rows + 5 if group else 2 * rows + 5
+        kv = q + tiles.kv + number
+        yield _fitted(
+            *(spec, tiles, f"params_{kind}", q, kv, 2, 1),
+            params=kind,
+            data=("edges", "second_rows")[number % 2],
+            layout=("own", "mixed", "bhsd", "own")[number],
+            timing=kind in ("some", "least"),
+        )
+        if spec["seqlen"]["kv"] == DYNAMIC:
+            yield _fitted(
+                *(spec, tiles, f"short_{kind}", q, tiles.kv // 2 + 3, 1, 1),
+                params=kind,
+                data="edges",
+            )
+
+
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Every residue of kv to a KV tile; of kv - q, too, where the mask has an edge there.
 
@@ -598,6 +625,9 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     for kind in ("some", "shuffled", "some_tiles") if spec.get("blocks") else ():
         drawn = {"lists": Drawn(kind, "bh"), "layout": "plain"}
         yield many(f"many_lists_{kind}", EVEN_TILES_LENGTH, 4097, **drawn)
+    for kind in get_args(Params) if mask.params else ():
+        q = EVEN_TILES_LENGTH
+        yield many(f"many_{kind}", q, q, params=kind, data="edges")
     for number in mask.steps:
         q = EVEN_TILES_LENGTH
         yield many(f"many_step_{number}", q, number + q // 2, data="edges")
@@ -644,8 +674,8 @@ def _fitted(
 
 
 def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
-    """KV blocks of the work tile that has most; with lists, all of K at most."""
-    if spec.get("blocks"):
+    """KV blocks of the work tile that has most; with lists or params, all of K at most."""
+    if spec.get("blocks") or masks.of_spec(spec).params:
         return math.ceil(case.kv / tiles.kv)
     first = np.arange(0, case.q, tiles.cluster_rows)
     end, lengths = first + tiles.cluster_rows, Lengths(case.q, case.kv)

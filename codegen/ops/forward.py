@@ -5,16 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from . import lists, masks, reference
+from . import lists, masks, params, reference
 from .compare import Verdict, judge_lse, judge_output
 from .likeness import Inputs, ending
-from .masks import Lengths
-from .operation import Array, Axis, Given, Operation, Scalar, Sizes, Spec, Tensor
+from .masks import Lengths, Mask
+from .operation import (
+    Array,
+    Axis,
+    Given,
+    Integer,
+    Operation,
+    Scalar,
+    Sizes,
+    Spec,
+    Tensor,
+)
 
 
 def _length(side: str, spec: Spec) -> int | None:
@@ -108,7 +119,7 @@ def _defined_by(given: Given) -> dict[str, Any]:
         **{x.name: given.inputs[x.name] for x in (Q, K, V)},
         "sink": given.inputs.get(SINK.name),
         "scale": given.scale,
-        "mask": masks.of_spec(spec),
+        "mask": mask_of(given),
         "softcap": spec.get("softcap"),
         "lists": _lists(given),
     }
@@ -117,6 +128,38 @@ def _defined_by(given: Given) -> dict[str, Any]:
 def _exact(given: Given) -> dict[str, Array]:
     found = reference.attention(**_defined_by(given))
     return {OUT.name: found.out, LSE.name: found.lse}
+
+
+_AXES: Final = {"b": BATCH, "h": HEADS, "h_kv": HEADS_KV, "row": SEQLEN_Q}
+
+
+def _params(spec: Spec) -> list[Tensor]:
+    """The tensors that the mask reads."""
+    return [_tensor(x) for x in params.declared(spec) if x.axes]
+
+
+@cache
+def _tensor(x: params.Declared) -> Tensor:
+    return Tensor(
+        *(x.name, tuple(_AXES[axis] for axis in x.axes), x.dtype),
+        tma=False,
+        words="rises with the query" if x.monotone else "",
+        when=x.field,
+        about=lambda spec: x.about,
+    )
+
+
+def _integers(spec: Spec) -> list[Integer]:
+    """The numbers that the mask reads."""
+    return [
+        Integer(x.name, *x.range, x.about) for x in params.declared(spec) if not x.axes
+    ]
+
+
+def mask_of(given: Given) -> Mask:
+    """The mask of a call."""
+    mask = masks.of_spec(given.spec)
+    return mask.given({name: _numpy(given.inputs[name]) for name in mask.params})
 
 
 def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
@@ -154,7 +197,7 @@ def _judge(
     # With lists a row's keys are no range, which is all that likenesses know.
     if verdict.row is not None and not KV_INDICES.is_in(given.spec):
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
-        mask, softcap = masks.of_spec(given.spec), given.spec.get("softcap")
+        mask, softcap = mask_of(given), given.spec.get("softcap")
         sink = given.inputs.get(SINK.name)
         inputs = Inputs(
             *(q, k, v, given.scale, mask, tile, softcap),
@@ -172,17 +215,34 @@ def _judge(
 
 
 def _numpy(x: Array) -> NDArray[Any]:
-    return x if isinstance(x, np.ndarray) else x.double().cpu().numpy()
+    return x.double().cpu().numpy() if hasattr(x, "cpu") else np.asarray(x)
 
 
-def _flops(spec: Spec, sizes: Sizes) -> float:
-    """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`."""
+def _flops(
+    spec: Spec, sizes: Sizes, inputs: Mapping[str, Array] | None = None
+) -> float:
+    """2 * batch * heads * pairs * (d_qk + d_v), half of the diagonal counted: `Mask.pairs`.
+
+    inputs: of the call, where the mask reads some; without them it counts as if all keys were seen.
+    """
     mask, lengths = masks.of_spec(spec), Lengths(sizes.q, sizes.kv)
-    pairs, of_case = mask.pairs(lengths), lists.of_case(spec, sizes)
+    heads, group = HEADS.size(spec, sizes), int(spec["q_per_kv"])
+    of_case = lists.of_case(spec, sizes)
     if of_case is not None:  # on average, of those that batches and heads share
-        pairs = float(of_case.pairs(mask, lengths).mean())
-    dims = sum(spec["head_dim"].values())
-    return float(2 * sizes.batch * HEADS.size(spec, sizes) * pairs * dims)
+        pairs = sizes.batch * heads * float(of_case.pairs(mask, lengths).mean())
+    elif not mask.params:
+        pairs = sizes.batch * heads * mask.pairs(lengths)
+    elif inputs is None:
+        pairs = float(sizes.batch * heads * sizes.q * sizes.kv)
+    else:
+        known = mask.given({name: _numpy(inputs[name]) for name in mask.params})
+        several = heads if mask.reads("h", "h_kv") else 1
+        pairs = sum(
+            known.at(b, h, h // group).pairs(lengths)
+            for b in range(sizes.batch)
+            for h in range(several)
+        ) * (heads // several)
+    return float(2 * pairs * sum(spec["head_dim"].values()))
 
 
 FORWARD: Final = Operation(
@@ -203,4 +263,6 @@ FORWARD: Final = Operation(
     judge=_judge,
     flops=_flops,
     indices=lists.draw,
+    params=_params,
+    integers=_integers,
 )

@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 
 from . import masks, operation_of
 from .cases import Case, Tiles
-from .masks import Lengths
+from .masks import Lengths, Mask
 from .operation import Tensor
+from .params import Declared, declared
 
 F32 = NDArray[np.float32]
+I64 = NDArray[np.int64]
 Dims = dict[str, int]
+Random = np.random.Generator
 
 GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
 CACHE_SPARE_ROWS = 37
@@ -207,13 +210,91 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
     return Layout(placed, storages, guarded=False)
 
 
+def integers(spec: Mapping[str, Any], case: Case) -> dict[str, int]:
+    """The numbers of a case that its mask reads, by name."""
+    return {x.name: _number(x, case) for x in declared(spec) if not x.axes}
+
+
+def params(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, I64]:
+    """All that the mask of a case reads: numbers, and tensors by their axes.
+
+    ``some``: any; documents of one key, of a few, and longer than a block. ``least``: documents of
+    one key, no prefix, a window of the query's own key. ``most``: no key is hidden. ``on_tiles``:
+    edges are multiples of a KV block.
+    """
+    found = {name: np.asarray(n) for name, n in integers(spec, case).items()}
+    random = np.random.default_rng(case.seed + 1)
+    tensors = {x.name: x for x in operation_of(spec).params(spec)}
+    bounds: list[I64] = []
+    for x in declared(spec):
+        if not x.axes:
+            continue
+        shape = tensors[x.name].shape(spec, case)
+        if x.field == "documents":
+            # Both tensors are of the same documents.
+            bounds = bounds or [
+                _documents(tiles, case, random) for _ in range(shape[0])
+            ]
+            found[x.name] = np.stack([_edges_of(x, each, case) for each in bounds])
+        else:
+            found[x.name] = _levels_of(x, shape, tiles, case, random)
+    return found
+
+
+def mask_of(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Mask:
+    """The mask of a case, for the first head of the first batch."""
+    mask = masks.of_spec(spec)
+    return mask.given(params(spec, tiles, case)).at(0, 0, 0) if mask.params else mask
+
+
+def _number(x: Declared, case: Case) -> int:
+    some = case.seed % (case.kv + 2)
+    number = {"some": some, "least": 0, "most": case.kv + 5, "on_tiles": 64}[
+        case.params
+    ]
+    return min(max(number, x.range[0]), x.range[1])
+
+
+def _levels_of(
+    x: Declared, shape: tuple[int, ...], tiles: Tiles, case: Case, random: Random
+) -> I64:
+    some = random.integers(-3, case.kv + 4, shape)
+    made = {
+        "some": some,
+        "least": np.zeros(shape, np.int64),
+        "most": np.full(shape, case.kv + 5),
+        "on_tiles": some // tiles.kv * tiles.kv,
+    }[case.params]
+    return np.sort(made, axis=x.axes.index("row")) if x.monotone else made
+
+
+def _documents(tiles: Tiles, case: Case, random: Random) -> I64:
+    """The first keys of a batch's documents, and the end of the last one."""
+    lengths = {
+        "some": random.choice([1, 5, tiles.kv // 2 + 1, 2 * tiles.kv + 3], case.kv),
+        "least": np.ones(case.kv, np.int64),
+        "most": np.full(1, case.kv),
+        "on_tiles": random.choice([1, 2], case.kv) * tiles.kv,
+    }[case.params]
+    starts = np.minimum(np.cumsum([0, *lengths]), case.kv)
+    return np.unique(starts)
+
+
+def _edges_of(x: Declared, bounds: I64, case: Case) -> I64:
+    """Of each query's document its first key, or the key behind its last."""
+    place = np.clip(np.arange(case.q) + case.kv - case.q, 0, case.kv - 1)
+    number = np.searchsorted(bounds, place, side="right") - 1
+    return bounds[number + (x.name == "document_end")]
+
+
 def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
-    """The inputs of a case by name; integers as `Operation.indices` has them, others of them 0."""
+    """The inputs of a case by name; integers as their makers have them, others of them 0."""
     random = np.random.default_rng(case.seed)
     operation = operation_of(spec)
-    drawn = {
+    read = params(spec, tiles, case)
+    drawn: dict[str, Any] = {
         x.name: (
-            np.zeros(x.shape(spec, case), np.float32)
+            read.get(x.name, np.zeros(x.shape(spec, case), np.int64))
             if x.dtype == "int32"
             else random.standard_normal(x.shape(spec, case), np.float32)
         )
@@ -224,9 +305,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         return drawn
     q, k, v = (drawn[name] for name in "qkv")  # of which all the rest speaks
     if case.data == "edges":
-        _edges(spec, tiles, q, k, random)
+        _edges(spec, tiles, mask_of(spec, tiles, case), q, k, random)
     if case.data == "peaks":
-        _peaks(spec, tiles, q, k)
+        _peaks(spec, tiles, mask_of(spec, tiles, case), q, k)
     if case.data == "future":
         _levels(q, k, np.arange(case.kv) * FUTURE_STEP)
     if case.data == "rising":
@@ -272,13 +353,14 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         )
     drawn = {**drawn, "q": q, "k": k, "v": v}
     if "sink" in drawn:
-        drawn["sink"] = _sinks(spec, case, drawn)
+        drawn["sink"] = _sinks(spec, mask_of(spec, tiles, case), case, drawn)
     return drawn
 
 
 def _edges(
     spec: Mapping[str, Any],
     tiles: Tiles,
+    mask: Mask,
     q: F32,
     k: F32,
     random: np.random.Generator,
@@ -287,7 +369,7 @@ def _edges(
     zeros, as TMA fills them in beyond the end."""
     q_len, kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     group = spec["q_per_kv"]
-    first, end = masks.of_spec(spec).keys(np.arange(q_len)[:, None], Lengths(q_len, kv))
+    first, end = mask.keys(np.arange(q_len)[:, None], Lengths(q_len, kv))
     last = end - 1
     edges = (first, first - 1) if first.any() else ()
     block = np.maximum(last, 0) // tiles.kv * tiles.kv
@@ -314,11 +396,11 @@ def _edges(
     q[:, below, :SHARED_DIMS] = -depth
 
 
-def _peaks(spec: Mapping[str, Any], tiles: Tiles, q: F32, k: F32) -> None:
+def _peaks(spec: Mapping[str, Any], tiles: Tiles, mask: Mask, q: F32, k: F32) -> None:
     """Each row has a key that is all it sees, row by row in another column of the KV tiles."""
     q_len, kv = q.shape[1], k.shape[1]
     rows, heads = np.arange(q_len)[:, None], np.arange(q.shape[2])
-    first, end = masks.of_spec(spec).keys(rows, Lengths(q_len, kv))
+    first, end = mask.keys(rows, Lengths(q_len, kv))
     back = (rows * PEAK_STEP + heads) % tiles.kv
     keys = np.clip(end - 1 - back, first, kv - 1)
     for head in heads:
@@ -368,7 +450,9 @@ def _slope(q: F32, k: F32, v: F32, random: np.random.Generator) -> None:
     v[...] = (levels - weights @ levels)[:, None, None] * v[:, :1]
 
 
-def _sinks(spec: Mapping[str, Any], case: Case, drawn: Mapping[str, F32]) -> F32:
+def _sinks(
+    spec: Mapping[str, Any], mask: Mask, case: Case, drawn: Mapping[str, F32]
+) -> F32:
     """Near the least log-sum-exp of a head's rows, and of the next head near the median.
 
     A larger one would hide what is wrong with O. Of `sinks` also, by head: 0, above and below all
@@ -377,7 +461,7 @@ def _sinks(spec: Mapping[str, Any], case: Case, drawn: Mapping[str, F32]) -> F32
     (scalar,) = operation_of(spec).scalars
     scale = scalar.value(spec) * case.scale_factor
     rows = np.unique(np.linspace(0, case.q - 1, SAMPLES).astype(int))
-    seen = masks.of_spec(spec).visible(rows, Lengths(case.q, case.kv))
+    seen = mask.visible(rows, Lengths(case.q, case.kv))
     made = np.empty_like(drawn["sink"])
     for head, near in enumerate(drawn["sink"].tolist()):
         q = drawn["q"][:, rows, head].astype(np.float64)

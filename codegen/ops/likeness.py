@@ -80,7 +80,8 @@ class _Row:
         self.kv_head = head * inputs.k.shape[2] // inputs.q.shape[2]
         self.sink = -np.inf if inputs.sink is None else float(inputs.sink[head])
         lengths = Lengths(inputs.q.shape[1], self.keys)
-        self.first, self.end = map(int, inputs.mask.keys(row, lengths))
+        mask = inputs.mask.at(self.batch, head, self.kv_head)
+        self.first, self.end = map(int, mask.keys(row, lengths))
 
     def candidates(self) -> Iterator[tuple[F64, str]]:
         """What the row would be, and of which error; of those alike the first is meant."""

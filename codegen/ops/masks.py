@@ -11,8 +11,9 @@ from the same mask (decisions 0033 and 0039).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field, replace
+from functools import cache, reduce
+from operator import and_
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from ..expressions.language import (
     ExpressionError,
     Name,
     Number,
+    Param,
     names_in,
     parse,
     text_of,
@@ -37,6 +39,7 @@ from ..expressions.solve import (
     strictest,
 )
 from ..expressions.values import Values, check_range, evaluate
+from . import params as declarations
 
 I64 = NDArray[np.int64]
 
@@ -67,16 +70,36 @@ class Mask:
 
     Of bounds that differ in their constants alone the stricter is there, and none that follows from
     another. What a kernel computes has the bounds of `ALL_KEYS` among its own.
+
+    params: what the bounds may read beside lengths and the query's place. values: of a call, by
+    name; without them a mask that reads some has a structure, but no keys.
     """
 
     lower: frozenset[Form]
     upper: frozenset[Form]
+    params: Mapping[str, Param] = field(default_factory=dict, compare=False)
+    values: Values = field(default_factory=dict, compare=False)
 
     def __and__(self, other: Mask) -> Mask:
         return Mask(
             strictest(self.lower | other.lower, "lower"),
             strictest(self.upper | other.upper, "upper"),
+            {**self.params, **other.params},
         )
+
+    def given(self, values: Values) -> Mask:
+        """The mask of a call, in which params have these values: numbers, and arrays."""
+        return replace(self, values={x: values[x] for x in self.params})
+
+    def at(self, batch: int, head: int, head_kv: int) -> Mask:
+        """The mask of one head of a call."""
+        return replace(
+            self, values={**self.values, "b": batch, "h": head, "h_kv": head_kv}
+        )
+
+    def reads(self, *names: str) -> bool:
+        """Whether some bound depends on one of these names, as an index or otherwise."""
+        return any({*names} & names_in(x.node()) for x in self.lower | self.upper)
 
     @property
     def empty(self) -> bool:
@@ -86,7 +109,9 @@ class Mask:
     @property
     def falling(self) -> tuple[Form, ...]:
         """The bounds that fall where the row rises."""
-        falls = [x for x in self.lower | self.upper if direction(x.node(), {}) == -1]
+        falls = [
+            x for x in self.lower | self.upper if direction(x.node(), self.params) == -1
+        ]
         return _sorted(falls)
 
     @property
@@ -129,7 +154,16 @@ class Mask:
     @property
     def uneven(self) -> bool:
         """Some queries see more keys than others: of a window's, inside, all see as many."""
-        return self.edges and (self.left is None or self.right is None)
+        return self.edges and not all(
+            map(self._slides, (self.left_edges, self.right_edges))
+        )
+
+    def _slides(self, edges: tuple[Form, ...]) -> bool:
+        """Whether the one edge is as far from the query's place for all queries of a call."""
+        if len(edges) != 1 or dict(edges[0].terms).get(Name("q")) != 1:
+            return False
+        scalars = {Name(name) for name, x in self.params.items() if not x.axes}
+        return {term for term, _ in edges[0].terms} <= {Name("q"), *scalars}
 
     def __str__(self) -> str:
         """The edges, such as ``q - 1023 <= kv <= q``; nothing when there are none."""
@@ -206,15 +240,17 @@ class Mask:
     def _counted(self, lengths: Lengths) -> tuple[I64, NDArray[np.float64]]:
         """First key and end of every row, of which half a key is not counted at the right edge."""
         lower, upper = self._bounds(np.arange(lengths.q), lengths)
-        halves = [direction(bound.node(), {}) != 0 for bound in self.upper]
+        halves = ["q" in names_in(bound.node()) for bound in self.upper]
         ends: NDArray[np.float64] = upper - np.array(halves)[:, None] / 2
         return lower.max(0), ends.min(0)
 
     def _bounds(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
         """All bounds from below and from above of some query rows: [bound, ...] each."""
         at = np.asarray(rows, np.int64)
-        place = at + lengths.kv - lengths.q
-        values: Values = {"q": place, "seqlen_q": lengths.q, "seqlen_kv": lengths.kv}
+        values: Values = {
+            **{"q": at + lengths.kv - lengths.q, "row": np.minimum(at, lengths.q - 1)},
+            **{"seqlen_q": lengths.q, "seqlen_kv": lengths.kv, **self.values},
+        }
         lower, upper = (
             np.array(
                 [np.broadcast_to(evaluate(x.node(), values), at.shape) for x in side]
@@ -224,34 +260,29 @@ class Mask:
         return lower, upper
 
 
-def of_text(text: str) -> Mask:
+def of_text(text: str, params: Mapping[str, Param] | None = None) -> Mask:
     """The mask of an expression.
 
     Raises ExpressionError for text that is none, and for a mask that no kernel has: one that is
-    not a range of keys that rises with the query, or that depends on more than its place.
+    not a range of keys that rises with the query, or that depends on more than place and params.
     """
-    tree = parse(text)
-    check_range(tree, {})
-    if more := names_in(tree) - {"q", "kv", "row", "seqlen_q", "seqlen_kv"}:
+    known = params or {}
+    tree = parse(text, known)
+    check_range(tree, known)
+    read = {(x.name, *x.axes) for x in walk(tree) if isinstance(x, Name)}
+    alone = {"q", "kv", "row", "seqlen_q", "seqlen_kv", *known}
+    if more := {names[0] for names in read} - alone:
         message = f"a mask that depends on {', '.join(sorted(more))} is not generated"
         raise ExpressionError("FG219", tree.column, message)
-    ranges = solve(tree)
+    ranges = solve(tree, known)
     if not ranges.exact or len(ranges.pieces) > 1:
         message = (
             "a mask that is not one range of keys for every query is not generated"
         )
         raise ExpressionError("FG219", tree.column, message)
-    return Mask(ranges.pieces[0].lower, ranges.pieces[0].upper)
-
-
-def window(left: int | None, right: int | None) -> Mask:
-    """Keys at most ``left`` before the query's place and ``right`` behind it; None: any."""
-    mask = ALL_KEYS
-    if left is not None:
-        mask &= of_text(f"q - kv <= {left}")
-    if right is not None:
-        mask &= of_text(f"kv - q <= {right}")
-    return mask
+    (piece,) = ranges.pieces
+    names = {names[0] for names in read}
+    return Mask(piece.lower, piece.upper, {x: known[x] for x in known if x in names})
 
 
 def _sorted(bounds: Iterable[Form]) -> tuple[Form, ...]:
@@ -275,15 +306,48 @@ MASKS: Final[Mapping[str, Mask]] = {"none": ALL_KEYS, "causal": of_text("kv <= q
 
 
 @cache
-def of_word(text: str) -> Mask:
-    """The mask of what a spec says: a word of `MASKS`, or an expression."""
-    return MASKS.get(text) or of_text(text)
+def _of_text(text: str, params: tuple[tuple[str, Param], ...] = ()) -> Mask:
+    return of_text(text, dict(params))
+
+
+def text_of_word(text: str) -> str:
+    """The expression of what a spec says: a word of `MASKS`, or an expression."""
+    return {"none": "0 <= kv", "causal": declarations.CAUSAL}.get(text, text)
+
+
+def window(
+    left: int | str | None,
+    right: int | str | None,
+    params: Mapping[str, Param] | None = None,
+) -> Mask:
+    """Keys at most ``left`` before the query's place and ``right`` behind it; None: any.
+
+    A side may be the name of one of params.
+    """
+    known = (*(params or {}).items(),)
+    sides = (("q - kv", left), ("kv - q", right))
+    given = (_of_text(f"{way} <= {n}", known) for way, n in sides if n is not None)
+    return reduce(and_, given, ALL_KEYS)
 
 
 def of_spec(spec: Mapping[str, Any]) -> Mask:
     """The mask of a SPEC: the conjunction of all fields that hide keys."""
-    sides = {side: n for side, n in spec.get("window", {}).items() if n != "none"}
-    return of_word(spec["mask"]) & window(sides.get("left"), sides.get("right"))
+    known = declarations.of_spec(spec)
+    text = text_of_word(spec["mask"])
+    if spec.get("prefix"):
+        text = f"({text}) or kv < prefix[b]"
+    texts = [text]
+    if "document_start" in known:
+        texts.append("document_start[b, row] <= kv")
+    if "document_end" in known:
+        texts.append("kv < document_end[b, row]")
+    sides = {
+        side: f"window_{side}" if keys == declarations.ARGUMENT else keys
+        for side, keys in (spec.get("window") or {}).items()
+        if keys != "none"
+    }
+    narrow = window(sides.get("left"), sides.get("right"), known)
+    return reduce(and_, (_of_text(each, (*known.items(),)) for each in texts), narrow)
 
 
 def word_of(spec: Mapping[str, Any]) -> str:

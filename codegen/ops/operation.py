@@ -8,7 +8,7 @@ the calls that must be refused and the problems of a benchmark are derived from 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -155,6 +155,16 @@ class Scalar:
     value: Callable[[Spec], float]
 
 
+@dataclass(frozen=True)
+class Integer:
+    """An int32 of the public function, which comes by name. about: as of a `Tensor`."""
+
+    name: str
+    least: int
+    most: int
+    about: str
+
+
 class Place(NamedTuple):
     """An axis of a tensor: the tensor's name and number, the axis' number."""
 
@@ -165,7 +175,10 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Given:
-    """What a call computes with: inputs by name, in NumPy or PyTorch, and the softmax scale."""
+    """What a call computes with: inputs by name, in NumPy or PyTorch, and the softmax scale.
+
+    Integers are among the inputs.
+    """
 
     spec: Spec
     inputs: Mapping[str, Array]
@@ -181,8 +194,9 @@ class Operation:
     noun: in the header and in the function's docstring. exact: the results of a `Given` in float64,
     by output. truth: its parts with bounds; a bool array of rows may follow, to which it is
     limited. judge: by output, a Verdict; of a `Given`, the outputs by name, their truth, the keys
-    of a KV block, and perhaps the rows. flops: of a call. indices: by name, what inputs of integers
-    hold in a call.
+    of a KV block, and perhaps the rows. flops: of a call; where inputs decide how many scores
+    count, of those. indices: by name, what inputs of integers hold in a call. params, integers:
+    what only the kernel of a SPEC reads, after the rest.
     """
 
     name: str
@@ -195,12 +209,14 @@ class Operation:
     exact: Callable[[Given], Mapping[str, Array]]
     truth: Callable[..., Any]
     judge: Callable[..., Mapping[str, Any]]
-    flops: Callable[[Spec, Sizes], float]
+    flops: Callable[..., float]
     indices: Callable[[Spec, Sizes], Mapping[str, Array]] = lambda spec, sizes: {}
+    params: Callable[[Spec], Sequence[Tensor]] = lambda spec: ()
+    integers: Callable[[Spec], Sequence[Integer]] = lambda spec: ()
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""
-        return tuple(x for x in self.reads if x.is_in(spec))
+        return (*(x for x in self.reads if x.is_in(spec)), *self.params(spec))
 
     def outputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel writes."""

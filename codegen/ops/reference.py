@@ -233,8 +233,14 @@ def _blocks(
                 scores = products
                 if softcap is not None:
                     scores = softcap * xp.tanh(products / softcap)
-                at = np.arange(q_len)[some]
-                seen = mask.visible(at, Lengths(q_len, kv_len))
+                at, lengths = np.arange(q_len)[some], Lengths(q_len, kv_len)
+                if mask.reads("h"):
+                    apart = range(shared.start, shared.stop)
+                    seen = np.stack(
+                        [mask.at(b, h, kv_head).visible(at, lengths) for h in apart]
+                    )
+                else:
+                    seen = mask.at(b, shared.start, kv_head).visible(at, lengths)
                 if lists is not None:
                     seen = lists.visible(seen, b, shared, at)
                 if not seen.all():

@@ -11,13 +11,16 @@ from typing import Any, Final
 
 from .. import features
 from ..arch import ARCHITECTURES
+from ..features.params import as_said
 from ..ops import OPERATIONS
 from ..spec.model import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
-_LATER: Final = {"window", "softcap", "sink", "blocks"}
+_LATER: Final = {"window", "softcap", "sink", "blocks", "params", "chunk"} | {
+    *("documents", "prefix"),
+}
 
 
 def common_context(
@@ -79,6 +82,8 @@ def _spec_items(spec_file: SpecFile, traits: Traits) -> list[tuple[str, object]]
     given = spec.model_dump(include=_LATER, exclude_defaults=True)
     left_out = _PLANNED | (_LATER - given.keys())
     values = spec.model_dump(mode="json", exclude=left_out)
+    if spec.params:
+        values["params"] = as_said(spec.params)
     values = {"name": spec_file.stem, **values}
     if traits.lists:  # of blocks that large: a caller has to know
         values["tile"] = {"q": traits.sizes.tile_q, "kv": traits.sizes.tile_kv}

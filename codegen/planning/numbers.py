@@ -40,6 +40,16 @@ def given(traits: Traits) -> Iterator[Number]:
             ("CLUSTER_SIZE", 1),
         ):
             yield Number(name, value, unit, "given", field=path)
+    if scalars := [x for x in traits.mask.params.values() if not x.axes]:
+        yield Number(
+            "ARGUMENT_LIMIT",
+            *(
+                scalars[0].range[1],
+                "of an int that the mask reads, either way",
+                "planned",
+            ),
+            reason="no sequence is longer, and sums with positions fit 32 bits",
+        )
 
 
 def of_scores(traits: Traits) -> Iterator[tuple[str, str, str]]:

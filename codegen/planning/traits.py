@@ -87,7 +87,7 @@ class Traits:
         kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
         q = self.seqlen_q if self.mask.edges else 1
         left, right = bool(self.mask.left_edges), bool(self.mask.right_edges)
-        if kv is None or q is None:
+        if kv is None or q is None or self.mask.params:
             several = kv is None or kv > tile_kv
             if first_apart:
                 return Loops(several and right, several, several and left)

@@ -28,7 +28,8 @@ def crossed(has: Mapping[str, Any]) -> str:
 
 def of_left_edge(has: Mapping[str, Any]) -> str:
     """What the blocks at the left edge are masked for, and which these are."""
-    how = "for it alone" if has["edges_apart"] else "the same way"
+    alone = has["edges_apart"] or has["loads_edges"]
+    how = "for it alone" if alone else "the same way"
     return f"{how}: blocks that {LEFT_EDGE} crosses"
 
 
@@ -88,6 +89,8 @@ def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     if has["lists"]:
         # How long a tile is only the lists know: of two that one CTA takes, places differ most.
         return f"query tiles of one {head} side by side, odd waves backwards"
+    if has["lpt_order"] and not has["lengths_known"]:
+        return "those of all heads of a section side by side: how long they are is an input"
     if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

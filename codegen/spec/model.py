@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Field,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -28,11 +29,15 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 from ..errors import Diagnostic, Location, SpecError, Violation, quoted
 from ..features import FEATURES, vocabulary
 from ..features.blocks import Blocks
+from ..features.chunk import Chunk, spelt_out
 from ..features.cluster import Cluster, CtaGroup, Multicast
+from ..features.documents import Documents
 from ..features.feature import Model, accepts_of, did_you_mean
 from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
 from ..features.mask import Mask
+from ..features.params import Params
+from ..features.prefix import Prefix
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
 from ..features.sink import Sink
 from ..features.softcap import Softcap
@@ -57,9 +62,13 @@ class Spec(Model):
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"
+    params: Params = Field(default_factory=dict)
     mask: Mask = "none"
+    chunk: Chunk = "none"
     window: Window = Sides()
     blocks: Blocks = "derived"
+    documents: Documents = False
+    prefix: Prefix = False
     lse: Lse = False
     sink: Sink = False
     cluster: Cluster = (1, 1)
@@ -68,6 +77,11 @@ class Spec(Model):
     tile: Tile = TileRows()
     stages: Stages = Depths()
     schedule: Schedule = "persistent"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spells_words_out(cls, data: Any) -> Any:
+        return spelt_out(data)
 
     @model_validator(mode="after")
     def _keeps_rules(self, info: ValidationInfo) -> Spec:

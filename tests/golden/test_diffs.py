@@ -46,6 +46,8 @@ FEATURES = {
     "window": Edit("window: {}", "window: {left: 1023}", "mask: causal", 140),
     # Four tensors, and no order of tiles by their length.
     "blocks": Edit("blocks: derived", "blocks: lists", "mask: causal", 3 * FEATURE),
+    "documents": Edit("documents: false", "documents: true", "mask: causal", 240),
+    "prefix": Edit("prefix: false", "prefix: true", "mask: causal", 160),
     "multicast": Edit("multicast: none", "multicast: kv", "cluster: [2, 1]"),
     "seqlen_fixed": Edit("seqlen: dynamic", "seqlen: 4096"),
     "pack_gqa": Edit("pack_gqa: false", "pack_gqa: true", GROUP),

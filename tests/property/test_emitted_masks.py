@@ -12,13 +12,15 @@ import math
 import re
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import support
 from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.ops.cases import Case, Params, tiles_of
+from fmha_gen.ops.inputs import params
 from fmha_gen.ops.masks import Lengths, of_spec
 
 LENGTHS = (1, 63, 64, 65, 127, 129, 1000)
@@ -38,6 +40,17 @@ MASKS = {
     "left": "window: {left: 70}\n",
     "right": "window: {right: 70}\n",
 }
+PARAMS = {
+    "documents": "mask: causal\ndocuments: true\n",
+    "documents, both ends": "documents: true\n",
+    "documents, window": "mask: causal\ndocuments: true\nwindow: {left: 70}\n",
+    "prefix": "mask: causal\nprefix: true\n",
+    "windows of a call": "window: {left: argument, right: argument}\n",
+    "declared": (
+        "params: {first: {shape: [b, row], dtype: int32, monotone: row}, more: int32}\n"
+        "mask: 'kv <= q + more and kv >= first[b, row] // 2 and q - kv <= 300'\n"
+    ),
+}
 KERNELS = {
     **{f"sm90, {name}": SM90 + mask for name, mask in MASKS.items()},
     **{
@@ -45,8 +58,15 @@ KERNELS = {
     },
     **{f"sm100, {name}": SM100 + mask for name, mask in MASKS.items()},
 }
+WITH_PARAMS = {
+    **{f"sm90, {name}": SM90 + mask for name, mask in PARAMS.items()},
+    "sm90, packed, documents": SM90 + PACKED + PARAMS["documents"],
+    **{f"sm100, {name}": SM100 + mask for name, mask in PARAMS.items()},
+}
+BATCH = 1  # of two, which every problem has
 FAULTY = "sm90, two sides"
 FUNCTIONS = {
+    *("RowEdges", "keys_before", "keys_from", "load_edges"),
     "Range",
     "key_blocks",
     "common_keys",
@@ -56,9 +76,19 @@ FUNCTIONS = {
 }
 
 
-class Problem(NamedTuple):
-    seqlen_q: int
-    seqlen_kv: int
+def problem_of(kernel: Kernel, sizes: Lengths) -> SimpleNamespace:
+    """Lengths, and what the mask reads."""
+    return SimpleNamespace(
+        seqlen_q=sizes.q, seqlen_kv=sizes.kv, **values_of(kernel, sizes)
+    )
+
+
+def values_of(kernel: Kernel, sizes: Lengths) -> dict[str, Any]:
+    """What a mask reads: another kind of values for each pair of lengths."""
+    spec = kernel.names["SPEC"]
+    kind = get_args(Params)[(sizes.q + sizes.kv) % 4]
+    case = Case(str(sizes), 2, 1, sizes.q, sizes.kv, params=kind)
+    return dict(params(spec, tiles_of(kernel.names), case))
 
 
 class Kernel:
@@ -96,13 +126,18 @@ class Kernel:
     def call(self, name: str, **given: Any) -> Any:
         """A function with those of its parameters that this kernel has."""
         function = self.names[name]
-        code = function.__code__
+        code, given = function.__code__, {**given, "head": 0, "batch": BATCH}
         return function(*(given[x] for x in code.co_varnames[: code.co_argcount]))
 
-    def seen(self, name: str, rows: Any, block: int, problem: Problem) -> Any:
+    def seen(self, name: str, rows: Any, block: int, problem: SimpleNamespace) -> Any:
         """Bool [rows, keys of the block]: where a masking function leaves a score of 0."""
         kept = np.zeros((len(rows), self.tile_kv), np.bool_)
-        given = {"row": rows, "block": block, "problem": problem}
+        given: dict[str, Any] = {"row": rows, "block": block, "problem": problem}
+        edges = SimpleNamespace(first_key={}, end_key={})
+        if "load_edges" in self.names:
+            of_rows = {"edges": edges, "row": rows, "problem": problem}
+            edges = self.call("load_edges", **of_rows) or edges
+        given["edges"] = edges
         if self.arch == "sm100":
             S: dict[Any, Any] = dict.fromkeys(range(self.tile_kv), 0.0)
             self.call(name, rS=S, **given)
@@ -127,8 +162,11 @@ def check(kernel: Kernel, lengths: Sequence[Lengths]) -> None:
     own = 128 if kernel.arch == "sm100" else rows_of_tile  # that agree on whole blocks
     masked = "mask_row" if kernel.arch == "sm100" else "mask_block"
     for sizes in lengths:
-        problem = Problem(*sizes)
-        visible = kernel.mask.visible(np.arange(sizes.q), sizes)
+        problem = problem_of(kernel, sizes)
+        mask = kernel.mask.given(values_of(kernel, sizes)).at(BATCH, 0, 0)
+        visible = mask.visible(np.arange(sizes.q), sizes)
+        # Where rows have edges of their own, those beyond the last one have its.
+        stop = sizes.q if mask.reads("row") else 1 << 30
         keys = -(-sizes.kv // tile_kv) * tile_kv
         padded = np.pad(visible, ((0, 0), (0, keys - sizes.kv)))
         for first in range(0, sizes.q, own):
@@ -137,13 +175,15 @@ def check(kernel: Kernel, lengths: Sequence[Lengths]) -> None:
             ends = {"first_position": tile, "end_position": tile + rows_of_tile}
             blocks = kernel.call("key_blocks", **ends, problem=problem)
             begin, end = blocks if isinstance(blocks, tuple) else (0, blocks)
-            solved = kernel.mask.key_blocks(*ends.values(), sizes, tile_kv)
+            solved = mask.key_blocks(
+                tile, min(tile + rows_of_tile, stop), sizes, tile_kv
+            )
             assert (begin, end) == (solved.first, max(solved.end, solved.first + 1))
             ends = {"first_position": first, "end_position": first + own}
             common = kernel.call("common_keys", **ends, problem=problem)
             low, high = common if isinstance(common, tuple) else (0, common)
             whole = range(-(-low // tile_kv), high // tile_kv)
-            solved = kernel.mask.key_blocks(*ends.values(), sizes, tile_kv)
+            solved = mask.key_blocks(first, min(first + own, stop), sizes, tile_kv)
             assert [*whole] == [*range(solved.whole_first, solved.whole_end)]
             for block in range(begin, end):
                 place = slice(block * tile_kv, (block + 1) * tile_kv)
@@ -163,6 +203,11 @@ def check(kernel: Kernel, lengths: Sequence[Lengths]) -> None:
 def test_emitted_lines_say_what_rows_see(name: str) -> None:
     edges = EDGES if name == FAULTY else []
     check(Kernel(support.kernel_text(KERNELS[name])), [*SIZES, *edges])
+
+
+@pytest.mark.parametrize("name", WITH_PARAMS)
+def test_emitted_lines_read_what_the_mask_reads(name: str) -> None:
+    check(Kernel(support.kernel_text(WITH_PARAMS[name])), SIZES)
 
 
 FAULTS = {

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from fmha_gen.evidence.trial import DTYPES
 from fmha_gen.ops import lists
-from fmha_gen.ops.masks import MASKS, Lengths
+from fmha_gen.ops.masks import MASKS, Lengths, of_spec
+from fmha_gen.ops.params import declared
 from fmha_gen.ops.reference import attention
 
 
@@ -57,6 +58,8 @@ class FakeKernel:
         v: Any,
         *,
         sink=None,
+        document_start=None,
+        window_left=None,
         softmax_scale=None,
         out=None,
         lse=None,
@@ -69,6 +72,7 @@ class FakeKernel:
         if self.fault != "checks nothing":
             self._check(q, k, v, sink, out, lse)
             self._check_lists(q, k, listed)
+            self._check_edges(q, document_start, window_left)
             inputs = {"q": q, "k": k, "v": v, "sink": sink, **listed}
             given = {**inputs, "out": out, "lse": lse}
             self._check_memory(given)
@@ -83,6 +87,11 @@ class FakeKernel:
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         if self.fault == "ignores softmax_scale":
             scale = q.shape[-1] ** -0.5
+        if self.fault == "takes the next batch's documents":
+            document_start = document_start.roll(1, 0)
+        if document_start is not None:
+            document_start = document_start.numpy()
+        self.edges = {"document_start": document_start, "window_left": window_left}
         result, natural = self._compute(q, k, v, self._sink(sink, scale), scale)
         if self.fault == "lse without the sink":
             natural = self._compute(q, k, v, None, scale)[1]
@@ -107,7 +116,7 @@ class FakeKernel:
         return sink
 
     def _compute(self, q, k, v, sink, scale):
-        mask = MASKS[self.SPEC["mask"]]
+        mask = of_spec(self.SPEC).given(self.edges)
         if self.fault == "skips the last key":
             k, v = k[:, :-1], v[:, :-1]
         if self.fault == "top-left mask" and q.shape[1] != k.shape[1]:
@@ -236,6 +245,19 @@ class FakeKernel:
                 )
             if x.dtype != torch.int32 or x.device.type != "cpu":
                 raise ValueError(f"{name} is wrong")
+
+    def _check_edges(self, q, document_start, window_left):
+        if document_start is not None:
+            right = (
+                document_start.device.type == "cpu"
+                and document_start.shape == q.shape[:2]
+            )
+            if not right or document_start.dtype != torch.int32:
+                raise ValueError("document_start is wrong")
+        if any(x.name == "window_left" for x in declared(self.SPEC)) and not (
+            isinstance(window_left, int) and 0 <= window_left <= 2**24
+        ):
+            raise ValueError("window_left is wrong")
 
     def _check_memory(self, given):
         used = set()

@@ -51,7 +51,9 @@ def blocks(tiles, case):
 
 
 def most_blocks(spec, tiles, case):
-    """Of the work tile that has most, row by row."""
+    """Of the work tile that has most, row by row; where the mask reads inputs, of any tile."""
+    if masks.of_spec(spec).params:
+        return math.ceil(case.kv / tiles.kv)
     first, end = masks.of_spec(spec).keys(range(case.q), Lengths(case.q, case.kv))
     most = 1
     for tile in range(0, case.q, tiles.cluster_rows):
@@ -145,7 +147,7 @@ def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
         if fixed != DYNAMIC and (fixed > tiles.positions) != above:
             continue
         some = [case for case in edges if (case.q > tiles.positions) == above]
-        moves = masks.of_spec(spec).right is not None
+        moves = bool(masks.of_spec(spec).right_edges)
         of = {(case.kv - case.q * moves) % tiles.kv for case in some}
         assert of >= wanted, above
 

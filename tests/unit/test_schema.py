@@ -42,7 +42,14 @@ MASKS: dict[str, tuple[Any, ...]] = {
     "cluster": (None, [2, 1]),
     "pack_gqa": (None, True),
 }
-
+EDGES: dict[str, tuple[Any, ...]] = {
+    "arch": ("sm90", "sm100"),
+    "head_dim": (64,),
+    "mask": (None, "none", "causal"),
+    "documents": (None, True),
+    "prefix": (None, True),
+}
+CHUNKS = {**EDGES, "chunk": (None, "none", 64), "prefix": (None,)}
 
 # As `pack_gqa: true`, or `cluster is [1, 1]`.
 FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S")
@@ -80,7 +87,9 @@ def refusals(data: dict[str, Any]) -> list[str]:
     return []
 
 
-@pytest.mark.parametrize("axes", [AXES, MASKS], ids=["tiles", "masks"])
+@pytest.mark.parametrize(
+    "axes", [AXES, MASKS, EDGES, CHUNKS], ids=["tiles", "masks", "edges", "chunks"]
+)
 def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> None:
     rules = {"allOf": schema()["allOf"]}
     seen = {True: 0, False: 0}

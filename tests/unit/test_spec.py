@@ -34,6 +34,7 @@ def test_defaults() -> None:
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "blocks": "derived",
+        **{"params": {}, "chunk": "none", "documents": False, "prefix": False},
         "lse": False,
         "sink": False,
         "cluster": (1, 1),

@@ -17,7 +17,7 @@ torch = pytest.importorskip(
 from fake_kernel import CpuDevice, FakeKernel, spec  # noqa: E402
 from fmha_gen.evidence import trial  # noqa: E402
 from fmha_gen.ops import lists  # noqa: E402
-from fmha_gen.ops.cases import Case, Data  # noqa: E402
+from fmha_gen.ops.cases import Case, Data, Params  # noqa: E402
 from fmha_gen.ops.lists import Drawn  # noqa: E402
 
 CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
@@ -157,6 +157,31 @@ def test_fault_of_a_sink_is_found(data: Any, fault: str, expected: str) -> None:
     case = Case("sinks", batch=1, kv_heads=4, q=33, kv=65, data=data)
     found = findings(fault, case, q_per_kv=2, sink=True)
     assert any(expected in finding for finding in found)
+
+
+EDGES = {"mask": "causal", "documents": True, "window": {"left": "argument"}}
+
+
+@pytest.mark.parametrize("kind", get_args(Params))
+@pytest.mark.parametrize("data", ["normal", "edges", "peaks"])
+def test_right_kernel_holds_where_its_mask_reads_inputs(data: Any, kind: Any) -> None:
+    case = Case("edges", batch=2, kv_heads=2, q=70, kv=90, data=data, params=kind)
+    assert findings(case=case, q_per_kv=2, **EDGES) == []
+
+
+def test_documents_of_another_batch_are_found() -> None:
+    case = Case("edges", batch=2, kv_heads=2, q=70, kv=90)
+    assert findings("takes the next batch's documents", case, **EDGES)
+
+
+def test_misuses_of_what_a_mask_reads_are_refused() -> None:
+    found = misuse_findings(**EDGES)
+    assert {name: text for name, text in found.items() if text} == {}
+    assert {f"window_left: {x}" for x in (-1, 2**24 + 1, 1.5, None)} <= found.keys()
+    assert {
+        "document_start: int64",
+        "document_start: one more of seqlen_q",
+    } <= found.keys()
 
 
 def test_a_row_without_its_sink_is_called_so() -> None:
