@@ -145,6 +145,21 @@ def kernel_text(text: str, stem: str = "candidate") -> str:
 NO_WINDOW = {"left": "none", "right": "none"}
 
 
+SCORES: list[dict[str, Any]] = [
+    {"alibi": True},
+    {"score": "2 * s + (kv - q) / 64"},
+    {"score": "0.5 * s"},
+    {"score": "where(kv < 4, s, max(s, -8) - 0.125 * abs(kv - q))"},
+]
+"""Fields that say what scores are, but for a softcap; a spec has one of them."""
+
+
+def with_scores(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec, with those that `of_scores` has in its place."""
+    others = {name: value for name, value in fields.items() if name != "of_scores"}
+    return {**others, **fields["of_scores"]}
+
+
 def hides_keys(fields: dict[str, Any]) -> bool:
     """Whether each side of the window does, by the mask and fixed lengths (FG214)."""
     left, right = fields["window"]["left"], fields["window"]["right"]

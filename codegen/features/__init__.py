@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..ops import OPERATIONS
-from . import cluster, gqa, lse, mask, problem, sink, softcap, tiling, window
+from . import cluster, gqa, lse, mask, problem, score, sink, softcap, tiling, window
 from .feature import Feature
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
 
-_FILES: Final = (problem, lse, softcap, mask, window, sink, gqa, cluster, tiling)
+_FILES: Final = (problem, lse, softcap, score, mask, window, sink, gqa, cluster, tiling)
 
 FEATURES: Final = tuple(
     each for file in _FILES for each in vars(file).values() if isinstance(each, Feature)

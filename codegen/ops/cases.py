@@ -39,6 +39,7 @@ Data = Literal[
     "columns",
     "saturated",
     "sinks",
+    "slopes",
 ]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
@@ -53,6 +54,8 @@ REPEATS = 20
 REPEATS_ELSEWHERE = 2
 
 SINKS = 7  # of a case whose heads have sinks of all levels
+SLOPES = 7  # of a case whose heads have slopes of all kinds
+FAR_KEYS = 4096  # that a bias of 1 for a key takes beyond what exp2 holds
 
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
 # them: then some clusters run there, and the schedule of all is walked.
@@ -223,6 +226,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _magnitudes(spec, tiles)
     if spec.get("sink"):
         yield from _sinks(spec, tiles)
+    if spec.get("alibi"):
+        yield from _slopes(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -442,6 +447,19 @@ def _sinks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     # Rows that see no key, where the mask has an edge; the least float, scaled, is -inf.
     alone: dict[str, Any] = {"layout": "mixed", "scale_factor": STEEP}
     yield case("sinks_alone", max(few // 2, 1), **alone)
+
+
+def _slopes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Slopes of all kinds, a head of each; none and a steep one over many keys."""
+    few = min(tiles.positions, 33)
+
+    def case(tag: str, kv: int, heads: int, **options: Any) -> Case:
+        kv_heads = math.ceil(heads / spec["q_per_kv"])
+        return _fitted(spec, tiles, tag, few, kv, 1, kv_heads, data="slopes", **options)
+
+    yield case("slopes", 4 * tiles.kv + 1, SLOPES)
+    yield case("slopes_steep", tiles.kv + 5, SLOPES, scale_factor=STEEP)
+    yield case("slopes_far", FAR_KEYS, 2)
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

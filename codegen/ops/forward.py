@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from . import masks, reference
+from . import masks, reference, scores
 from .compare import Verdict, judge_lse, judge_output
 from .likeness import Inputs, ending
 from .masks import Lengths
@@ -62,15 +62,26 @@ SINK: Final = Tensor(
     when="sink",
     about=lambda spec: "adds exp(sink) to the sum of exponentials of its head's rows",
 )
+SLOPES: Final = Tensor(
+    *("slopes", (HEADS,), "fp32"),
+    tma=False,
+    words="natural log, per key",
+    when="alibi",
+    about=lambda spec: "multiplies kv - q in the scores of its head",
+)
 LSE: Final = Tensor(
     *("lse", (BATCH, HEADS, SEQLEN_Q), "fp32"),
     tma=False,
     words="natural log",
     when="lse",
     about=lambda spec: (
-        f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp(scaled scores)))"
+        f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp({_said(spec)})))"
     ),
 )
+
+
+def _said(spec: Spec) -> str:
+    return "scores" if {"score", "alibi"} & spec.keys() else "scaled scores"
 
 
 def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
@@ -81,7 +92,8 @@ def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
         scale=given.scale,
         mask=masks.of_spec(spec),
         dtype=spec["dtype"],
-        softcap=spec.get("softcap"),
+        score=scores.of_spec(spec),
+        tensors=given.inputs,
         exp_error=reference.EXP_ERRORS[spec["arch"]],
         wanted=wanted,
     )
@@ -99,11 +111,12 @@ def _judge(
     verdict = judge_output(out, truth, wanted)
     if verdict.row is not None:
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
-        mask, softcap = masks.of_spec(given.spec), given.spec.get("softcap")
+        mask, score = masks.of_spec(given.spec), scores.of_spec(given.spec)
         sink = given.inputs.get(SINK.name)
         inputs = Inputs(
-            *(q, k, v, given.scale, mask, tile, softcap),
+            *(q, k, v, given.scale, mask, tile, score),
             sink=None if sink is None else _numpy(sink),
+            tensors={name: _numpy(given.inputs[name]) for name in score.tensors},
         )
         arrays = map(_numpy, (out, truth.out, truth.out_bound))
         found, right, bound = arrays
@@ -132,7 +145,7 @@ FORWARD: Final = Operation(
     function="fmha",
     title="FMHA forward",
     noun="Attention",
-    reads=(Q, K, V, SINK),
+    reads=(Q, K, V, SINK, SLOPES),
     writes=(OUT, LSE),
     scalars=(
         Scalar(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from .. import features
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.gqa import cut_group, tile_that_cuts_groups
@@ -45,6 +46,7 @@ REASONS: Final[Mapping[str, str]] = {
     "V_STAGES": "3 where they fit, else 2; 2 for a single block",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
+REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
@@ -84,7 +86,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
     So a change of stages.kv changes nothing else, and what does not fit is refused.
     """
     spec = spec_file.spec
-    tile_q = spec.tile.q or (192 if spec.head_dim.v <= 64 else 128)
+    tile_q = spec.tile.q or _planned_tile_q(spec)
     kv_tiles = _kv_tiles(spec_file)
     if cut_group(spec, tile_q):
         others = _query_tiles(spec, kv_tiles[-1])
@@ -113,6 +115,12 @@ def _choose(spec_file: SpecFile) -> Sizes:
         smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
         raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field)
     return sizes
+
+
+def _planned_tile_q(spec: Spec) -> int:
+    """Three warpgroups of rows where they have registers enough."""
+    by_element = bool(features.flags(spec)["by_element"])
+    return 192 if spec.head_dim.v <= 64 and not by_element else 128
 
 
 def _kv_tiles(spec_file: SpecFile) -> list[int]:
@@ -191,12 +199,10 @@ def _registers(sizes: Sizes) -> tuple[Registers, ...]:
 
 def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
-    return {
-        "S": tile_kv // 2,
-        "P": tile_kv // 4,
-        "O": spec.head_dim.v // 2,
-        "others": sm90.REGISTERS_BESIDE_TILES,
-    }
+    parts = {"S": tile_kv // 2, "P": tile_kv // 4, "O": spec.head_dim.v // 2}
+    if features.flags(spec)["by_element"]:
+        parts["scores"] = REGISTERS_OF_SCORES
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
@@ -274,6 +280,10 @@ def _reason(spec: Spec, name: str) -> str:
     for q_stages in (2, 1) if name == "Q_STAGES" else ():
         if why := _against(spec, q_stages):
             return f"{q_stages} {why}"
+    if name == "TILE_Q" and features.flags(spec)["by_element"]:
+        return (
+            "two warpgroups: expressions of single scores need a third one's registers"
+        )
     return REASONS[name]
 
 

@@ -176,8 +176,10 @@ class _Consumer:
         """What comes before and after the wait for PV(n-1)."""
         if self._traits.bounded:
             return "row 0: tanh, exp2", "row 1: tanh, exp2"
-        tanh = "tanh; " if self._traits.softcap is not None else ""
-        return f"{tanh}row 0: max, exp2; row 1: max", "row 1: exp2"
+        before = "tanh; " if self._traits.softcap is not None else ""
+        if self._traits.tests_exponents:
+            before = "exponents; "
+        return f"{before}row 0: max, exp2; row 1: max", "row 1: exp2"
 
     def _free(self, ring: str) -> tuple[Signal, ...]:
         return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)

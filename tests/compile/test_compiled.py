@@ -155,6 +155,8 @@ def test_spec(stem: str) -> None:
     given = {} if window == support.NO_WINDOW else {"window": window}
     given |= {} if spec.softcap == "none" else {"softcap": spec.softcap}
     given |= {"sink": True} if spec.sink else {}
+    given |= {} if spec.score == "none" else {"score": spec.score}
+    given |= {"alibi": True} if spec.alibi else {}
     assert constants["SPEC"] == of_arch | given | {
         "name": stem,
         "arch": spec.arch,

@@ -47,6 +47,7 @@ head_dims = widths | st.fixed_dictionaries({"qk": widths, "v": widths})
 q_per_kv = st.sampled_from([1, 2, 4, 5, 6, 8, 128])
 # On either side of what a constant reference serves.
 softcaps = st.sampled_from(["none", "none", 0.5, 10, 30, 50, 68.9, 69, 1000])
+of_scores = softcaps.map(lambda cap: {"softcap": cap}) | st.sampled_from(support.SCORES)
 tiles = {
     "q": st.sampled_from([64, 128, 192]),
     "kv": st.integers(1, 16).map(lambda n: 16 * n),
@@ -72,26 +73,30 @@ def spec_fields(
     tile: st.SearchStrategy[Fields], stage: st.SearchStrategy[Fields]
 ) -> Any:
     """Draw the fields of a valid spec, all but the planned ones written out."""
-    return st.fixed_dictionaries(
-        {
-            "arch": st.just("sm90"),
-            "op": st.just("fmha_fwd"),
-            "dtype": st.sampled_from(["bf16", "fp16"]),
-            "head_dim": head_dims,
-            "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
-            "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
-            "pack_gqa": st.booleans(),
-            "softcap": softcaps,
-            "mask": st.sampled_from(["none", "causal"]),
-            "window": st.just(support.NO_WINDOW) | windows,
-            "lse": st.booleans(),
-            "sink": st.booleans(),
-            "cluster": clusters,
-            "multicast": multicasts,
-            "tile": tile,
-            "stages": stage,
-        }
-    ).filter(keeps_rules)
+    return (
+        st.fixed_dictionaries(
+            {
+                "arch": st.just("sm90"),
+                "op": st.just("fmha_fwd"),
+                "dtype": st.sampled_from(["bf16", "fp16"]),
+                "head_dim": head_dims,
+                "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
+                "heads": st.fixed_dictionaries({"q_per_kv": q_per_kv}),
+                "pack_gqa": st.booleans(),
+                "of_scores": of_scores,
+                "mask": st.sampled_from(["none", "causal"]),
+                "window": st.just(support.NO_WINDOW) | windows,
+                "lse": st.booleans(),
+                "sink": st.booleans(),
+                "cluster": clusters,
+                "multicast": multicasts,
+                "tile": tile,
+                "stages": stage,
+            }
+        )
+        .map(support.with_scores)
+        .filter(keeps_rules)
+    )
 
 
 def text_of(fields: Fields) -> str:
@@ -338,6 +343,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "sections of heads": r"(?i)section|SMS_PER_HEAD",
         "packed heads": r"POSITIONS|\bgroup=|logical_divide",
         "softcap": r"(?i)softcap|tanh|\bcap_",
+        "tests of exponents": r"score_of|(?i:slope)|take_exponents|SLACK_BITS|SCORE_FACTOR",
         "references of rows": r"RESCALE_SLACK|renew_reference|row_max|stats\.(max|reference)",
     }
     present = {
@@ -356,6 +362,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "sections of heads": kernel.context["lpt_order"],
         "packed heads": fields["pack_gqa"],
         "softcap": fields.get("softcap", "none") != "none",
+        "tests of exponents": {"alibi", "score"} & fields.keys(),
         "references of rows": not kernel.context["bounded"],
     }
     return {name: pattern for name, pattern in words.items() if not present[name]}

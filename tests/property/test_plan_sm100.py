@@ -57,6 +57,7 @@ def pair_of(head_dim: Any, fields: Fields) -> Fields:
     return fields | pair | rest | {"schedule": "persistent"}
 
 
+CAPS: list[Fields] = [{"softcap": cap} for cap in ("none", "none", 0.5, 30, 1000)]
 singles = st.builds(
     spec_of,
     clusters,
@@ -68,7 +69,7 @@ singles = st.builds(
             "head_dim": head_dims,
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": st.sampled_from([1, 4, 128])}),
-            "softcap": st.sampled_from(["none", "none", 0.5, 30, 1000]),
+            "of_scores": st.sampled_from([*CAPS, *support.SCORES]),
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "lse": st.booleans(),
@@ -77,7 +78,7 @@ singles = st.builds(
             "tile": tiles,
             "stages": stages,
         }
-    ),
+    ).map(support.with_scores),
 ).filter(support.hides_keys)
 valid = singles | st.builds(pair_of, head_dims_of_pairs, singles)
 
@@ -186,6 +187,10 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
         "softcap": (
             fields.get("softcap", "none") != "none",
             r"(?i)softcap|tanh|\bcap_",
+        ),
+        "scores": (
+            {"alibi", "score"} & fields.keys(),
+            r"score_of|(?i:slope)|add_bias|SCORE_FACTOR",
         ),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),

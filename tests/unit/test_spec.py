@@ -35,6 +35,8 @@ def test_defaults() -> None:
         "window": {"left": "none", "right": "none"},
         "lse": False,
         "sink": False,
+        "score": "none",
+        "alibi": False,
         "cluster": (1, 1),
         "multicast": "none",
         "cta_group": 1,
