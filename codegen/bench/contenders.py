@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..evidence.trial import DTYPES
-from ..ops import masks
+from ..ops import masks, scores
 from ..ops.reference import attention
 from . import fa3 as fa3_module
 from .problems import Problem
@@ -39,6 +39,7 @@ class Inputs(NamedTuple):
     k: torch.Tensor
     v: torch.Tensor
     sink: torch.Tensor | None = None
+    slopes: torch.Tensor | None = None
 
     @property
     def qkv(self) -> tuple[torch.Tensor, ...]:
@@ -48,7 +49,8 @@ class Inputs(NamedTuple):
     @property
     def by_name(self) -> dict[str, torch.Tensor]:
         """What our kernels take by name alone."""
-        return {} if self.sink is None else {"sink": self.sink}
+        named = {"sink": self.sink, "slopes": self.slopes}
+        return {name: x for name, x in named.items() if x is not None}
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
@@ -59,6 +61,9 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         drawn = torch.randn(x.shape(spec, problem), device=device, generator=generator)
         made[x.name] = drawn.bfloat16() if x.type(spec) == "fp32" else drawn
         made[x.name] = made[x.name].to(DTYPES[x.type(spec)])
+    if "slopes" in made:  # those of models with ALiBi
+        heads = torch.arange(1, problem.heads + 1, device=device)
+        made["slopes"] = torch.exp2(-8.0 * heads / problem.heads)
     return Inputs(**made)
 
 
@@ -79,6 +84,7 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
 
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-4."""
+    _refuse_scores(problem, "FlashAttention-4")
     function = import_module("flash_attn.cute").flash_attn_func
     given: dict[str, Any] = {"causal": problem.causal, "return_lse": problem.lse}
     if problem.has_window:
@@ -90,9 +96,16 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
     return lambda: _out(function(*inputs.qkv, **given))
 
 
+def _refuse_scores(problem: Problem, peer: str) -> None:
+    """Of a softcap each peer speaks for itself."""
+    if problem.alibi or problem.score != "none":
+        raise RuntimeError(f"{peer} is not timed with {scores.word_of(problem.spec)}")
+
+
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-3."""
-    function = fa3_module.launch(problem, *inputs)
+    _refuse_scores(problem, "FlashAttention-3")
+    function = fa3_module.launch(problem, *inputs[:4])
     return lambda: _out(function())
 
 
@@ -102,6 +115,7 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
         raise RuntimeError("PyTorch's cuDNN attention has no bottom-right causal mask")
     if problem.has_window:
         raise RuntimeError("PyTorch's cuDNN attention has no window")
+    _refuse_scores(problem, "PyTorch's cuDNN attention")
     if problem.softcap is not None:
         raise RuntimeError("PyTorch's cuDNN attention has no softcap")
     if inputs.sink is not None:
@@ -146,7 +160,8 @@ def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> flo
         *(q, k, v),
         scale=problem.d_qk**-0.5,
         mask=masks.of_spec(problem.spec),
-        softcap=problem.softcap,
+        score=scores.of_spec(problem.spec),
+        tensors={} if inputs.slopes is None else {"slopes": inputs.slopes[-1:]},
         sink=None if inputs.sink is None else inputs.sink[-1:],
     ).out
     error = launch()[last].double() - truth

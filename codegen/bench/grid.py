@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckFailed, UsageProblem, quoted
+from ..ops import scores
 from ..ops.cases import DYNAMIC
 from ..ops.masks import word_of
 from .problems import Problem, default_heads, problem_for
@@ -45,7 +46,7 @@ class Row:
         lengths = spec["seqlen"].values()
         if (
             made != asked
-            or "softcap" in spec
+            or scores.word_of(spec)
             or any(n not in (DYNAMIC, self.seqlen) for n in lengths)
         ):
             return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import CheckFailed
-from ..ops import masks, operation_of
+from ..ops import masks, operation_of, scores
 from ..ops.cases import DYNAMIC
 from ..ops.operation import Operation
 
@@ -23,7 +23,7 @@ class Problem:
 
     lse: whether log-sum-exp is written as well. window_left, window_right: how many keys before
     and behind its place a query sees, as `masks.Mask` counts them; None for all. softcap: of the
-    scores; None for none. sink: whether each head has one.
+    scores; None for none. sink: whether each head has one. alibi, score: as a SPEC has them.
     """
 
     dtype: str
@@ -40,6 +40,8 @@ class Problem:
     window_right: int | None = None
     softcap: float | None = None
     sink: bool = False
+    alibi: bool = False
+    score: str = "none"
 
     @property
     def flops(self) -> float:
@@ -62,7 +64,7 @@ class Problem:
             "head_dim": {"qk": self.d_qk, "v": self.d_v},
             **{"q_per_kv": self.heads // self.kv_heads, "lse": self.lse},
             **({} if self.softcap is None else {"softcap": self.softcap}),
-            "sink": self.sink,
+            **{"sink": self.sink, "alibi": self.alibi, "score": self.score},
         }
 
     @property
@@ -81,11 +83,12 @@ class Problem:
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.heads // self.kv_heads
         group_words = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.dtype}{group_words}{self._cap}{' sinks' * self.sink}"
+        return f"{dim} {self.dtype}{group_words}{self._score}{' sinks' * self.sink}"
 
     @property
-    def _cap(self) -> str:
-        return "" if self.softcap is None else f" softcap {self.softcap:g}"
+    def _score(self) -> str:
+        word = scores.word_of(self.spec)
+        return word and f" {word}"
 
     @property
     def family(self) -> str:
@@ -97,7 +100,7 @@ class Problem:
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
         rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        return f"b{self.batch} h{heads} {rows} {self.mask}{self._cap}"
+        return f"b{self.batch} h{heads} {rows} {self.mask}{self._score}"
 
 
 def problem_for(
@@ -120,6 +123,8 @@ def problem_for(
         window_right=mask.right or None,
         softcap=spec.get("softcap"),
         sink=bool(spec.get("sink")),
+        alibi=bool(spec.get("alibi")),
+        score=spec.get("score", "none"),
     )
 
 

@@ -13,6 +13,7 @@ from ..build import records, render
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
+from ..ops import scores
 from ..ops.masks import word_of
 from .source import Source
 
@@ -103,8 +104,7 @@ def made_for(spec: Mapping[str, Any]) -> str:
         "no mask" if (mask := word_of(spec)) == "none" else mask,
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
-    if "softcap" in spec:
-        words.append(f"softcap {spec['softcap']:g}")
+    words += filter(None, [scores.word_of(spec)])
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec["lse"])
@@ -126,9 +126,8 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
 
 
 def _scores(spec: Mapping[str, Any]) -> str:
-    """The mask; with a softcap, which the package's functions do not take, none that they name."""
-    cap = spec.get("softcap")
-    return word_of(spec) if cap is None else f"{word_of(spec)}, softcap {cap:g}"
+    """The mask; with a score, which the package's functions do not take, none that they name."""
+    return ", ".join(filter(None, [word_of(spec), scores.word_of(spec)]))
 
 
 def _words(state: KernelState) -> str:
