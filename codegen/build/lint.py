@@ -36,7 +36,8 @@ SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 STRUCTURAL_INTS = frozenset({0, 1, 2, 3, 4})
 STRUCTURAL_FLOATS = frozenset({0.0, 1.0})
 
-_OF_MASK = ("keys_before", "keys_from")  # functions of the SPEC's expression
+# Functions of the SPEC's expressions, and of how many inputs a call has.
+_OF_SPEC = ("keys_before", "keys_from", "score_of", "slope_of", "row_term", "clashes")
 _CONSTANT = re.compile(r"[A-Z][A-Z0-9_]*")
 # `# [unit] = formula  (note)`: each part is optional, two spaces come before the note.
 _COMMENT = re.compile(
@@ -305,11 +306,11 @@ def _constants(tree: ast.Module, lines: list[str]) -> list[ast.Assign]:
 def _numbers(
     tree: ast.Module, nodes: _Nodes, constants: list[ast.Assign]
 ) -> Iterator[Finding]:
-    """Number literals outside the constants block, the SPEC and what its mask comes to."""
+    """Number literals outside the constants block, the SPEC and what its expressions come to."""
     exempt: set[int] = set()
     for statement in tree.body:
-        of_mask = isinstance(statement, ast.FunctionDef) and statement.name in _OF_MASK
-        if of_mask or _assigns(statement, "SPEC") or statement in constants:
+        of_spec = isinstance(statement, ast.FunctionDef) and statement.name in _OF_SPEC
+        if of_spec or _assigns(statement, "SPEC") or statement in constants:
             exempt |= {id(child) for child in ast.walk(statement)}
     for node in nodes.of(ast.Constant):
         if id(node) in exempt:

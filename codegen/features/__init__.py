@@ -12,14 +12,26 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from ..ops import OPERATIONS
-from . import blocks, cluster, gqa, lse, mask, problem, sink, softcap, tiling, window
+from . import (
+    blocks,
+    cluster,
+    gqa,
+    lse,
+    mask,
+    problem,
+    score,
+    sink,
+    softcap,
+    tiling,
+    window,
+)
 from .feature import Feature
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(problem, lse, softcap, mask, window, blocks),
+    *(problem, lse, softcap, score, mask, window, blocks),
     *(sink, gqa, cluster, tiling),
 )
 

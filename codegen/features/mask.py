@@ -98,7 +98,7 @@ Mask = Annotated[
         (str,),
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
-            r".*alibi.*": f"ALiBi is {NOT_YET}",
+            r".*alibi.*": "write alibi: true beside the mask",
             r".*chunk.*": "write the expression: kv <= q and kv // N == q // N, in quotes",
             r".*(block|sparse).*": "write blocks: lists beside the mask of partial blocks",
             r".*(prefix|document|custom|bias|tree).*": (f"such a mask is {NOT_YET}"),

@@ -17,7 +17,7 @@ from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
-_LATER: Final = {"window", "softcap", "sink", "blocks"}
+_LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks"}
 
 
 def common_context(

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import Any, Final, cast
 
 from pydantic import (
     BaseModel,
@@ -34,6 +34,7 @@ from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
 from ..features.mask import Mask
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
+from ..features.score import Alibi, Score, in_words
 from ..features.sink import Sink
 from ..features.softcap import Softcap
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
@@ -62,12 +63,20 @@ class Spec(Model):
     blocks: Blocks = "derived"
     lse: Lse = False
     sink: Sink = False
+    score: Score = "none"
+    alibi: Alibi = False
     cluster: Cluster = (1, 1)
     multicast: Multicast = "none"
     cta_group: CtaGroup = 1
     tile: Tile = TileRows()
     stages: Stages = Depths()
     schedule: Schedule = "persistent"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _says_it_in_words(cls, data: Any) -> Any:
+        """Fields that say the same become one, and specs that mean the same have one digest."""
+        return in_words(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _keeps_rules(self, info: ValidationInfo) -> Spec:

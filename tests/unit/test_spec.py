@@ -36,6 +36,8 @@ def test_defaults() -> None:
         "blocks": "derived",
         "lse": False,
         "sink": False,
+        "score": "none",
+        "alibi": False,
         "cluster": (1, 1),
         "multicast": "none",
         "cta_group": 1,
