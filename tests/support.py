@@ -148,7 +148,24 @@ NO_WINDOW = {"left": "none", "right": "none"}
 def with_lists_that_fit(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, without block lists where those do not go with the others."""
     fits = fields["cluster"] == [1, 1] and not fields.get("pack_gqa")
+    fits &= not {"alibi", "score"} & fields.keys() or fields.get("score") == FACTOR
     return fields if fits else fields | {"blocks": "derived"}
+
+
+FACTOR = "0.5 * s"  # orders like s
+SCORES: list[dict[str, Any]] = [
+    {"alibi": True},
+    {"score": "2 * s + (kv - q) / 64"},
+    {"score": FACTOR},
+    {"score": "where(kv < 4, s, max(s, -8) - 0.125 * abs(kv - q))"},
+]
+"""Fields that say what scores are, but for a softcap; a spec has one of them."""
+
+
+def with_scores(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a spec, with those that `of_scores` has in its place."""
+    others = {name: value for name, value in fields.items() if name != "of_scores"}
+    return {**others, **fields["of_scores"]}
 
 
 def hides_keys(fields: dict[str, Any]) -> bool:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from ..ops.operation import Given, Tensor
+import numpy as np
+
+from ..ops.operation import Given
 from . import fa3 as fa3_module
 from . import fa4 as fa4_module
 from . import flex
@@ -66,8 +68,16 @@ def _of_bf16(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
     return _normal(shape, generator).bfloat16().float()
 
 
+def _of_alibi(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Slopes as models with ALiBi have them: 2^(-8 / heads) and its powers."""
+    import torch
+
+    heads = torch.arange(1, shape[0] + 1, device=generator.device)
+    return torch.exp2(-8.0 * heads / shape[0])
+
+
 DRAWN: Final[Mapping[str, Draw]] = {
-    **{"q": _normal, "k": _normal, "v": _normal, "sink": _of_bf16}
+    **{"q": _normal, "k": _normal, "v": _normal, "sink": _of_bf16, "slopes": _of_alibi}
 }
 """The values of each input, by name."""
 
@@ -194,13 +204,12 @@ def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
 
 
 _FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap"})
+_OF_FLEX: Final = frozenset({EXPRESSION, "sink", "score", "alibi", "blocks", "tile"})
 PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
     "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
-    "flex": Peer(
-        {"torch": _FUSED | {EXPRESSION, "sink", "blocks", "tile"}}, flex_attention
-    ),
+    "flex": Peer({"torch": _FUSED | _OF_FLEX}, flex_attention),
 }
 
 
@@ -219,20 +228,13 @@ def matmul(device: str) -> Launch:
 def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
     """Relative error against float64 of the last batch's last head, whoever computes it."""
     operation, spec = problem.operation, problem.spec
-    given = {**inputs._asdict(), **inputs.by_name}
-    last = {x.name: _last(x, given[x.name]) for x in operation.inputs(spec)}
-    exact = operation.exact(Given(spec, last, problem.d_qk**-0.5))
-    written = operation.outputs(spec)[0]
-    truth = exact[written.name]
-    error = _last(written, launch()).double() - truth
+    last = (-1, slice(None), -1)
+    wanted = np.zeros((problem.batch, problem.q, problem.heads), bool)
+    wanted[last] = True
+    given = Given(spec, {**inputs._asdict(), **inputs.by_name}, problem.d_qk**-0.5)
+    truth = operation.exact(given, wanted)[operation.outputs(spec)[0].name][last]
+    error = launch()[last].double() - truth
     return float(error.norm() / truth.norm())
-
-
-def _last(tensor: Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Its last batch's last head; all of an axis that is neither."""
-    return values[
-        tuple(slice(-1, None) if x.kind in "bh" else slice(None) for x in tensor.axes)
-    ]
 
 
 def versions() -> dict[str, str | int | None]:

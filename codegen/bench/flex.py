@@ -11,11 +11,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import reduce
-from operator import add, and_, floordiv, gt, lt, mod, mul, neg, sub
+from operator import (
+    add,
+    and_,
+    eq,
+    floordiv,
+    ge,
+    gt,
+    invert,
+    le,
+    lt,
+    mod,
+    mul,
+    ne,
+    neg,
+    or_,
+    sub,
+    truediv,
+)
 from typing import TYPE_CHECKING, Any, Final
 
-from ..expressions.language import Name, Node, Number, names_in
-from ..ops import lists
+from ..expressions.language import SCORE, Name, Node, Number, Real, names_in
+from ..ops import lists, scores
 from .problems import Problem
 from .timing import Launch
 
@@ -28,8 +45,8 @@ Function = Callable[..., Any]
 
 
 def value(node: Node, at: Names, where: Function) -> Any:
-    """An integer of an expression: a tensor, or a number where all of its names are."""
-    if isinstance(node, Number):
+    """An expression's value: a tensor, or a number where all of its names are."""
+    if isinstance(node, Number | Real):
         return node.value
     if isinstance(node, Name):
         found = at[node.name]
@@ -39,10 +56,37 @@ def value(node: Node, at: Names, where: Function) -> Any:
         return neg(*operands) if len(operands) == 1 else sub(*operands)
     if node.operator in _BEFORE:
         return reduce(_picker(_BEFORE[node.operator], where), operands)
+    if node.operator == "where":
+        return where(*operands)
+    if node.operator in _OF_ONE:
+        return _OF_ONE[node.operator](*operands)
     return reduce(_COMPUTE[node.operator], operands)
 
 
-_COMPUTE: Final = {"+": add, "*": mul, "//": floordiv, "%": mod}
+def _tanh(x: Any) -> Any:
+    return x.tanh()
+
+
+def _capped(x: Any, cap: float) -> Any:
+    return cap * (x / cap).tanh()
+
+
+_OF_ONE: Final[Mapping[str, Function]] = {
+    **{"abs": abs, "not": invert, "tanh": _tanh},
+}
+_COMPUTE: Final[Mapping[str, Function]] = {
+    **{"+": add, "*": mul, "/": truediv, "//": floordiv, "%": mod, "softcap": _capped},
+    **{
+        "<": lt,
+        "<=": le,
+        ">": gt,
+        ">=": ge,
+        "==": eq,
+        "!=": ne,
+        "and": and_,
+        "or": or_,
+    },
+}
 _BEFORE: Final = {"min": lt, "max": gt}
 
 
@@ -62,17 +106,14 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     tensors: the inputs that a mask may read, by name. where: of the library whose values those are,
     (test, value where it holds, value elsewhere).
     """
-    keys, group = problem.keys, problem.heads // problem.kv_heads
-    lengths = {"seqlen_q": problem.q, "seqlen_kv": problem.kv}
+    keys = problem.keys
     first = [bound.node() for bound in keys.left_edges]
     last = [bound.plus(-1).node() for bound in keys.right_edges]
     if not first and not last:
         return None
 
     def visible(b: Any, h: Any, row: Any, kv: Any) -> torch.Tensor:
-        place = row + (problem.kv - problem.q)
-        at = {**tensors, **lengths, "b": b, "h": h, "h_kv": h // group}
-        at |= {"row": row, "q": place, "kv": kv}
+        at = _names(problem, tensors, b, h, row, kv)
         tests = [value(node, at, where) <= kv for node in first]
         tests += [kv <= value(node, at, where) for node in last]
         found: torch.Tensor = reduce(and_, tests)
@@ -81,14 +122,30 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     return visible
 
 
-def score_mod(problem: Problem) -> Mod | None:
+def score_mod(problem: Problem, tensors: Names) -> Mod | None:
     """What a scaled score becomes, of (score, batch, head, row, key); None where it stays."""
     import torch
 
-    cap = problem.softcap
-    if cap is None:
+    score = scores.of_spec(problem.spec)
+    if score is scores.PLAIN:
         return None
-    return lambda score, b, h, row, kv: cap * torch.tanh(score / cap)
+
+    def changed(s: Any, b: Any, h: Any, row: Any, kv: Any) -> torch.Tensor:
+        at = _names(problem, tensors, b, h, row, kv)
+        found: torch.Tensor = value(score.tree, {**at, SCORE: s}, torch.where)
+        return found
+
+    return changed
+
+
+def _names(
+    problem: Problem, tensors: Names, b: Any, h: Any, row: Any, kv: Any
+) -> Names:
+    """What expressions read: inputs by name, lengths, and the place of a score."""
+    lengths = {"seqlen_q": problem.q, "seqlen_kv": problem.kv}
+    heads = {"b": b, "h": h, "h_kv": h // (problem.heads // problem.kv_heads)}
+    place = {"row": row, "q": row + (problem.kv - problem.q), "kv": kv}
+    return {**tensors, **lengths, **heads, **place}
 
 
 def launch(
@@ -104,7 +161,7 @@ def launch(
 
     sink = by_name.get("sink")
     options: dict[str, Any] = {
-        "score_mod": score_mod(problem),
+        "score_mod": score_mod(problem, by_name),
         "block_mask": block_mask(problem, by_name, q.device),
         "enable_gqa": problem.heads != problem.kv_heads,
     }
@@ -143,7 +200,10 @@ def block_mask(problem: Problem, tensors: Names, device: torch.device) -> Any:
     if "blocks" in problem.spec:
         given = [tensors[name] for name in lists.NAMES]
         size = lists.tile_of(problem.spec)
-        return BlockMask.from_kv_blocks(*given, BLOCK_SIZE=size, mask_mod=test)
+        lengths = (problem.q, problem.kv)
+        return BlockMask.from_kv_blocks(
+            *given, BLOCK_SIZE=size, mask_mod=test, seq_lengths=lengths
+        )
     if test is None:
         return None
     edges = (*problem.keys.left_edges, *problem.keys.right_edges)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
 from ..errors import CheckFailed
-from ..ops import masks, operation_of
+from ..ops import masks, operation_of, scores
 from ..ops.cases import DYNAMIC
 from ..ops.lists import Drawn
 from ..ops.masks import Mask
@@ -87,7 +87,7 @@ class Problem:
 
     @property
     def lists(self) -> Drawn:
-        """Half of the mask's blocks, alike for all batches and heads, where a kernel takes lists."""
+        """Of kernels that take lists: half of the mask's blocks, alike for all heads."""
         return Drawn("half", "")
 
     @property
@@ -127,9 +127,12 @@ class Problem:
 
     @property
     def _further(self) -> str:
-        words = [
-            name if x is True else f"{name} {x:g}" if isinstance(x, float) else name
+        word = scores.word_of(self.spec)
+        words = [word] if word else []
+        words += [
+            f"{name} {x}" if isinstance(x, str) else name
             for name, x in self.further.items()
+            if name not in ("softcap", "score", "alibi")
         ]
         return "".join(f" {word}" for word in words)
 

@@ -36,8 +36,11 @@ SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 STRUCTURAL_INTS = frozenset({0, 1, 2, 3, 4})
 STRUCTURAL_FLOATS = frozenset({0.0, 1.0})
 
-# Functions of the SPEC's expression, and those that know an argument by its place.
-_WITH_NUMBERS = ("keys_before", "keys_from", "check_tensors", "clashes")
+# Functions of the SPEC's expressions, and those that know an argument by its place.
+_WITH_NUMBERS = (
+    *("keys_before", "keys_from", "score_of", "slope_of", "row_term"),
+    *("check_tensors", "clashes"),
+)
 _CONSTANT = re.compile(r"[A-Z][A-Z0-9_]*")
 # `# [unit] = formula  (note)`: each part is optional, two spaces come before the note.
 _COMMENT = re.compile(

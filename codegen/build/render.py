@@ -26,6 +26,7 @@ from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from ..verify import Digests as Digests
 from ..verify import body_digest as body_digest
 from ..verify import stated_digests as stated_digests
+from . import spell
 from .specialise import Flag, FoldError, specialise
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
     env.filters |= {
         **{"literal": repr, "constant": constant, "tuple": tuple_of},
         **{"element": element, "has_rank": has_rank, "allocated": allocated},
-        **{"greatest": greatest, "least": least},
+        **{"greatest": greatest, "least": least, "as_written": spell.as_written},
+        **{"lines": spell.lines, "names_of_rows": spell.names_of_rows},
     }
     return env
 

@@ -7,7 +7,10 @@ Python's own parser reads the text, and a closed table says which of its nodes a
     int   = NUMBER | name | name[axis, ...] | - int | int (+ | - | *) int | int (// | %) NUMBER
           | min(int, ...) | max(int, ...) | abs(int)
     CMP   = < | <= | > | >= | == | !=
+    real  = NUMBER | s | int | - real | real (+ | - | *) real | real / NUMBER | tanh(real)
+          | softcap(real, NUMBER) | where(truth, real, real) | min, max, abs as above
 
+A mask is a truth, a score is real; s is softmax_scale * QK^T, and its numbers may have a fraction.
 Names are the axes of a score and the lengths (`NAMES`), and what a spec declares in ``params``. An
 integer has 32 bits on the device: `check_range` holds every subterm to that.
 """
@@ -23,13 +26,16 @@ from typing import Final, Literal, NoReturn
 
 from ..errors import quoted
 
-Type = Literal["int", "truth"]
+Type = Literal["int", "truth", "real"]
 Range = tuple[int, int]
 
 MAX_SEQLEN: Final = 1 << 24
 LONGEST: Final = 400  # [characters] of an expression
 DEEPEST: Final = 40  # nested terms
 INT32: Final[Range] = (-(1 << 31), (1 << 31) - 1)
+LARGEST_REAL: Final = (
+    1e30  # of a number in a score: products of some are far within fp32
+)
 _COUNT: Final[Range] = (0, (1 << 16) - 1)  # of batches and of heads
 
 NAMES: Final[Mapping[str, tuple[str, Range]]] = {
@@ -47,6 +53,9 @@ NAMES: Final[Mapping[str, tuple[str, Range]]] = {
 AXES: Final = ("b", "h", "h_kv", "row", "kv")
 """Names that a tensor can be indexed by."""
 
+SCORE: Final = "s"
+"""The name of a score: softmax_scale * QK^T, in natural logarithms."""
+
 
 class ExpressionError(ValueError):
     """What is wrong with an expression. code: of `errors.CODES`; column: in the text, from 0."""
@@ -58,11 +67,15 @@ class ExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Param:
-    """A declared int32 input: a scalar, or a tensor with these axes. monotone: rises along row."""
+    """A declared input: a scalar, or a tensor with these axes. monotone: rises along row.
+
+    range: of int32; real is fp32.
+    """
 
     axes: tuple[str, ...] = ()
     range: Range = INT32
     monotone: bool = False
+    type: Type = "int"
 
 
 @dataclass(frozen=True)
@@ -75,13 +88,22 @@ class Number:
 
 
 @dataclass(frozen=True)
+class Real:
+    """A number with a fraction or an exponent."""
+
+    value: float
+    column: int = field(default=0, compare=False)
+    type: Type = field(default="real", init=False, compare=False)
+
+
+@dataclass(frozen=True)
 class Name:
     """An axis, a length, a scalar, or with axes an element of a tensor."""
 
     name: str
     axes: tuple[str, ...] = ()
     column: int = field(default=0, compare=False)
-    type: Type = field(default="int", init=False, compare=False)
+    type: Type = "int"
 
 
 @dataclass(frozen=True)
@@ -95,14 +117,24 @@ class Term:
     @property
     def type(self) -> Type:
         """Of the value."""
-        return "truth" if self.operator in _TRUTHS else "int"
+        if self.operator in _TRUTHS:
+            return "truth"
+        is_real = self.operator in _REALS or any(
+            x.type == "real" for x in self.operands
+        )
+        return "real" if is_real else "int"
 
 
-Node = Number | Name | Term
+Node = Number | Real | Name | Term
 
 _COMPARISONS: Final = ("<", "<=", ">", ">=", "==", "!=")
 _TRUTHS: Final = (*_COMPARISONS, "and", "or", "not")
-_FUNCTIONS: Final = {"min": None, "max": None, "abs": 1}  # operands; None: two or more
+_REALS: Final = ("/", "tanh", "softcap", "where")
+_OF_SCORES: Final = {"tanh": 1, "softcap": 2, "where": 3}
+_FUNCTIONS: Final[Mapping[str, int | None]] = {  # operands; None: two or more
+    **{"min": None, "max": None, "abs": 1}
+}
+_NAMED: Final = {*_FUNCTIONS, *_OF_SCORES}
 _OPERATORS: Final[Mapping[type[ast.AST], str]] = {
     **{ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "//", ast.Mod: "%"},
     **{
@@ -143,15 +175,28 @@ def parse(
     except (SyntaxError, RecursionError, MemoryError) as error:
         column = (getattr(error, "offset", None) or len(text)) - 1
         raise ExpressionError("FG211", column, "is not an expression") from None
-    reader = _Reader(text, len(text) - len(text.lstrip()), params or {})
+    start, functions = len(text) - len(text.lstrip()), dict(_FUNCTIONS)
+    if type == "real":
+        functions |= _OF_SCORES
+    reader = _Reader(text, start, params or {}, functions)
     return reader.read(body, type)
 
 
 class _Reader:
     """Turns Python's nodes into the language's."""
 
-    def __init__(self, text: str, start: int, params: Mapping[str, Param]) -> None:
+    def __init__(
+        self,
+        text: str,
+        start: int,
+        params: Mapping[str, Param],
+        functions: Mapping[str, int | None],
+    ) -> None:
         self.text, self.start, self.params, self.depth = text, start, params, 0
+        self.functions = functions
+        self.of_scores = functions.keys() > _FUNCTIONS.keys()
+        # What an operator takes that whole numbers and real ones have.
+        self.number_type: Type = "real" if self.of_scores else "int"
 
     def refuse(
         self, node: ast.AST, code: str, message: str, hint: str = ""
@@ -171,8 +216,11 @@ class _Reader:
             self.refuse(node, "FG211", f"has more than {DEEPEST} nested terms")
         found = self.convert(node)
         self.depth -= 1
-        if found.type != wanted:
-            says = {"int": "a number", "truth": "a truth value"}
+        if found.type != wanted and (found.type, wanted) != ("int", "real"):
+            whole = "a whole number" if self.of_scores else "a number"
+            says = {"int": whole, "truth": "a truth value", "real": "a number"}
+            if wanted == "int" and found.type == "real":
+                says["real"] = "a number with a fraction"
             message = f"{says[found.type]} stands where {says[wanted]} is needed"
             self.refuse(node, "FG213", message)
         return found
@@ -193,9 +241,19 @@ class _Reader:
                 read = [self.read(value, "truth") for value in values]
                 return Term(operator, tuple(_flattened(operator, read)), column)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return Term("-", (self.read(operand, "int"),), column)
+                return Term("-", (self.read(operand, self.number_type),), column)
+            case ast.BinOp(left=left, op=ast.Div(), right=right) if self.of_scores:
+                found = Term(
+                    "/", (self.read(left, "real"), self.read(right, "real")), column
+                )
+                return self.divides(right, found)
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-                operands = self.read(left, "int"), self.read(right, "int")
+                wanted = (
+                    "int"
+                    if isinstance(op, (ast.FloorDiv, ast.Mod))
+                    else self.number_type
+                )
+                operands = self.read(left, wanted), self.read(right, wanted)
                 found = Term(_OPERATORS[type(op)], operands, column)
                 return self.divides(right, found)
             case ast.Compare(left=left, ops=ops, comparators=rights):
@@ -212,8 +270,12 @@ class _Reader:
                 return self.call(node, name, args)
         self.unknown(node)
 
-    def number(self, node: ast.Constant) -> Number:
+    def number(self, node: ast.Constant) -> Number | Real:
         text = self.source(node)
+        if self.of_scores and re.fullmatch(r"\d+\.\d+(e-?\d+)?|\d+e-?\d+", text):
+            if not float(text) <= LARGEST_REAL:
+                self.refuse(node, "FG216", f"{text} is more than {LARGEST_REAL:g}")
+            return Real(float(text), self.column(node))
         if not re.fullmatch(r"0|[1-9]\d*", text):
             self.refuse(
                 node, "FG211", f"{quoted(text)} is not a whole number in decimal"
@@ -225,8 +287,14 @@ class _Reader:
 
     def name(self, node: ast.expr, name: str, axes: Sequence[str]) -> Name:
         column, param = self.column(node), self.params.get(name)
+        if name == SCORE and param is None and not axes:
+            if not self.of_scores:
+                self.refuse(
+                    node, "FG213", "a mask cannot read scores", "write where() in score"
+                )
+            return Name(name, (), column, "real")
         if param is None and name not in NAMES:
-            known = [*NAMES, *self.params]
+            known = [*[SCORE] * self.of_scores, *NAMES, *self.params]
             close = difflib.get_close_matches(name, known, n=1)
             message = f"unknown name {quoted(name)}; known: {', '.join(known)}"
             hint = f"did you mean {close[0]}?" if close else ""
@@ -240,7 +308,7 @@ class _Reader:
                 else f"{name} has one axis"
             )
             raise ExpressionError("FG218", column, message, f"write {whole}")
-        return Name(name, needed, column)
+        return Name(name, needed, column, param.type if param else "int")
 
     def axis(self, node: ast.expr) -> str:
         if not (isinstance(node, ast.Name) and node.id in AXES):
@@ -257,19 +325,35 @@ class _Reader:
         ):
             message = "the divisor must be a positive whole number, written out"
             self.refuse(node, "FG218", message)
+        if found.operator == "/" and not (
+            isinstance(divisor, Number | Real) and divisor.value
+        ):
+            self.refuse(
+                node, "FG218", "the divisor must be a positive number, written out"
+            )
         return found
 
     def call(self, node: ast.expr, name: str, args: Sequence[ast.expr]) -> Term:
-        if name not in _FUNCTIONS:
-            known = ", ".join(_FUNCTIONS)
+        if name not in self.functions:
+            known = ", ".join(self.functions)
             self.refuse(
                 node, "FG212", f"unknown function {quoted(name)}; known: {known}"
             )
-        count = _FUNCTIONS[name]
+        count = self.functions[name]
         if len(args) != count if count else len(args) < 2:
-            needs = "one argument" if count else "two arguments or more"
+            words = {1: "one argument", 2: "two arguments", 3: "three arguments"}
+            needs = words[count] if count else "two arguments or more"
             self.refuse(node, "FG218", f"{name} takes {needs}")
-        operands = tuple(self.read(arg, "int") for arg in args)
+        wanted: list[Type] = [self.number_type] * len(args)
+        if name == "where":
+            wanted[0] = "truth"
+        operands = tuple(map(self.read, args, wanted))
+        if name == "softcap" and not (
+            isinstance(operands[1], Number | Real) and operands[1].value
+        ):
+            self.refuse(
+                args[1], "FG218", "a cap must be a positive number, written out"
+            )
         return Term(name, operands, self.column(node))
 
     def unknown(self, node: ast.expr) -> NoReturn:
@@ -299,7 +383,7 @@ def _flattened(operator: str, nodes: Sequence[Node]) -> Iterator[Node]:
 
 _BINDS: Final = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(_COMPARISONS, 4)} | {
     **dict.fromkeys("+-", 5),
-    **dict.fromkeys(("*", "//", "%"), 6),
+    **dict.fromkeys(("*", "/", "//", "%"), 6),
 }
 _NEGATION: Final = 7
 _ATOM: Final = 8
@@ -312,11 +396,11 @@ def text_of(node: Node) -> str:
 
 def _written(node: Node) -> tuple[str, int]:
     match node:
-        case Number(value=value):
-            return str(value), _ATOM if value >= 0 else _NEGATION
+        case Number(value=value) | Real(value=value):
+            return repr(value), _ATOM if value >= 0 else _NEGATION
         case Name(name=name, axes=axes):
             return f"{name}[{', '.join(axes)}]" if axes else name, _ATOM
-        case Term(operator=operator, operands=operands) if operator in _FUNCTIONS:
+        case Term(operator=operator, operands=operands) if operator in _NAMED:
             return f"{operator}({', '.join(map(text_of, operands))})", _ATOM
         case Term(operator="-", operands=(operand,)):
             return f"-{_inside(operand, _NEGATION)}", _NEGATION

@@ -57,21 +57,25 @@ def evaluate(node: Node, values: Values) -> NDArray[Any]:
             return np.asarray(
                 _COMPUTE[sign](*(evaluate(each, values) for each in operands))
             )
+    raise TypeError(f"{text_of(node)} is no whole number")
 
 
 def check_range(node: Node, params: Mapping[str, Param]) -> Range:
     """Return the least and greatest value of an integer, or (0, 1) of a truth value.
 
     Raises ExpressionError where a subterm may leave 32 bits. Sound, and exact for forms that read
-    each name once.
+    each name once. A real number has no range: (0, 0).
     """
     match node:
         case Number(value=value):
             return value, value
-        case Name(name=name):
+        case Name(name=name, type="int"):
             return params[name].range if name in params else NAMES[name][1]
         case Term(operator=sign, operands=operands):
-            found = _range(sign, [check_range(each, params) for each in operands])
+            ranges = [check_range(each, params) for each in operands]
+            if node.type == "real":
+                return 0, 0
+            found = _range(sign, ranges)
             if node.type == "truth":
                 return 0, 1
             for value in found:
@@ -81,6 +85,7 @@ def check_range(node: Node, params: Mapping[str, Param]) -> Range:
                     )
                     raise ExpressionError("FG216", node.column, message)
             return found
+    return 0, 0
 
 
 def _range(sign: str, ranges: list[Range]) -> Range:

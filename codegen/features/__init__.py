@@ -23,6 +23,7 @@ from . import (
     params,
     prefix,
     problem,
+    score,
     sink,
     softcap,
     tiling,
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(problem, lse, softcap, params, mask, chunk, window, documents, prefix, blocks),
+    *(problem, lse, softcap, score, params, mask, chunk, window, documents, prefix),
+    blocks,
     *(sink, gqa, cluster, tiling),
 )
 

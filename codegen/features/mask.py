@@ -101,7 +101,7 @@ Mask = Annotated[
         (str,),
         words={
             r".*(window|swa|local|band).*": "write window: {left: N, right: N} beside the mask",
-            r".*alibi.*": f"ALiBi is {NOT_YET}",
+            r".*alibi.*": "write alibi: true beside the mask",
             r".*chunk.*": "write chunk: N beside mask: causal",
             r".*prefix.*": "write prefix: true beside mask: causal",
             r".*(document|packed).*": "write documents: true beside the mask",

@@ -40,6 +40,7 @@ Data = Literal[
     "columns",
     "saturated",
     "sinks",
+    "slopes",
 ]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
@@ -55,6 +56,8 @@ REPEATS = 20
 REPEATS_ELSEWHERE = 2
 
 SINKS = 7  # of a case whose heads have sinks of all levels
+SLOPES = 7  # of a case whose heads have slopes of all kinds
+FAR_KEYS = 4096  # that a bias of 1 for a key takes beyond what exp2 holds
 
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
 # them: then some clusters run there, and the schedule of all is walked.
@@ -232,6 +235,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield from _lists(spec, tiles)
     if masks.of_spec(spec).params:
         yield from _params(spec, tiles)
+    if spec.get("alibi"):
+        yield from _slopes(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -494,6 +499,19 @@ def _params(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
                 params=kind,
                 data="edges",
             )
+
+
+def _slopes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Slopes of all kinds, a head of each; none and a steep one over many keys."""
+    few = min(tiles.positions, 33)
+
+    def case(tag: str, kv: int, heads: int, **options: Any) -> Case:
+        kv_heads = math.ceil(heads / spec["q_per_kv"])
+        return _fitted(spec, tiles, tag, few, kv, 1, kv_heads, data="slopes", **options)
+
+    yield case("slopes", 4 * tiles.kv + 1, SLOPES)
+    yield case("slopes_steep", tiles.kv + 5, SLOPES, scale_factor=STEEP)
+    yield case("slopes_far", FAR_KEYS, 2)
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from . import lists, masks, params, reference
+from . import lists, masks, params, reference, scores
 from .compare import Verdict, judge_lse, judge_output
 from .likeness import Inputs, ending
 from .masks import Lengths, Mask
@@ -73,13 +73,20 @@ SINK: Final = Tensor(
     when="sink",
     about=lambda spec: "adds exp(sink) to the sum of exponentials of its head's rows",
 )
+SLOPES: Final = Tensor(
+    *("slopes", (HEADS,), "fp32"),
+    tma=False,
+    words="natural log, per key",
+    when="alibi",
+    about=lambda spec: "multiplies kv - q in the scores of its head",
+)
 LSE: Final = Tensor(
     *("lse", (BATCH, HEADS, SEQLEN_Q), "fp32"),
     tma=False,
     words="natural log",
     when="lse",
     about=lambda spec: (
-        f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp(scaled scores)))"
+        f"receives log({'exp(sink) + ' * SINK.is_in(spec)}sum(exp({_said(spec)})))"
     ),
 )
 LISTS_BATCH: Final = Axis(
@@ -120,13 +127,14 @@ def _defined_by(given: Given) -> dict[str, Any]:
         "sink": given.inputs.get(SINK.name),
         "scale": given.scale,
         "mask": mask_of(given),
-        "softcap": spec.get("softcap"),
+        "score": scores.of_spec(spec),
+        "tensors": given.inputs,
         "lists": _lists(given),
     }
 
 
-def _exact(given: Given) -> dict[str, Array]:
-    found = reference.attention(**_defined_by(given))
+def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
+    found = reference.attention(**_defined_by(given), wanted=wanted)
     return {OUT.name: found.out, LSE.name: found.lse}
 
 
@@ -160,6 +168,10 @@ def mask_of(given: Given) -> Mask:
     """The mask of a call."""
     mask = masks.of_spec(given.spec)
     return mask.given({name: _numpy(given.inputs[name]) for name in mask.params})
+
+
+def _said(spec: Spec) -> str:
+    return "scores" if {"score", "alibi"} & spec.keys() else "scaled scores"
 
 
 def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
@@ -197,11 +209,12 @@ def _judge(
     # With lists a row's keys are no range, which is all that likenesses know.
     if verdict.row is not None and not KV_INDICES.is_in(given.spec):
         q, k, v = (_numpy(given.inputs[x.name]) for x in (Q, K, V))
-        mask, softcap = mask_of(given), given.spec.get("softcap")
+        mask, score = mask_of(given), scores.of_spec(given.spec)
         sink = given.inputs.get(SINK.name)
         inputs = Inputs(
-            *(q, k, v, given.scale, mask, tile, softcap),
+            *(q, k, v, given.scale, mask, tile, score),
             sink=None if sink is None else _numpy(sink),
+            tensors={name: _numpy(given.inputs[name]) for name in score.tensors},
         )
         arrays = map(_numpy, (out, truth.out, truth.out_bound))
         found, right, bound = arrays
@@ -250,7 +263,7 @@ FORWARD: Final = Operation(
     function="fmha",
     title="FMHA forward",
     noun="Attention",
-    reads=(Q, K, V, SINK, *LISTS),
+    reads=(Q, K, V, SINK, SLOPES, *LISTS),
     writes=(OUT, LSE),
     scalars=(
         Scalar(

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import masks, operation_of
+from . import masks, operation_of, scores
 from .cases import Case, Tiles
 from .masks import Lengths, Mask
 from .operation import Tensor
@@ -57,6 +57,7 @@ QUIET = 0.25  # standard deviation of what shall not hide a level
 SINK_LEAD = 100.0  # of a sink over all scores: exp of it is beyond fp32
 SINK_TRAIL = 1000.0  # of scores over a sink
 SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
+BARELY = (0.99, 1.01)  # of the slack: a bias that rises by it from block to block
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
@@ -301,6 +302,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         for x in operation.inputs(spec)
     }
     drawn |= {k: x.copy() for k, x in operation.indices(spec, case).items()}
+    if "slopes" in drawn:
+        drawn["slopes"] = _slopes(tiles, case, random, drawn["slopes"])
     if case.data == "normal" and "sink" not in drawn:
         return drawn
     q, k, v = (drawn[name] for name in "qkv")  # of which all the rest speaks
@@ -466,17 +469,47 @@ def _sinks(
     for head, near in enumerate(drawn["sink"].tolist()):
         q = drawn["q"][:, rows, head].astype(np.float64)
         k = drawn["k"][:, :, head // spec["q_per_kv"]].astype(np.float64)
-        scores = q @ k.swapaxes(1, 2) * scale
-        if (cap := spec.get("softcap")) is not None:
-            scores = cap * np.tanh(scores / cap)
-        scores = np.where(seen, scores, -np.inf)
-        sums = np.logaddexp.reduce(scores, axis=-1)
+        products, score = q @ k.swapaxes(1, 2) * scale, scores.of_spec(spec)
+        batches = [
+            score.value(of_batch[None], _scored(spec, case, batch, head, rows, drawn))[
+                0
+            ]
+            for batch, of_batch in enumerate(products)
+        ]
+        sums = np.logaddexp.reduce(np.where(seen, batches, -np.inf), axis=-1)
         sums = sums[sums > -np.inf] if (sums > -np.inf).any() else np.zeros(1)
         near += np.median(sums) if head % 2 else sums.min()
         most = sums.max()
         levels = (near, 0.0, most + SINK_LEAD, most - SINK_TRAIL, most, -np.inf, np.inf)
         made[head] = levels[head % len(levels)] if case.data == "sinks" else near
     return made
+
+
+def _scored(
+    spec: Mapping[str, Any],
+    case: Case,
+    batch: int,
+    head: int,
+    rows: NDArray[Any],
+    drawn: Mapping[str, F32],
+) -> scores.Place:
+    """Of some rows of a head and all keys."""
+    lengths, group = Lengths(case.q, case.kv), int(spec["q_per_kv"])
+    keys = np.arange(case.kv)
+    return scores.Place(batch, np.array([head]), rows, keys, group, lengths, drawn)
+
+
+def _slopes(tiles: Tiles, case: Case, random: np.random.Generator, drawn: F32) -> F32:
+    """So little from key to key that no decisive key is hidden.
+
+    Of `slopes`, by head: none, steep, and scores that rise from block to block, of which the last
+    is taken first, by about the slack; then those of models with 8 heads.
+    """
+    if case.data != "slopes":
+        return np.exp2(-random.integers(7, 10, drawn.shape)).astype(np.float32)
+    rises = [-rise * tiles.slack * math.log(2) / tiles.kv for rise in (*BARELY, 2.0)]
+    levels = np.array([0.0, 1.0, *rises, 0.5, 2.0**-8])
+    return levels[np.arange(len(drawn)) % len(levels)].astype(np.float32)
 
 
 def _rows_of_tiles(tiles: Tiles, q: F32) -> NDArray[Any]:

@@ -6,14 +6,15 @@ A guess that helps whoever reads a finding; the verdict does not depend on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .masks import Lengths, Mask
+from .scores import PLAIN, Place, Score
 
 F64 = NDArray[np.float64]
 
@@ -24,7 +25,7 @@ MOST_HEADS = 64  # (batch, KV head) pairs that are tried
 @dataclass(frozen=True)
 class Inputs:
     """q [batch, q, heads, qk], k [batch, kv, kv_heads, qk], v [batch, kv, kv_heads, v]; scale: of
-    scores. tile: keys of a KV block. softcap: what scores are held between. sink: [heads].
+    scores. tile: keys of a KV block. score, and the tensors it reads. sink: [heads].
     """
 
     q: NDArray[Any]
@@ -33,8 +34,9 @@ class Inputs:
     scale: float
     mask: Mask
     tile: int
-    softcap: float | None = None
+    score: Score = PLAIN
     sink: NDArray[Any] | None = None
+    tensors: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def ending(
@@ -74,14 +76,14 @@ class _Row:
 
     def __init__(self, place: tuple[int, int, int], inputs: Inputs) -> None:
         self.inputs = inputs
-        self.batch, row, head = place
+        self.batch, self.row, self.head = place
         self.q = inputs.q[place].astype(np.float64)
         self.keys = inputs.k.shape[1]
-        self.kv_head = head * inputs.k.shape[2] // inputs.q.shape[2]
-        self.sink = -np.inf if inputs.sink is None else float(inputs.sink[head])
-        lengths = Lengths(inputs.q.shape[1], self.keys)
-        mask = inputs.mask.at(self.batch, head, self.kv_head)
-        self.first, self.end = map(int, mask.keys(row, lengths))
+        self.kv_head = self.head * inputs.k.shape[2] // inputs.q.shape[2]
+        self.sink = -np.inf if inputs.sink is None else float(inputs.sink[self.head])
+        self.lengths = Lengths(inputs.q.shape[1], self.keys)
+        mask = inputs.mask.at(self.batch, self.head, self.kv_head)
+        self.first, self.end = map(int, mask.keys(self.row, self.lengths))
 
     def candidates(self) -> Iterator[tuple[F64, str]]:
         """What the row would be, and of which error; of those alike the first is meant."""
@@ -98,9 +100,21 @@ class _Row:
         keys = slice(self.first, end)
         k = self.inputs.k[batch, keys, kv_head].astype(np.float64)
         v = self.inputs.v[batch, keys, kv_head].astype(np.float64)
-        scores = k @ self.q * self.inputs.scale
-        if (softcap := self.inputs.softcap) is not None:
-            scores = softcap * np.tanh(scores / softcap)
+        products = (k @ self.q * self.inputs.scale)[None, None]
+        place = Place(
+            *(
+                self.batch,
+                np.array([self.head]),
+                np.array([self.row]),
+                np.arange(self.first, end),
+            ),
+            *(
+                self.inputs.q.shape[2] // self.inputs.k.shape[2],
+                self.lengths,
+                self.inputs.tensors,
+            ),
+        )
+        scores = self.inputs.score.value(products, place)[0, 0]
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
         return weights, weights[:, None] * v, largest, np.exp(self.sink - largest)

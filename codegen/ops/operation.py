@@ -192,7 +192,7 @@ class Operation:
     name: of the spec's `op`. function: in the generated file; it takes what the operation reads in
     this order, and returns what it writes in this order, a tuple where there are several. title,
     noun: in the header and in the function's docstring. exact: the results of a `Given` in float64,
-    by output. truth: its parts with bounds; a bool array of rows may follow, to which it is
+    by output. truth: its parts with bounds; a bool array of rows may follow either, to which it is
     limited. judge: by output, a Verdict; of a `Given`, the outputs by name, their truth, the keys
     of a KV block, and perhaps the rows. flops: of a call; where inputs decide how many scores
     count, of those. indices: by name, what inputs of integers hold in a call. params, integers:
@@ -206,7 +206,7 @@ class Operation:
     reads: tuple[Tensor, ...]
     writes: tuple[Tensor, ...]
     scalars: tuple[Scalar, ...]
-    exact: Callable[[Given], Mapping[str, Array]]
+    exact: Callable[..., Mapping[str, Array]]
     truth: Callable[..., Any]
     judge: Callable[..., Mapping[str, Any]]
     flops: Callable[..., float]

@@ -15,19 +15,19 @@ sums have fp32's errors, and scores under a softcap those of `tanh.approx` (deci
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .lists import Lists
 from .masks import Lengths, Mask
-
-Array = Any  # numpy.ndarray or torch.Tensor
+from .scores import LAST_PLACE, PLAIN, Place, Score, float64
+from .scores import Array as Array
+from .scores import like as _like
+from .scores import namespace as namespace
 
 # Scores held at once; a few copies of them exist.
 BLOCK_SCORES: Mapping[str, int] = {"numpy": 2**21, "torch": 2**24}
@@ -41,15 +41,13 @@ SIGMAS = 8.0
 # where the score is scaled, the scale is rounded, and the reference is, in two blocks.
 SCORE_STEP = 16
 SCORE_ROUNDINGS = 4
-LAST_PLACE = 2.0**-23
 # Of fp32 sums: ex2.approx and lg2.approx are good to 2^-22, and a thread adds a quarter of a row.
 SUM_UNIT = 2.0**-21
 ADD_UNIT = 2.0**-26
 LSE_UNIT = 2.0**-22
-# Of tanh.approx, and of the exponent that a capped score is turned into: fp32 rounds it, at most
-# twice the cap in either direction, and the cap's product with log2(e).
-TANH_UNIT = 2.0**-11
-CAP_UNIT = 2.0**-22
+EXPONENT_UNIT = (
+    2.0**-22
+)  # of a score and its row's largest, whose difference is an exponent
 SINK_UNIT = 2.0**-22  # of a sink, by its scaling and the difference to the reference
 LEAST_FACTOR = 2.0**-126  # of O, in fp32: what a sum above its inverse makes of P is 0
 RESCALE_SLACK = 8  # log2: of P at most, where rows have references
@@ -103,17 +101,21 @@ def attention(
     *,
     scale: float,
     mask: Mask,
-    softcap: float | None = None,
+    score: Score = PLAIN,
+    tensors: Mapping[str, Array] | None = None,
     sink: Array | None = None,
     lists: Lists | None = None,
+    wanted: Array | None = None,
 ) -> Attention:
-    """The two results in float64. softcap: what scores are held between, on either side of 0.
+    """The two results in float64. tensors: those that the score reads, by name.
 
-    lists: the blocks whose keys are seen, all of them or those that the mask leaves.
+    lists: the blocks whose keys are seen, all of them or those that the mask leaves. wanted: bool
+    [batch, q, heads]; other rows may be left NaN, which saves the time for them.
     """
     out, lse = _empty(q, k, v, 2)
-    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
-    for place, rows, keys in _blocks(q, k, v, **options, sink=sink, lists=lists):
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "score": score}
+    options |= {"tensors": tensors, "sink": sink, "lists": lists, "wanted": wanted}
+    for place, rows, keys in _blocks(q, k, v, **options):
         out[place.out], lse[place.lse] = _out(rows, keys), _lse(rows)
     return Attention(out, lse)
 
@@ -126,7 +128,8 @@ def truth(
     scale: float,
     mask: Mask,
     dtype: str,
-    softcap: float | None = None,
+    score: Score = PLAIN,
+    tensors: Mapping[str, Array] | None = None,
     sink: Array | None = None,
     lists: Lists | None = None,
     exp_error: float = 0.0,
@@ -139,11 +142,11 @@ def truth(
     """
     rounding = ROUNDINGS[dtype]
     made = _empty(q, k, v, 5)
-    options: dict[str, Any] = {"scale": scale, "mask": mask, "softcap": softcap}
-    options |= {"sink": sink, "lists": lists, "wanted": wanted}
+    options: dict[str, Any] = {"scale": scale, "mask": mask, "score": score}
+    options |= {"tensors": tensors, "sink": sink, "lists": lists, "wanted": wanted}
     for place, rows, keys in _blocks(q, k, v, **options):
         out, lse = _out(rows, keys), _lse(rows)
-        errors = _errors(rows, keys, out, lse, rounding, scale, softcap, exp_error)
+        errors = _errors(rows, keys, out, lse, rounding, scale, score, exp_error)
         for array, values in zip(made, (out, lse, *errors), strict=True):
             array[place.out if array.ndim == 4 else place.lse] = values
     return Truth(*made)
@@ -152,11 +155,6 @@ def truth(
 def score_unit(head_dim: int) -> float:
     """The largest error of a fp32 score over |q| |k| and the scale."""
     return (math.ceil(head_dim / SCORE_STEP) + SCORE_ROUNDINGS) * LAST_PLACE
-
-
-def namespace(x: Array) -> ModuleType:
-    """The module that has the functions of an array: numpy or torch."""
-    return importlib.import_module(type(x).__module__.partition(".")[0])
 
 
 class _Keys(NamedTuple):
@@ -173,7 +171,8 @@ class _Rows(NamedTuple):
     """
 
     q: Array
-    products: Array  # scale * q k, before a softcap
+    products: Array  # scale * q k, of which scores are made
+    place: Place
     weights: Array
     logs: Array  # of the weights: those that float64 cannot hold are 0, but not far from others
     total: Array  # of exp(score - largest)
@@ -181,7 +180,7 @@ class _Rows(NamedTuple):
     sink: Array | None
 
 
-class _Place(NamedTuple):
+class _Results(NamedTuple):
     """Where the results of some rows go."""
 
     out: tuple[Any, ...]
@@ -205,11 +204,12 @@ def _blocks(
     *,
     scale: float,
     mask: Mask,
-    softcap: float | None = None,
+    score: Score,
+    tensors: Mapping[str, Array] | None,
     sink: Array | None = None,
     lists: Lists | None = None,
     wanted: Array | None = None,
-) -> Iterator[tuple[_Place, _Rows, _Keys]]:
+) -> Iterator[tuple[_Results, _Rows, _Keys]]:
     xp = namespace(q)
     batch, q_len, heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
@@ -218,26 +218,28 @@ def _blocks(
     for b in range(batch):
         for kv_head in range(kv_heads):
             shared = slice(kv_head * group, (kv_head + 1) * group)
-            keys = _Keys(_float64(k[b, :, kv_head]), _float64(v[b, :, kv_head]))
+            keys = _Keys(float64(k[b, :, kv_head]), float64(v[b, :, kv_head]))
             of_sink = None
             if sink is not None:
-                of_sink = _float64(sink[shared])[:, None, None]
+                of_sink = float64(sink[shared])[:, None, None]
                 no_value = xp.zeros_like(keys.v[:1])
                 keys = keys._replace(v=xp.concatenate((keys.v, no_value)))
             for start in range(0, q_len, step):
                 some = slice(start, min(start + step, q_len))
                 if wanted is not None and not bool(wanted[b, some, shared].any()):
                     continue
-                queries = _float64(q[b, some, shared]).swapaxes(0, 1)
+                queries = float64(q[b, some, shared]).swapaxes(0, 1)
                 products = (queries @ keys.k.swapaxes(0, 1)) * scale
-                scores = products
-                if softcap is not None:
-                    scores = softcap * xp.tanh(products / softcap)
-                at, lengths = np.arange(q_len)[some], Lengths(q_len, kv_len)
+                lengths, at = Lengths(q_len, kv_len), np.arange(q_len)[some]
+                of_group = np.arange(heads)[shared]
+                place = Place(
+                    *(b, of_group, at, np.arange(kv_len), group, lengths),
+                    tensors=tensors or {},
+                )
+                scores = score.value(products, place)
                 if mask.reads("h"):
-                    apart = range(shared.start, shared.stop)
                     seen = np.stack(
-                        [mask.at(b, h, kv_head).visible(at, lengths) for h in apart]
+                        [mask.at(b, h, kv_head).visible(at, lengths) for h in of_group]
                     )
                 else:
                     seen = mask.at(b, shared.start, kv_head).visible(at, lengths)
@@ -261,9 +263,11 @@ def _blocks(
                 weights = weights / divisor
                 if of_sink is not None:
                     largest = xp.where(endless, of_sink, largest)
-                place = _Place((b, some, shared), (b, shared, some))
-                rows = _Rows(queries, products, weights, logs, total, largest, of_sink)
-                yield place, rows, keys
+                results = _Results((b, some, shared), (b, shared, some))
+                rows = _Rows(
+                    queries, products, place, weights, logs, total, largest, of_sink
+                )
+                yield results, rows, keys
 
 
 def _out(rows: _Rows, keys: _Keys) -> Array:
@@ -283,7 +287,7 @@ def _errors(
     lse: Array,
     rounding: Rounding,
     scale: float,
-    softcap: float | None,
+    score: Score,
     exp_error: float,
 ) -> tuple[Array, Array, Array]:
     """rms, shift and lse_bound of some rows."""
@@ -304,8 +308,14 @@ def _errors(
     norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
     lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
     error = score_unit(keys.k.shape[-1]) * scale * lengths * norms
-    if softcap is not None:
-        error = _capped_error(rows.products, error, softcap)
+    if score is not PLAIN:
+        scores, error = score.with_error(rows.products, error, rows.place)
+        if score.cap is None:
+            # Its exponent is a difference to what a score of the row was, rounded twice.
+            far = xp.abs(scores) + xp.abs(rows.largest)
+            error = error + EXPONENT_UNIT * xp.where(
+                xp.isfinite(far), far, _like(0.0, far)
+            )
     if rows.sink is not None:
         # Its exponent is the difference to a reference, which is off as scores are.
         finite = xp.where(xp.isfinite(rows.sink), rows.sink, _like(0.0, rows.sink))
@@ -340,26 +350,3 @@ def _errors(
     finite = xp.where(xp.isinf(lse), _like(0.0, lse), lse)
     lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
     return rms, shift, lse_bound
-
-
-def _capped_error(products: Array, error: Array, softcap: float) -> Array:
-    """The largest error of softcap * tanh(products / softcap), of products with that error."""
-    xp = namespace(products)
-    low, middle, high = (
-        softcap * xp.tanh((products + sign * error) / softcap) for sign in (-1, 0, 1)
-    )
-    moved = xp.where(high - middle > middle - low, high - middle, middle - low)
-    return moved + TANH_UNIT * xp.abs(middle) + CAP_UNIT * softcap
-
-
-def _float64(x: Array) -> Array:
-    return x.astype(np.float64) if isinstance(x, np.ndarray) else x.double()
-
-
-def _like(value: Any, x: Array) -> Array:
-    """A number or a NumPy array as float64, where x is."""
-    return (
-        np.asarray(value, np.float64)
-        if isinstance(x, np.ndarray)
-        else x.new_tensor(value)
-    )

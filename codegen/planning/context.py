@@ -18,8 +18,8 @@ from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
-_LATER: Final = {"window", "softcap", "sink", "blocks", "params", "chunk"} | {
-    *("documents", "prefix"),
+_LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
+    *("chunk", "documents", "prefix"),
 }
 
 

@@ -25,6 +25,7 @@ def given(traits: Traits) -> Iterator[Number]:
         ("SEQLEN_Q", traits.seqlen_q, positions, "seqlen.q"),
         ("SEQLEN_KV", traits.seqlen_kv, "rows", "seqlen.kv"),
         ("WINDOW_LEFT", traits.mask.left, "keys before a query's own", "window.left"),
+        ("SCORE_FACTOR", traits.score_factor, "of s", "score"),
         ("SOFTCAP", traits.softcap, "natural log: of a score, either way", "softcap"),
         (
             "WINDOW_RIGHT",
@@ -53,7 +54,9 @@ def given(traits: Traits) -> Iterator[Number]:
 
 
 def of_scores(traits: Traits) -> Iterator[tuple[str, str, str]]:
-    """Yield (name, unit, formula) of what follows from a cap of the scores."""
+    """Yield (name, unit, formula) of what follows from the score."""
+    if traits.score_factor is not None:
+        yield "SCORE_LOG2", "log2: of s", "SCORE_FACTOR / math.log(2)"
     if traits.softcap is not None:
         yield "CAP_LOG2", "log2: of a score", "SOFTCAP / math.log(2)"
 

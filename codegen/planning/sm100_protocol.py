@@ -136,6 +136,8 @@ class _Roles:
         """From S to P, a row per thread; PV may begin before the tail of P is there."""
         of, threads = self._of(half), WARPGROUP_THREADS
         maximum = "max" if self.traits.softcap is None else "tanh, max"
+        if self.traits.tests_exponents:
+            maximum = "exponents, max"
         yield Step(
             f"S(n) to registers; {maximum}",
             "math",

@@ -80,6 +80,7 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if traits.mask.edges:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
+    yield from words.scores(traits.score)
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
     yield words.empty_rows(has)

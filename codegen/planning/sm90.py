@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
+from .. import features
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.gqa import cut_group, tile_that_cuts_groups
@@ -47,6 +48,7 @@ REASONS: Final[Mapping[str, str]] = {
     "POLYNOMIAL_ELEMENTS": "of the MUFU's work, which tanh doubles, so much made loops fastest",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
 }
+REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
@@ -118,9 +120,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
 
 
 def _query_rows(spec: Spec) -> int:
-    """Rows of a query tile where the spec leaves them out."""
+    """Rows of a query tile where the spec leaves them out: of three warpgroups where those fit."""
+    by_element = bool(features.flags(spec)["by_element"])
     three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
-    return 192 if three and not cut_group(spec, 192) else 128
+    return 192 if three and not by_element and not cut_group(spec, 192) else 128
 
 
 def _kv_tiles(spec_file: SpecFile) -> list[int]:
@@ -208,12 +211,10 @@ def _registers(sizes: Sizes) -> tuple[Registers, ...]:
 
 def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
-    return {
-        "S": tile_kv // 2,
-        "P": tile_kv // 4,
-        "O": spec.head_dim.v // 2,
-        "others": sm90.REGISTERS_BESIDE_TILES,
-    }
+    parts = {"S": tile_kv // 2, "P": tile_kv // 4, "O": spec.head_dim.v // 2}
+    if features.flags(spec)["by_element"]:
+        parts["scores"] = REGISTERS_OF_SCORES
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
@@ -303,6 +304,10 @@ def _reason(spec: Spec, name: str) -> str:
     if name == "TILE_Q" and is_bounded(spec):
         return (
             "192 up to head_dim 128: what waits for the MUFU is one warpgroup of three"
+        )
+    if name == "TILE_Q" and features.flags(spec)["by_element"]:
+        return (
+            "two warpgroups: expressions of single scores need a third one's registers"
         )
     return REASONS[name]
 

@@ -180,6 +180,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "edges_apart": traits.edges_apart(traits.tile_positions),
         "uses_rows": traits.mask.edges
         or traits.spec.lse
+        or traits.tests_exponents
         or (traits.spec.sink and traits.packed)
         or not traits.cross_tile,
         "cross_tile": traits.cross_tile,

@@ -178,8 +178,10 @@ class _Consumer:
 
     def _softmax(self) -> tuple[str, str]:
         """What comes before and after the wait for PV(n-1)."""
-        tanh = "tanh; " if self._traits.softcap is not None else ""
-        return f"{tanh}row 0: max, exp2; row 1: max", "row 1: exp2"
+        before = "tanh; " if self._traits.softcap is not None else ""
+        if self._traits.tests_exponents:
+            before = "exponents; "
+        return f"{before}row 0: max, exp2; row 1: max", "row 1: exp2"
 
     def _sums(self) -> Iterator[Step]:
         if not self._traits.bounded:

@@ -18,6 +18,7 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         query = "position" if traits.packed else "row"
         yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
+    yield from words.scores(traits.score)
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
         yield _reference_statement(traits, traits.softcap)

@@ -13,8 +13,10 @@ import numpy as np
 from ..features.blocks import has_lists
 from ..features.gqa import heads_of_tile
 from ..features.mask import keys_of
+from ..features.score import score_of
 from ..features.softcap import cap_of
 from ..ops.masks import Lengths, Mask
+from ..ops.scores import Score
 from ..spec.model import Spec
 
 # log2 of P at most, either way, where rows have no reference, by P's type. bf16: sums over 2^24
@@ -70,6 +72,23 @@ class Traits:
     def softcap(self) -> float | None:
         """What scores are held between, on either side of 0; None where nothing holds them."""
         return cap_of(self.spec)
+
+    @cached_property
+    def score(self) -> Score:
+        """The score of a query and a key."""
+        return score_of(self.spec)
+
+    @property
+    def score_factor(self) -> float | None:
+        """What s is multiplied by, beside softmax_scale; None for 1."""
+        factor = self.score.parts.factor
+        return None if factor == 1 else factor
+
+    @property
+    def tests_exponents(self) -> bool:
+        """Rows are rescaled where exponents are too large: scores do not order like QK^T."""
+        parts = self.score.parts
+        return parts.how != "scaled" and self.score.cap is None
 
     @property
     def bounded(self) -> bool:

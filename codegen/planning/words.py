@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from ..expressions.language import text_of
+from ..ops.scores import Score
+
 NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 
 
@@ -61,6 +64,30 @@ def masks_of_lists(has: Mapping[str, Any]) -> Iterator[str]:
         yield "Loop 2, masked for the end of K where a block reaches there: full blocks."
     else:
         yield "One loop, masked for the end of K where a block reaches there."
+
+
+def scores(score: Score) -> Iterator[str]:
+    """What scores are where they are more than s, and how a row is tested for a new reference."""
+    parts = score.parts
+    if parts.how == "biased":
+        slope = text_of(parts.slope) if parts.slope else ""
+        yield (
+            f"A score is {parts.factor:g} * s + {slope} * (kv - q), and an exponent two FFMAs."
+            " Rows are tested by exponents, because a key of the smaller product may have the"
+            " larger score."
+        )
+    elif parts.how == "by_element" and score.cap is None:
+        yield (
+            f"Each score is computed on its own: {text_of(score.tree)}."
+            " Rows are tested by exponents, because a score need not rise with the product."
+        )
+    elif parts.factor != 1:
+        yield (
+            f"A score is {parts.factor:g} * s, of which the factor is in the scale."
+            " Rows are tested by products, which order like scores."
+        )
+    if parts.row is not None:
+        yield f"The same for all keys of a row, so in its LSE alone: {text_of(parts.row)}."
 
 
 def empty_rows(has: Mapping[str, Any]) -> str:

@@ -39,6 +39,7 @@ from ..features.mask import Mask
 from ..features.params import Params
 from ..features.prefix import Prefix
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
+from ..features.score import Alibi, Score, in_words
 from ..features.sink import Sink
 from ..features.softcap import Softcap
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
@@ -71,6 +72,8 @@ class Spec(Model):
     prefix: Prefix = False
     lse: Lse = False
     sink: Sink = False
+    score: Score = "none"
+    alibi: Alibi = False
     cluster: Cluster = (1, 1)
     multicast: Multicast = "none"
     cta_group: CtaGroup = 1
@@ -80,8 +83,9 @@ class Spec(Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _spells_words_out(cls, data: Any) -> Any:
-        return spelt_out(data)
+    def _says_it_in_words(cls, data: Any) -> Any:
+        """Fields that say the same become one, and specs that mean the same have one digest."""
+        return in_words(spelt_out(data)) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _keeps_rules(self, info: ValidationInfo) -> Spec:

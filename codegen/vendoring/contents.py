@@ -13,6 +13,7 @@ from ..build import records, render
 from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
+from ..ops import scores
 from ..ops.masks import word_of
 from .source import Source
 
@@ -103,10 +104,8 @@ def made_for(spec: Mapping[str, Any]) -> str:
         "no mask" if (mask := word_of(spec)) == "none" else mask,
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
-    if spec.get("blocks"):
-        words.append("block lists")
-    if "softcap" in spec:
-        words.append(f"softcap {spec['softcap']:g}")
+    words += ["block lists"] * bool(spec.get("blocks"))
+    words += filter(None, [scores.word_of(spec)])
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec["lse"])
@@ -128,12 +127,11 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
 
 
 def _scores(spec: Mapping[str, Any]) -> str:
-    """The mask; with a softcap or lists, which the package's functions do not take, none that they
+    """The mask; with a score or lists, which the package's functions do not take, none that they
     name.
     """
-    more = [f"softcap {spec['softcap']:g}"] if "softcap" in spec else []
-    more += ["block lists"] * bool(spec.get("blocks"))
-    return ", ".join([word_of(spec), *more])
+    more = ["block lists"] * bool(spec.get("blocks"))
+    return ", ".join(filter(None, [word_of(spec), scores.word_of(spec), *more]))
 
 
 def _words(state: KernelState) -> str:

@@ -121,17 +121,22 @@ def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> Non
         assert contenders.PEERS[peer].refusal(one) == "takes no sink"
 
 
-def test_lists_reach_our_kernel_and_no_peer() -> None:
-    asked = replace(PROBLEM, q=200, kv=200, tile=(64, 64))
-    inputs = contenders.make_inputs(asked, "cpu")
-    assert {x.dtype for x in inputs.lists.values()} == {torch.int32}
+def test_lists_reach_our_kernel_and_those_who_take_them() -> None:
+    listed = {"blocks": "lists", "tile": {"q": 64, "kv": 64}}
+    one = problem(2, 4, 2, 200, 200, 64, 32, causal=True, **listed)
+    inputs = contenders.make_inputs(one, "cpu")
+    assert {x.dtype for x in inputs.by_name.values()} == {torch.int32}
     for fault, right in (("", True), ("loses a block", False)):
-        launch = contenders.ours(FakeKernel(spec(**asked.spec), fault), inputs)
-        error = contenders.error_of(launch, asked, inputs)
+        launch = contenders.ours(FakeKernel(spec(**one.spec), fault), inputs)
+        error = contenders.error_of(launch, one, inputs)
         assert (error < 0.005) if right else (error > contenders.WRONG)
-    for peer in (contenders.cudnn, contenders.fa3, contenders.fa4):
-        with pytest.raises(RuntimeError, match="block lists"):
-            peer(asked, inputs)
+    for name, peer in contenders.PEERS.items():
+        assert ("takes no blocks" in peer.refusal(one)) == (name != "flex")
+
+
+def test_slopes_are_those_of_models() -> None:
+    inputs = contenders.make_inputs(asked(alibi=True), "cpu")
+    assert inputs.by_name["slopes"].tolist() == [2**-2, 2**-4, 2**-6, 2**-8]
 
 
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:

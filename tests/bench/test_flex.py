@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from fmha_gen.expressions.language import Name, parse
 from fmha_gen.expressions.solve import form_of
+from fmha_gen.ops import lists
 
 from .test_problems import problem
 
@@ -21,6 +22,8 @@ torch = pytest.importorskip(
 from fmha_gen.bench import contenders, fa4, flex  # noqa: E402
 
 LEFT, BOTH = {"left": 9, "right": "none"}, {"left": 40, "right": 33}
+NEAR = "where(kv < 4 or not (q > 9 and kv != 20), s, max(s, -8) - 0.125 * abs(kv - q))"
+MIXED = "softcap(2 * s, 3) + tanh(s / 2) * (h + b) - min(row, h_kv * 8, 30) % 7 / 16 + q // 9"
 CHUNKS = "kv <= q and kv // 32 == q // 32"
 
 
@@ -46,6 +49,9 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         (150, 150, {"mask": "causal", "softcap": 2.0}),
         (150, 150, {"mask": "causal", "sink": True}),
         (150, 48, {"mask": CHUNKS, "softcap": 0.5, "sink": True, "lse": True}),
+        (48, 150, {"mask": "causal", "alibi": True, "lse": True}),
+        (150, 150, {"score": NEAR}),
+        (48, 150, {"mask": "causal", "score": MIXED, "sink": True}),
     ],
 )
 def test_it_computes_the_problem(q: int, kv: int, fields: dict[str, Any]) -> None:
@@ -57,7 +63,10 @@ def test_it_computes_the_problem(q: int, kv: int, fields: dict[str, Any]) -> Non
     assert 0 < contenders.error_of(launch, one, inputs) < 0.005
 
 
-@pytest.mark.parametrize("wrong", [{"softcap": 1.0}, {"mask": "none"}, {"sink": 9.0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [{"softcap": 1.0}, {"mask": "none"}, {"sink": 9.0}, {"score": "s + kv / 9"}],
+)
 def test_another_problem_is_an_error(wrong: dict[str, Any]) -> None:
     fields = {"mask": "causal", "softcap": 0.5, "sink": True}
     one = problem(1, 2, 2, 48, 48, 32, **fields)
@@ -77,6 +86,16 @@ def test_blocks_without_a_key_are_not_in_its_lists() -> None:
         [[1, 2, 2, 2]]  # of all batches and heads
     ]
     assert flex.block_mask(problem(1, 1, 1, 64, 64), {}, torch.device("cpu")) is None
+
+
+def test_lists_are_those_of_the_call() -> None:
+    """Without its fused kernel it looks at none of them, so its result says nothing here."""
+    listed = {"blocks": "lists", "tile": {"q": 128, "kv": 64}}
+    one = problem(2, 4, 2, 200, 300, 32, mask="causal", **listed)
+    given = contenders.make_inputs(one, "cpu").by_name
+    made = flex.block_mask(one, given, torch.device("cpu"))
+    assert made.seq_lengths == (200, 300) and made.BLOCK_SIZE == (128, 64)
+    assert all(getattr(made, name) is given[name] for name in lists.NAMES)
 
 
 def test_a_mask_may_read_tensors_and_the_head() -> None:

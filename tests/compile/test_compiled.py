@@ -159,6 +159,8 @@ def test_spec(stem: str) -> None:
         numbers = {number.name: number.value for number in plan.chosen}
         tile = {"q": numbers["TILE_Q"], "kv": numbers["TILE_KV"]}
         given |= {"blocks": "lists", "tile": tile}
+    given |= {} if spec.score == "none" else {"score": spec.score}
+    given |= {"alibi": True} if spec.alibi else {}
     assert constants["SPEC"] == of_arch | given | {
         "name": stem,
         "arch": spec.arch,

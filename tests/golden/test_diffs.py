@@ -65,6 +65,12 @@ FEATURES = {
     "sm100_softcap": Edit(
         "softcap: none", "softcap: 30", "mask: causal; lse: true", arch="sm100"
     ),
+    "alibi": Edit("alibi: false", "alibi: true", "mask: causal; lse: true", 260),
+    "score": Edit("score: none", "score: s - 0.125 * abs(kv - q)", "lse: true", 260),
+    "score_scaled": Edit("score: none", "score: 2 * s - row / 64", "lse: true"),
+    "sm100_alibi": Edit(
+        "alibi: false", "alibi: true", "mask: causal; lse: true", 160, "sm100"
+    ),
     "sm100_lse": Edit("lse: true", "lse: false", "mask: causal", arch="sm100"),
     "sm100_sink": Edit("sink: false", "sink: true", "mask: causal", arch="sm100"),
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),

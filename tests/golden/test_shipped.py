@@ -78,6 +78,8 @@ def test_there_are_specs_for_every_axis() -> None:
     assert sides == {(True, True), (False, True), (False, False)}
     assert {spec.lse for spec in specs} == {True, False}
     assert {spec.sink for spec in specs} == {True, False}
+    assert {spec.alibi for spec in specs} == {True, False}
+    assert {spec.score == "none" for spec in specs} == {True, False}
     assert {spec.cluster for spec in specs} == {(1, 1), (2, 1), (1, 2)}
     assert {spec.multicast for spec in specs} == {"none", "k", "v", "kv"}
     assert {1, 4, 8} <= {spec.heads.q_per_kv for spec in specs}
@@ -99,12 +101,15 @@ PROMISED = {
 # Emulated, and new to GPUs: a run on one takes them out of here.
 WAITING = frozenset(
     {
+        "sm90_d128_bf16_causal_alibi",
         "sm90_d128_bf16_causal_docs",
         "sm90_d128_bf16_causal_prefix",
         "sm90_d128_bf16_causal_warg",
+        "sm90_d64_bf16_causal_alibi",
         "sm90_d64_bf16_causal_gqa8_docs_lse",
         "sm90_d64_bf16_causal_gqa8_pack_w127_lse",
         "sm90_d64_bf16_causal_gqa8_pack_w127_sink",
+        "sm90_d64_bf16_full_near",
     }
 )
 

@@ -46,7 +46,7 @@ stages = st.fixed_dictionaries({}, optional={"q": st.just(2), "kv": st.integers(
 
 def spec_of(cluster: tuple[list[int], str], fields: Fields) -> Fields:
     of_cluster = {"cluster": cluster[0], "multicast": cluster[1]}
-    return support.with_lists_that_fit(fields | of_cluster)
+    return support.with_lists_that_fit(support.with_scores(fields) | of_cluster)
 
 
 def pair_of(head_dim: Any, fields: Fields) -> Fields:
@@ -58,6 +58,7 @@ def pair_of(head_dim: Any, fields: Fields) -> Fields:
     return fields | pair | rest | {"schedule": "persistent"}
 
 
+CAPS: list[Fields] = [{"softcap": cap} for cap in ("none", "none", 0.5, 30, 1000)]
 singles = st.builds(
     spec_of,
     clusters,
@@ -69,7 +70,7 @@ singles = st.builds(
             "head_dim": head_dims,
             "seqlen": st.fixed_dictionaries({"q": lengths, "kv": lengths}),
             "heads": st.fixed_dictionaries({"q_per_kv": st.sampled_from([1, 4, 128])}),
-            "softcap": st.sampled_from(["none", "none", 0.5, 30, 1000]),
+            "of_scores": st.sampled_from([*CAPS, *support.SCORES]),
             "mask": st.sampled_from(["none", "causal"]),
             "window": st.just(support.NO_WINDOW) | windows,
             "blocks": st.sampled_from(["derived", "derived", "lists"]),
@@ -190,6 +191,10 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
         "softcap": (
             fields.get("softcap", "none") != "none",
             r"(?i)softcap|tanh|\bcap_",
+        ),
+        "scores": (
+            {"alibi", "score"} & fields.keys(),
+            r"score_of|(?i:slope)|add_bias|SCORE_FACTOR",
         ),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),

@@ -19,6 +19,7 @@ from fmha_gen.emulator.numerics import TANH_ERROR
 from fmha_gen.evidence import tensors
 from fmha_gen.ops import reference
 from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.scores import capped
 from fmha_gen.planning import plan
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -119,7 +120,7 @@ def test_errors_are_within_the_bounds(dtype, softcap, factor, level, seed):
     q[:, 0], k[:, 0] = 1.0, in_16_bits(dtype, F32(level * 8) + 0 * k[:, 0])
     scale = factor / 8
     batched = [x[None, :, None] for x in (q, k, v)]
-    given_ = {"scale": scale, "mask": MASKS["none"], "softcap": softcap}
+    given_ = {"scale": scale, "mask": MASKS["none"], "score": capped(softcap)}
     error = reference.POLYNOMIAL_ERROR
     truth = reference.truth(*batched, dtype=dtype, exp_error=error, **given_)
     exact = truth.out[0, :, 0]

@@ -15,6 +15,7 @@ from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.errors import SpecError
 from fmha_gen.ops import reference
 from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.scores import capped
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec.model import Spec
@@ -124,7 +125,9 @@ def test_the_reference_caps_before_the_mask() -> None:
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((1, n, 1, 4)) * 3 for n in (3, 5, 5))
     scale, cap = 0.5, 2.0
-    found = reference.attention(q, k, v, scale=scale, mask=MASKS["causal"], softcap=cap)
+    found = reference.attention(
+        q, k, v, scale=scale, mask=MASKS["causal"], score=capped(cap)
+    )
     for row in range(3):
         scores = [
             cap * math.tanh(scale * math.fsum(q[0, row, 0] * k[0, key, 0]) / cap)
@@ -140,7 +143,7 @@ def test_a_score_of_minus_infinity_is_one_at_the_cap() -> None:
     q, k = np.ones((1, 1, 1, 2)), np.array([[-np.inf, 0.0], [1.0, 0.0]])[None, :, None]
     bounds = reference.truth(
         *(q, k, np.ones_like(k)),
-        **{"scale": 1.0, "mask": MASKS["none"], "dtype": "bf16", "softcap": 3.0},
+        **{"scale": 1.0, "mask": MASKS["none"], "dtype": "bf16", "score": capped(3.0)},
     )
     expected = math.log(math.exp(-3.0) + math.exp(3 * math.tanh(1 / 3)))
     np.testing.assert_allclose(bounds.lse, expected, rtol=1e-12)
@@ -151,7 +154,7 @@ def test_errors_of_the_tangent_are_in_the_bound_of_scores() -> None:
     """One key: its LSE is the score, off by the tangent's error and little more."""
     q = k = v = np.full((1, 1, 1, 1), 5.0)
     made = reference.truth(
-        q, k, v, scale=1.0, mask=MASKS["none"], dtype="bf16", softcap=50.0
+        q, k, v, scale=1.0, mask=MASKS["none"], dtype="bf16", score=capped(50.0)
     )
     score = 50 * math.tanh(0.5)
     (bound,) = made.lse_bound.ravel()

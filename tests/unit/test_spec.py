@@ -37,6 +37,8 @@ def test_defaults() -> None:
         **{"params": {}, "chunk": "none", "documents": False, "prefix": False},
         "lse": False,
         "sink": False,
+        "score": "none",
+        "alibi": False,
         "cluster": (1, 1),
         "multicast": "none",
         "cta_group": 1,

@@ -54,7 +54,10 @@ def told(**fields: str) -> str:
         ("heads", "8", "write heads: {q_per_kv: N}"),
         ("mask", "\u0441ausal", "character 1 is U+0441, which is not ASCII"),
         ("m\u0430sk", "causal", "character 2 is U+0430, which is not ASCII"),
-        ("sm100", "true", "accepted: arch"),
+        ("sm100", "true", "accepted: alibi, arch"),
+        ("alibi_slopes", "true", "write alibi: true"),
+        ("score_mod", "true", "write score: an expression over s"),
+        ("mask", "alibi", "write alibi: true beside the mask"),
     ],
 )
 def test_gets_an_answer(field: str, word: str, answer: str) -> None:
