@@ -99,19 +99,7 @@ PROMISED = {
     "sm100": ("emulated", "run: fmha-gen emulate generated/"),
 }
 # Emulated, and new to GPUs: a run on one takes them out of here.
-WAITING = frozenset(
-    {
-        "sm90_d128_bf16_causal_alibi",
-        "sm90_d128_bf16_causal_docs",
-        "sm90_d128_bf16_causal_prefix",
-        "sm90_d128_bf16_causal_warg",
-        "sm90_d64_bf16_causal_alibi",
-        "sm90_d64_bf16_causal_gqa8_docs_lse",
-        "sm90_d64_bf16_causal_gqa8_pack_w127_lse",
-        "sm90_d64_bf16_causal_gqa8_pack_w127_sink",
-        "sm90_d64_bf16_full_near",
-    }
-)
+WAITING: frozenset[str] = frozenset()
 
 
 @pytest.mark.parametrize("stem", SHIPPED)
