@@ -58,5 +58,5 @@ def test_a_text_that_cannot_be_called_has_no_launch() -> None:
     )
     report = captures.compile_kernel(text, STEM, "sm_90a")
     assert report.launch_sha256 == ""
-    text = changed(("RESCALE_SLACK = 8.0", "RESCALE_SLACK = float('8')"))
+    text = changed(("TILE_KV = 128", "TILE_KV = int('128')"))
     assert captures.compile_kernel(text, STEM, "sm_90a").launch_sha256 == ""
