@@ -141,7 +141,7 @@ def _fields(model: type[Model], before: str = "") -> Iterator[tuple[str, FieldIn
 def _default_of(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    if isinstance(field.default, Model):
+    if isinstance(field.default, Model) or field.default_factory is not None:
         return ""
     return "planned" if field.default is None else f"`{in_yaml(field.default)}`"
 
