@@ -587,6 +587,12 @@ def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         # Each tile of a CTA begins and ends with other blocks, through which the rings go on.
         slide = 2 * rows + 5
         yield case("slides", slide, -rows, timing=True, data="second_rows")
+    if not mask.gap.empty:
+        # The last row of a tile misses the first key of a block, alone, and of all keys it would
+        # weigh most: `inputs.values` gives the ninth row from the end the last key of its gap.
+        yield case(
+            "gap_of_last", rows + 8, 2 * block + (2 - rows) % block, data="edges"
+        )
     if right:  # rows that see no key come before those that do
         late = right + rows + 5
         yield _fitted(spec, tiles, "late", late, block // 2 + 3, 1, 1, data="edges")
