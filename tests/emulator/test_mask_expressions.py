@@ -46,6 +46,10 @@ KERNELS = {
         f"{SM90}{FIRST_KEYS}heads: {{q_per_kv: 4}}\npack_gqa: true\n",
         ("gap_2", "slides", "no_key"),
     ),
+    "sm90, capped, two ranges": (
+        f"{SM90}{FIRST_KEYS}softcap: 30\nsink: true\n",
+        ("gap_1", "saturated"),
+    ),
     "sm90, two ranges in a cluster": (
         f"{WIDE}arch: sm90\n{FIRST_KEYS}cluster: [2, 1]\nmulticast: kv\n",
         ("gap_1", "slides", "odd_tiles"),
