@@ -157,8 +157,8 @@ def build(
         _print_json(_build_json(result))
     else:
         _print_build(result)
-    for failure in result.failures:
-        print(failure, file=sys.stderr)
+    for line in (*result.notes, *result.failures):
+        print(line, file=sys.stderr)
     raise typer.Exit(0 if result.ok else 1)
 
 
@@ -191,6 +191,8 @@ def explain(
             record = records.load(out / records.path_of(stem))
             record = record or shipped.record_of_spec(stem, spec_file.digest)
             texts.append(report.render(plan.resolve(spec_file), record))
+            for note in spec_file.notes:
+                print(note, file=sys.stderr)
         print("\n\n".join(texts))
 
 

@@ -57,7 +57,7 @@ CODES: dict[str, str] = {
     "FG216": "a number that 32 bits do not hold",
     "FG217": "a mask that hides every key",
     "FG218": "an operand or an index that is not accepted",
-    "FG219": "a mask that is not generated",
+    "FG219": "a mask that is not generated; a note, where no block of it is whole",
     # Names.
     "FG301": "the file's stem cannot name a kernel",
     "FG302": "two specs with one name",
@@ -101,9 +101,9 @@ class Diagnostic:
     message: str
     hint: str = ""
 
-    def render(self) -> str:
+    def render(self, kind: str = "error") -> str:
         """Return the text a user sees: one line, and a second one if there is a hint."""
-        line = f"{self.location}: error[{self.code}] {self.message}"
+        line = f"{self.location}: {kind}[{self.code}] {self.message}"
         return f"{line}\n  hint: {self.hint}" if self.hint else line
 
 

@@ -73,8 +73,7 @@ def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
     rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
     blocks = masks.of_spec(problem.spec).key_blocks(rows, rows + ROWS, lengths, KEYS)
-    taken = np.maximum(blocks.end - blocks.first, 1)
-    return problem.batch * problem.heads * len(rows), float(taken.mean())
+    return problem.batch * problem.heads * len(rows), float(blocks.total.mean())
 
 
 def block_flops(problem: Problem) -> float:

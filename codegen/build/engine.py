@@ -78,6 +78,11 @@ class SpecFile(Protocol):
         """The sha256 of what the spec says."""
         ...
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user may not expect, in words."""
+        ...
+
 
 class Plan(Protocol):
     """What a build needs to know of a plan."""
@@ -164,6 +169,7 @@ class BuildResult:
     compiles: int  # that really ran, not answered by the cache
     checked: bool
     orphans: tuple[Orphan, ...] = ()
+    notes: tuple[str, ...] = ()  # of the specs
 
     @property
     def ok(self) -> bool:
@@ -225,6 +231,7 @@ def build(
         compiles=compiles,
         checked=check,
         orphans=tuple(replace(o, state=gone.get(o.state, o.state)) for o in orphans),
+        notes=tuple(note for plan in plans for note in plan.spec_file.notes),
     )
 
 

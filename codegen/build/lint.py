@@ -38,7 +38,8 @@ STRUCTURAL_FLOATS = frozenset({0.0, 1.0})
 
 # Functions of the SPEC's expressions, and those that know an argument by its place.
 _WITH_NUMBERS = (
-    *("keys_before", "keys_from", "score_of", "slope_of", "row_term"),
+    *("keys_before", "keys_from", "gap_from", "gap_before", "sees"),
+    *("score_of", "slope_of", "row_term"),
     *("check_tensors", "clashes"),
 )
 _CONSTANT = re.compile(r"[A-Z][A-Z0-9_]*")

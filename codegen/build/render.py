@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, Final
 import jinja2
 
 from ..errors import CheckFailed
-from ..expressions.language import Node, Term, text_of
+from ..expressions.language import Name, Node, Term, parse, text_of
 from ..expressions.solve import Form
+from ..expressions.values import check_range
 from ..host import files, tools
 from ..ops.operation import OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
@@ -66,7 +67,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
     env.filters |= {
         **{"literal": repr, "constant": constant, "tuple": tuple_of},
         **{"element": element, "has_rank": has_rank, "allocated": allocated},
-        **{"greatest": greatest, "least": least, "as_written": spell.as_written},
+        **{"greatest": greatest, "least": least, "truth": truth, "as_written": spell.as_written},
         **{"lines": spell.lines, "names_of_rows": spell.names_of_rows},
     }
     return env
@@ -108,26 +109,54 @@ def least(bounds: Sequence[Form]) -> str:
 
 def in_kernel(bound: Form, row: str) -> str:
     """Return a bound of kv in the DSL, of ``q``, head, batch and a problem; row: its name there."""
+    return _in_kernel(bound.node(), row)
+
+
+def truth(tests: Node | None) -> str:
+    """Return a truth value in the DSL, of ``q``, ``kv`` and the lengths; True of none."""
+    match tests:
+        case Term(operator="and" | "or" as joint, operands=operands):
+            sign = {"and": " & ", "or": " | "}[joint]
+            return sign.join(f"({truth(each)})" for each in operands)
+        case Term(operator=sign, operands=(left, right)):
+            remainder = sign in ("==", "!=") and text_of(right) == "0"
+            sides = _in_kernel(left, of_zero=remainder), _in_kernel(right)
+            return f"{sides[0]} {sign} {sides[1]}"
+    return "True"
+
+
+def _in_kernel(node: Node, row: str = "", *, of_zero: bool = False) -> str:
     spelt = {**_SPELT, "row": row}
-    text = text_of(_two_at_a_time(bound.node()))
+    text = text_of(_in_dsl(node, of_zero=of_zero))
     return re.sub(r"[a-z]\w*", lambda name: spelt.get(name[0], f"problem.{name[0]}"), text)
 
 
 _SPELT: Final = {
-    **{"q": "q", "b": "batch", "h": "head", "h_kv": "kv_head_of(head)"},
+    **{"q": "q", "kv": "kv", "b": "batch", "h": "head", "h_kv": "kv_head_of(head)"},
     **{name: f"{name}_of(problem)" for name in ("seqlen_q", "seqlen_kv")},
     **{name: f"cutlass.{name}" for name in ("min", "max")},
 }
 
 
-def _two_at_a_time(node: Node) -> Node:
-    """As the DSL takes a minimum or maximum."""
+def _in_dsl(node: Node, *, of_zero: bool = False) -> Node:
+    """As the DSL computes it: a minimum of two, and a remainder with the sign of what is divided.
+
+    of_zero: all that matters of a remainder is whether it is 0.
+    """
+    if node == Name("row"):
+        return parse("q + (seqlen_q - seqlen_kv)", type="int")
     if not isinstance(node, Term):
         return node
-    operands = [_two_at_a_time(each) for each in node.operands]
-    if node.operator not in ("min", "max"):
-        return Term(node.operator, tuple(operands))
-    return functools.reduce(lambda a, b: Term(node.operator, (a, b)), operands)
+    operands = tuple(map(_in_dsl, node.operands))
+    match node.operator:
+        case "min" | "max":
+            return functools.reduce(lambda a, b: Term(node.operator, (a, b)), operands)
+        case "abs":
+            return Term("max", (operands[0], Term("-", operands)))
+        case "%" if not of_zero and check_range(node.operands[0], {})[0] < 0:
+            whole = Term("*", (Term("//", operands), operands[1]))
+            return Term("-", (operands[0], whole))
+    return Term(node.operator, operands)
 
 
 def constant(number: Number) -> str:

@@ -148,12 +148,11 @@ class _Plan:
             found += self.lists[indices][place][:count].tolist()
         return found or [shape[3]]  # which is behind K
 
-    def _derived(self, work: _Work) -> range:
+    def _derived(self, work: _Work) -> list[int]:
         first = work.tile * self.tiles.cluster_rows
         end = min(first + self.tiles.cluster_rows, self.sizes.q)
         mask = self.mask.at(work.batch, work.head, work.head // self.group)
-        needed = mask.key_blocks(first, end, self.lengths, self.tiles.kv)
-        return range(int(needed.first), max(int(needed.end), int(needed.first) + 1))
+        return mask.key_blocks(first, end, self.lengths, self.tiles.kv).taken()
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(batch, rows, heads) of a tensor."""
@@ -340,9 +339,10 @@ class _Check:
         least, most = _coverage(boxes, shape, plan.width(name))
         wanted = np.zeros(shape, np.int64)
         for work in works:
+            head = heads.index(work.head // plan.group)
             for number in plan.blocks(work):
                 keys = slice(number * block, (number + 1) * block)
-                wanted[work.batch, keys, heads.index(work.head // plan.group)] += 1
+                wanted[work.batch, keys, head] += 1
         seen = set()
         bad = (least != wanted) | (most != wanted)
         for place in map(tuple, np.argwhere(bad).tolist()):

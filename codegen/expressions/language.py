@@ -239,7 +239,7 @@ class _Reader:
                 values = node.values if isinstance(node, ast.BoolOp) else [node.operand]
                 operator = _OPERATORS[type(node.op)]
                 read = [self.read(value, "truth") for value in values]
-                return Term(operator, tuple(_flattened(operator, read)), column)
+                return Term(operator, tuple(flattened(operator, read)), column)
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return Term("-", (self.read(operand, self.number_type),), column)
             case ast.BinOp(left=left, op=ast.Div(), right=right) if self.of_scores:
@@ -372,7 +372,7 @@ class _Reader:
         self.refuse(node, "FG211", "is not part of the language")
 
 
-def _flattened(operator: str, nodes: Sequence[Node]) -> Iterator[Node]:
+def flattened(operator: str, nodes: Sequence[Node]) -> Iterator[Node]:
     """Yield the operands of nested terms of an operator that may be written without parentheses."""
     for node in nodes:
         if isinstance(node, Term) and node.operator == operator != "not":

@@ -27,6 +27,7 @@ from .language import (
     Number,
     Param,
     Term,
+    flattened,
     names_in,
     text_of,
 )
@@ -151,6 +152,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """Keys from the least bound of `first` up to, not including, the greatest of `end`."""
+
+    first: frozenset[Form] = frozenset()
+    end: frozenset[Form] = frozenset()
+
+    @property
+    def empty(self) -> bool:
+        """There is no key in it, whatever the row: so it is without bounds."""
+        return all(_at_most(end - first) for end in self.end for first in self.first)
+
+
+NO_GAP: Final = Gap()
+
+
+@dataclass(frozen=True)
 class Ranges:
     """What a row sees: keys of one of the pieces, and all of them where exact."""
 
@@ -160,25 +177,83 @@ class Ranges:
 
 def solve(node: Node, params: Mapping[str, Param] | None = None) -> Ranges:
     """Return the keys of a truth value; raises ExpressionError for too many alternatives."""
+    pieces, exact = _pieces(node, params or {})
+    if len(pieces) > MOST_PIECES:
+        if exact:
+            message = (
+                f"a query sees {len(pieces)} ranges of keys, of at most {MOST_PIECES}"
+            )
+            raise ExpressionError("FG215", node.column, message)
+        pieces = [_hull(pieces)]
+    return Ranges(tuple(pieces), exact)
+
+
+def _pieces(node: Node, params: Mapping[str, Param]) -> tuple[list[Piece], bool]:
+    """As few pieces as hold what is seen, and whether they hold no more."""
     pieces, exact = [], True
     for atoms in _alternatives(node, negated=False):
         lower, upper = {FIRST_KEY}, {END_KEY}
         for atom in atoms:
             side, bound = _bound(atom)
-            if side is None or direction(bound.node(), params or {}) is None:
+            if side is None or direction(bound.node(), params) is None:
                 exact = False
                 continue
             (lower if side == "lower" else upper).add(bound)
         pieces.append(Piece(strictest(lower, "lower"), strictest(upper, "upper")))
-    merged = _merged(pieces, params or {})
-    if len(merged) > MOST_PIECES:
-        if exact:
-            message = (
-                f"a query sees {len(merged)} ranges of keys, of at most {MOST_PIECES}"
-            )
-            raise ExpressionError("FG215", node.column, message)
-        merged = [_hull(merged)]
-    return Ranges(tuple(merged), exact)
+    return _merged([x for x in pieces if not x.empty] or pieces[:1], params), exact
+
+
+def with_gap(pieces: Sequence[Piece]) -> tuple[Piece, Gap] | None:
+    """Return one or two pieces as one with a gap; None where neither comes first for every row.
+
+    Where only the first keys, or only the ends, are in a known order, the outer bound of both is
+    the other one of the whole.
+    """
+    if len(pieces) == 1:
+        return pieces[0], NO_GAP
+    for low, high in (pieces, pieces[::-1]):
+        rise = all(any(_at_most(x - y) for y in high.lower) for x in low.lower)
+        ends = all(any(_at_most(x - y) for x in low.upper) for y in high.upper)
+        if not rise and not ends:
+            continue
+        lower = low.lower if rise else _either(low.lower, high.lower, "min", "max")
+        upper = high.upper if ends else _either(low.upper, high.upper, "max", "min")
+        gap = Gap(low.upper - upper, high.lower - lower)
+        return Piece(lower, upper), NO_GAP if gap.empty else gap
+    return None
+
+
+def tests_of(
+    node: Node, ranges: Ranges, params: Mapping[str, Param] | None = None
+) -> Node | None:
+    """Return what is left to test of a truth value inside its ranges; None where it is exact.
+
+    Of a conjunction, those of its sides that the ranges do not say.
+    """
+    assert isinstance(node, Term)
+    if ranges.exact:
+        return None
+    sides = node.operands if node.operator == "and" else (node,)
+    left = []
+    for side in sides:
+        pieces, exact = _pieces(side, params or {})
+        if not exact or len(pieces) > len(ranges.pieces):
+            left.append(side)
+    return left[0] if len(left) == 1 else Term("and", tuple(left))
+
+
+def without_not(node: Node, *, negated: bool = False) -> Node:
+    """Return a truth value that says `not` by its comparisons."""
+    match node:
+        case Term(operator="not", operands=(operand,)):
+            return without_not(operand, negated=not negated)
+        case Term(operator="and" | "or" as joint, operands=operands):
+            other = {"and": "or", "or": "and"}[joint] if negated else joint
+            sides = [without_not(x, negated=negated) for x in operands]
+            return Term(other, tuple(flattened(other, sides)))
+        case Term(operator=sign, operands=operands) if negated:
+            return Term(_NEGATED[sign], operands)
+    return node
 
 
 def direction(node: Node, params: Mapping[str, Param]) -> Direction | None:
@@ -367,6 +442,8 @@ def _either(
 ) -> frozenset[Form]:
     """The bounds of both, and for those that differ a single one that is the looser."""
     common = one & other
+    if common in (one, other):
+        return common
     sides = [_joined(inner, one - common), _joined(inner, other - common)]
     return common | {form_of(_joined(outer, map(form_of, sides)))}
 

@@ -158,9 +158,10 @@ class Feature:
 
     tokens: by pattern of a name's words that speak about it, those that are true, the one to
     suggest first; "" suggests none. keys: what other tools call it, and the answer to that.
-    refusals: what is wrong with its numbers beside others', which is no relation of values. flags:
-    what templates test. title: its part of a kernel's title. contract: a line of the kernel's
-    docstring. The last two are empty where the spec does not have it.
+    refusals: what is wrong with its numbers beside others', which is no relation of values. notes:
+    what is generated and costs what one may not expect. flags: what templates test. title: its part
+    of a kernel's title. contract: a line of the kernel's docstring. The last two are empty where
+    the spec does not have it.
     """
 
     path: str
@@ -168,6 +169,7 @@ class Feature:
     keys: Words = field(default_factory=dict)
     relations: Sequence[Relation] = ()
     refusals: Callable[[Spec], Iterable[Violation]] = lambda spec: ()
+    notes: Callable[[Spec], Iterable[Violation]] = lambda spec: ()
     flags: Callable[[Spec], Mapping[str, Any]] = lambda spec: {}
     title: Callable[[Spec], str] = lambda spec: ""
     contract: Callable[[Spec], str] = lambda spec: ""

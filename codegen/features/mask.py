@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
+from ..errors import Violation
 from ..expressions.language import ExpressionError, Param, names_in, parse, text_of
-from ..ops import masks
+from ..expressions.solve import Form
+from ..ops import masks, scores
 from . import vocabulary
 from .feature import Accepts, Feature, did_you_mean, refusal
 from .params import as_said, known_to
@@ -75,19 +77,12 @@ def _canonical(text: str, params: Mapping[str, Param]) -> str:
         raise ExpressionError(
             "FG214", 0, "hides no key: every query sees all of them", hint
         )
-    for edges in filter(None, (mask.left_edges, mask.right_edges)):
-        falling = [text_of(each.node()) for each in edges if each in mask.falling]
-        moves = any({"q", *params} & names_in(each.node()) for each in edges)
-        if falling or not moves:
-            what = (
-                "falls from query to query"
-                if falling
-                else "is the same for every query"
-            )
-            message = f"a bound of kv that {what} is not generated: "
-            message += (falling or [text_of(edges[0].node())])[0]
-            hint = "" if falling else "pass those keys alone"
-            raise ExpressionError("FG219", 0, message, hint)
+    if falling := mask.falling:
+        message = (
+            "a bound of kv that falls from query to query is not generated:"
+            f" {text_of(falling[0].node())}"
+        )
+        raise ExpressionError("FG219", 0, message)
     return next(
         (word for word, each in masks.MASKS.items() if each == mask), text_of(tree)
     )
@@ -144,12 +139,46 @@ def _flags(spec: Spec) -> dict[str, bool]:
         "lengths_known": not of_rows,
         "left_edge": bool(mask.left_edges),
         "right_edge": bool(mask.right_edges),
+        "gap": not mask.gap.empty,
+        "gap_first_moves": _moves(mask.gap.first),
+        "gap_end_moves": _moves(mask.gap.end),
+        "tests_keys": mask.tests is not None,
         "left_window": mask.left is not None,
         "right_window": mask.right is not None,
         "right_offset": bool(mask.right),
         "diagonal": mask.right == 0,
         "lpt_order": mask.uneven and spec.blocks == "derived",
     }
+
+
+def _moves(bounds: Iterable[Form]) -> bool:
+    """Whether some bound depends on the query."""
+    return any({"q", "row"} & names_in(bound.node()) for bound in bounds)
+
+
+def _refusals(spec: Spec) -> Iterator[Violation]:
+    """A gap, or tests of each key, beside what they do not go with."""
+    mask = keys_of(spec)
+    if not mask.apart:
+        return
+    what = "mask: two ranges of keys, or a test of each, are not generated"
+    if spec.blocks == "lists":
+        message = f"{what} for blocks: lists"
+        yield Violation("FG205", ("mask",), message, "set blocks: derived")
+    if mask.params:
+        message = f"{what} beside {', '.join(mask.params)}"
+        yield Violation("FG219", ("mask",), message, "")
+    score = scores.of_spec(spec.model_dump(mode="json"))
+    if score.parts.how != "scaled" and score.cap is None:
+        message = f"{what} beside scores that depend on the key's number"
+        yield Violation("FG219", ("mask",), message, "")
+
+
+def _notes(spec: Spec) -> Iterator[Violation]:
+    """A mask of which no block is seen whole."""
+    if (tests := keys_of(spec).tests) is not None:
+        message = f"mask: no KV block is ever whole: {text_of(tests)} is tested for each score"
+        yield Violation("FG219", ("mask",), message, "")
 
 
 def _contract(spec: Spec) -> str:
@@ -186,6 +215,8 @@ MASK: Final = Feature(
     keys={
         r"(is_)?causal": "write mask: causal",
     },
+    refusals=_refusals,
+    notes=_notes,
     flags=_flags,
     title=_title,
     contract=_contract,

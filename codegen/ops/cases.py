@@ -267,9 +267,9 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
             walk(f"lists_{kind}", 2 * rows, 5 * block, 2, 3)
             made.append(replace(made.pop(), lists=Drawn(kind, axes)))
     mask = masks.of_spec(spec)
-    if mask.left is not None or mask.right:
+    if mask.reach is not None or mask.right:
         q = 3 * rows + 1 + (mask.right or 0)
-        walk("slides", q, q - rows - 1 + (mask.left or 0), 2, 3)
+        walk("slides", q, q - rows - 1 + (mask.reach or 0), 2, 3)
     if tiles.sms_per_head:
         kv_heads, clusters = _sections(spec, tiles, 3)
         tail, sm_count = rows + 1, clusters * tiles.ctas
@@ -554,15 +554,15 @@ def _steps(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
 
 
 def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
-    """Of edges that are not the diagonal: every residue of them to a KV tile, inside K.
+    """Of edges that are not the diagonal, and of a gap's end: every residue to a KV tile, inside K.
 
     A window that is shorter than a tile, or longer than K, is so in other cases, too.
     """
     mask, fixed = masks.of_spec(spec), spec["seqlen"]["q"]
-    left, right = mask.left or 0, mask.right or 0
-    if mask.left is None and not right:
+    left, right = mask.reach or 0, mask.right or 0
+    if mask.reach is None and not right:
         return
-    side = "right" if mask.left is None else "left"
+    side = "right" if mask.reach is None else "left" if mask.gap.empty else "gap"
     rows, block = tiles.cluster_rows, tiles.kv
 
     def case(tag: str, q: int, hidden: int, **options: Any) -> Case:
@@ -579,12 +579,20 @@ def _window(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         q, hidden = (below, above)[number % 2], (1 + number % 3) * block + residue
         layout: Layout = ("own", "mixed", "bhsd")[number % 3]
         yield case(f"{side}_{residue}", q, hidden, data="edges", layout=layout)
-    # Some rows of a tile see the first key.
-    yield case(f"{side}_of_some", below, -(below // 2), data="edges")
+    # Some rows of a tile see the first key, or have no gap.
+    begins, _ = mask.gaps(np.zeros(1, np.int64), Lengths(1, block))
+    begin = 0 if mask.gap.empty else int(begins[0])
+    yield case(f"{side}_of_some", below, begin - below // 2, data="edges")
     if is_short:
         # Each tile of a CTA begins and ends with other blocks, through which the rings go on.
         slide = 2 * rows + 5
         yield case("slides", slide, -rows, timing=True, data="second_rows")
+    if not mask.gap.empty:
+        # The last row of a tile misses the first key of a block, alone, and of all keys it would
+        # weigh most: `inputs.values` gives the ninth row from the end the last key of its gap.
+        yield case(
+            "gap_of_last", rows + 8, 2 * block + (2 - rows) % block, data="edges"
+        )
     if right:  # rows that see no key come before those that do
         late = right + rows + 5
         yield _fitted(spec, tiles, "late", late, block // 2 + 3, 1, 1, data="edges")
@@ -637,9 +645,9 @@ def _large(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield many("many_one_block", ODD_TILES_LENGTH, 1, layout="mixed")
     yield case("long_kv", 129, 4097, 1, 1)
     mask = masks.of_spec(spec)
-    if mask.left is not None or mask.right:
+    if mask.reach is not None or mask.right:
         q = EVEN_TILES_LENGTH + (mask.right or 0)
-        yield many("many_slide", q, (mask.left or 0) + q // 2, data="edges")
+        yield many("many_slide", q, (mask.reach or 0) + q // 2, data="edges")
     for kind in ("some", "shuffled", "some_tiles") if spec.get("blocks") else ():
         drawn = {"lists": Drawn(kind, "bh"), "layout": "plain"}
         yield many(f"many_lists_{kind}", EVEN_TILES_LENGTH, 4097, **drawn)
@@ -698,4 +706,4 @@ def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     first = np.arange(0, case.q, tiles.cluster_rows)
     end, lengths = first + tiles.cluster_rows, Lengths(case.q, case.kv)
     blocks = masks.of_spec(spec).key_blocks(first, end, lengths, tiles.kv)
-    return max(int((blocks.end - blocks.first).max()), 1)
+    return int(blocks.total.max())

@@ -372,9 +372,15 @@ def _edges(
     zeros, as TMA fills them in beyond the end."""
     q_len, kv, head_dim = q.shape[1], k.shape[1], q.shape[-1]
     group = spec["q_per_kv"]
-    first, end = mask.keys(np.arange(q_len)[:, None], Lengths(q_len, kv))
+    at, lengths = np.arange(q_len)[:, None], Lengths(q_len, kv)
+    first, end = mask.keys(at, lengths)
     last = end - 1
-    edges = (first, first - 1) if first.any() else ()
+    edges = [first, first - 1] if first.any() else []
+    if not mask.gap.empty:
+        begin, behind = mask.gaps(at, lengths)
+        edges += [begin - 1, begin, behind - 1, behind]
+    if mask.tests is not None:  # keys side by side, by row
+        edges += [last - at % 5, last - (at + 1) % 5, first + at % 7]
     block = np.maximum(last, 0) // tiles.kv * tiles.kv
     targets = np.stack(
         np.broadcast_arrays(

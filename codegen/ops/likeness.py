@@ -83,7 +83,8 @@ class _Row:
         self.sink = -np.inf if inputs.sink is None else float(inputs.sink[self.head])
         self.lengths = Lengths(inputs.q.shape[1], self.keys)
         mask = inputs.mask.at(self.batch, self.head, self.kv_head)
-        self.first, self.end = map(int, mask.keys(self.row, self.lengths))
+        (self.first,), (self.end,) = mask.keys([self.row], self.lengths)
+        (self.hidden,) = mask.hidden([self.row], self.lengths)
 
     def candidates(self) -> Iterator[tuple[F64, str]]:
         """What the row would be, and of which error; of those alike the first is meant."""
@@ -115,6 +116,7 @@ class _Row:
             ),
         )
         scores = self.inputs.score.value(products, place)[0, 0]
+        scores = np.where(self.hidden[keys], -np.inf, scores)
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
         return weights, weights[:, None] * v, largest, np.exp(self.sink - largest)

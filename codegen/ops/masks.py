@@ -2,8 +2,9 @@
 """A mask as a range of keys for every query row, and the KV blocks that follow from it.
 
 A mask is what an expression comes to, solved for ``kv`` (`fmha_gen.expressions`): bounds of it from
-below and above, in ``q``, the place of a query among the keys, and the two lengths. ``q`` is a
-query's row plus ``seqlen_kv - seqlen_q``, so that the last row is at the last key (bottom-right).
+below and above, in ``q``, the place of a query among the keys, and the two lengths; a gap, where a
+query sees two ranges; and tests of single keys, where these do not say all. ``q`` is a query's row
+plus ``seqlen_kv - seqlen_q``, so that the last row is at the last key (bottom-right).
 The reference, the count of FLOPs, the loops of a kernel and the cases that it is shown are all read
 from the same mask (decisions 0033 and 0039).
 """
@@ -22,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from ..expressions.language import (
     ExpressionError,
     Name,
+    Node,
     Number,
     Param,
     names_in,
@@ -32,11 +34,16 @@ from ..expressions.language import (
 from ..expressions.solve import (
     END_KEY,
     FIRST_KEY,
+    NO_GAP,
     Form,
+    Gap,
     Piece,
     direction,
     solve,
     strictest,
+    tests_of,
+    with_gap,
+    without_not,
 )
 from ..expressions.values import Values, check_range, evaluate
 from . import params as declarations
@@ -54,14 +61,37 @@ class Lengths(NamedTuple):
 class KeyBlocks(NamedTuple):
     """KV blocks of some query rows; an integer, or an array with one for each group of rows.
 
-    No row sees a key outside [first, end), and every row sees every key of [whole_first,
-    whole_end). A kernel goes from the last block to the first: masked, whole, masked.
+    No row sees a key outside [first, end) or inside [gap_first, gap_end), and every row sees every
+    key of [whole_first, whole_end) but for [touched_first, touched_end), where some have their gap.
+    A kernel goes from the last block to the first.
     """
 
     first: I64
     whole_first: I64
     whole_end: I64
     end: I64
+    gap_first: I64
+    gap_end: I64
+    touched_first: I64
+    touched_end: I64
+
+    @property
+    def total(self) -> I64:
+        """Blocks that some row sees: one, which may be masked whole, where none sees any."""
+        total: I64 = self.end - self.first - (self.gap_end - self.gap_first)
+        return np.maximum(total, 1)
+
+    def taken(self) -> list[int]:
+        """Of one group of rows: the blocks that a kernel takes."""
+        gap = range(int(self.gap_first), int(self.gap_end))
+        end = max(int(self.end), int(self.first) + 1)
+        return [x for x in range(int(self.first), end) if x not in gap]
+
+    def whole(self) -> list[int]:
+        """Of one group of rows: the blocks of which every row sees every key."""
+        touched = range(int(self.touched_first), int(self.touched_end))
+        whole = range(int(self.whole_first), int(self.whole_end))
+        return [x for x in whole if x not in touched]
 
 
 @dataclass(frozen=True)
@@ -69,7 +99,8 @@ class Mask:
     """Keys from the greatest lower bound up to, not including, the least upper one.
 
     Of bounds that differ in their constants alone the stricter is there, and none that follows from
-    another. What a kernel computes has the bounds of `ALL_KEYS` among its own.
+    another. What a kernel computes has the bounds of `ALL_KEYS` among its own. Of these keys a row
+    does not see those of its gap, nor those for which `tests` is false: None for none.
 
     params: what the bounds may read beside lengths and the query's place. values: of a call, by
     name; without them a mask that reads some has a structure, but no keys.
@@ -77,13 +108,19 @@ class Mask:
 
     lower: frozenset[Form]
     upper: frozenset[Form]
+    gap: Gap = NO_GAP
+    tests: Node | None = None
     params: Mapping[str, Param] = field(default_factory=dict, compare=False)
     values: Values = field(default_factory=dict, compare=False)
 
     def __and__(self, other: Mask) -> Mask:
+        """Of two masks, of which one is bounds alone."""
+        assert not (self.apart and other.apart)
         return Mask(
             strictest(self.lower | other.lower, "lower"),
             strictest(self.upper | other.upper, "upper"),
+            self.gap if other.gap.empty else other.gap,
+            self.tests or other.tests,
             {**self.params, **other.params},
         )
 
@@ -109,10 +146,8 @@ class Mask:
     @property
     def falling(self) -> tuple[Form, ...]:
         """The bounds that fall where the row rises."""
-        falls = [
-            x for x in self.lower | self.upper if direction(x.node(), self.params) == -1
-        ]
-        return _sorted(falls)
+        bounds = self.lower | self.upper | self.gap.first | self.gap.end
+        return _sorted(x for x in bounds if direction(x.node(), self.params) == -1)
 
     @property
     def left_edges(self) -> tuple[Form, ...]:
@@ -123,6 +158,11 @@ class Mask:
     def right_edges(self) -> tuple[Form, ...]:
         """The bounds from above but for the end of K."""
         return _sorted(self.upper - {END_KEY})
+
+    @property
+    def gap_edges(self) -> tuple[tuple[Form, ...], tuple[Form, ...]]:
+        """The bounds of the gap: of its first key, and of its end."""
+        return _sorted(self.gap.first), _sorted(self.gap.end)
 
     @property
     def left(self) -> int | None:
@@ -140,23 +180,37 @@ class Mask:
     def steps(self) -> tuple[int, ...]:
         """The numbers in edges that are no window's, where they may turn."""
         own = [(self.left, self.left_edges), (self.right, self.right_edges)]
+        own += [(None, self.gap_edges[0]), (self.reach, self.gap_edges[1])]
         edges = [bound for offset, side in own if offset is None for bound in side]
         found = {
             n.value for x in edges for n in walk(x.node()) if isinstance(n, Number)
         }
+        found |= {
+            n.value for n in walk(self.tests or Number(0)) if isinstance(n, Number)
+        }
         return tuple(sorted(found - {0, 1}))
+
+    @property
+    def reach(self) -> int | None:
+        """How many keys before its own place a query sees, of a gap those behind it; see `left`."""
+        offset = None if self.gap.empty else _offset(self.gap_edges[1])
+        return self.left if offset is None else -offset
 
     @property
     def edges(self) -> bool:
         """Some query does not see all keys."""
-        return bool(self.left_edges or self.right_edges)
+        return self != ALL_KEYS
+
+    @property
+    def apart(self) -> bool:
+        """Some keys inside the bounds are not seen: blocks are masked for each edge by itself."""
+        return not self.gap.empty or self.tests is not None
 
     @property
     def uneven(self) -> bool:
         """Some queries see more keys than others: of a window's, inside, all see as many."""
-        return self.edges and not all(
-            map(self._slides, (self.left_edges, self.right_edges))
-        )
+        left = self.left_edges if self.gap.empty else self.gap_edges[1]
+        return self.edges and not all(map(self._slides, (left, self.right_edges)))
 
     def _slides(self, edges: tuple[Form, ...]) -> bool:
         """Whether the one edge is as far from the query's place for all queries of a call."""
@@ -166,30 +220,67 @@ class Mask:
         return {term for term, _ in edges[0].terms} <= {Name("q"), *scalars}
 
     def __str__(self) -> str:
-        """The edges, such as ``q - 1023 <= kv <= q``; nothing when there are none."""
+        """The edges, such as ``q - 1023 <= kv <= q``, then the gap and the tests."""
         first = [text_of(bound.node()) for bound in self.left_edges]
         last = [text_of(bound.plus(-1).node()) for bound in self.right_edges]
-        parts = [_greatest("max", first), "kv", _greatest("min", last)]
-        return " <= ".join(filter(None, parts)) if first or last else ""
+        range_ = _range("kv", first, last)
+        if not self.gap.empty:
+            first = [text_of(bound.node()) for bound in _sorted(self.gap.first)]
+            last = [text_of(bound.plus(-1).node()) for bound in _sorted(self.gap.end)]
+            range_ = " and not ".join(
+                filter(None, [range_, _range("kv", first, last, "min", "max")])
+            )
+        return " where ".join(
+            filter(None, [range_, text_of(self.tests) if self.tests else ""])
+        )
 
     def keys(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
-        """(first, end) of the keys that each of these query rows sees; end is first for none."""
+        """(first, end) of the keys that each of these query rows sees; end is first for none.
+
+        Those that its gap and tests hide are among them.
+        """
         first, end = self._bounds(rows, lengths)
         return first.max(0), np.maximum(end.min(0), first.max(0))
+
+    def gaps(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
+        """(first, end) of the gap of each of these query rows."""
+        first, end = self._bounds(rows, lengths, self.gap.first, self.gap.end)
+        return first.min(0, initial=lengths.kv), end.max(0, initial=0)
+
+    def hidden(self, rows: ArrayLike, lengths: Lengths) -> NDArray[np.bool_]:
+        """Which keys inside their bounds these query rows do not see: [rows, kv]."""
+        keys = np.arange(lengths.kv)
+        first, end = (each[:, None] for each in self.gaps(rows, lengths))
+        hidden = (first <= keys) & (keys < end)
+        if self.tests is not None:
+            values = self._names(np.asarray(rows, np.int64)[:, None], lengths)
+            hidden = hidden | ~evaluate(self.tests, {**values, "kv": keys})
+        return hidden
 
     def visible(self, rows: ArrayLike, lengths: Lengths) -> NDArray[np.bool_]:
         """Which keys these query rows see: [rows, kv]."""
         first, end = (each[:, None] for each in self.keys(rows, lengths))
         keys = np.arange(lengths.kv)
-        return (first <= keys) & (keys < end)
+        seen = (first <= keys) & (keys < end)
+        return seen & ~self.hidden(rows, lengths) if self.apart else seen
 
     def pairs(self, lengths: Lengths) -> float:
         """Visible (query, key) pairs, half of the key that is a row's last by the right edge.
 
         So TFLOPS of causal attention are counted everywhere: an edge halves what it runs through.
         """
-        lower, ends = self._counted(lengths)
-        return float(np.maximum(ends - lower, 0).sum())
+        first, end = self._counted(lengths)
+        if not self.apart:
+            return float(np.maximum(end - first, 0).sum())
+        count, step = 0.0, max(1, _SCORES // lengths.kv)
+        for start in range(0, lengths.q, step):
+            rows = np.arange(start, min(start + step, lengths.q))
+            seen = self.visible(rows, lengths)
+            # Of the last key inside the bounds: whether a moving bound ends them.
+            last = np.clip(np.ceil(end[rows]).astype(np.int64) - 1, 0, lengths.kv - 1)
+            halved = seen[np.arange(len(rows)), last] & (end[rows] % 1 > 0)
+            count += float(seen.sum() - halved.sum() / 2)
+        return count
 
     def pairs_of_blocks(
         self, lengths: Lengths, rows: ArrayLike, keys: ArrayLike
@@ -213,7 +304,10 @@ class Mask:
         of_tile = self.key_blocks(first, end, lengths, tile_kv)
         blocks = np.arange(-(-lengths.kv // tile_kv))
         seen = (of_tile.first <= blocks) & (blocks < of_tile.end)
-        return seen, (of_tile.whole_first <= blocks) & (blocks < of_tile.whole_end)
+        seen &= (blocks < of_tile.gap_first) | (of_tile.gap_end <= blocks)
+        whole = (of_tile.whole_first <= blocks) & (blocks < of_tile.whole_end)
+        whole &= (blocks < of_tile.touched_first) | (of_tile.touched_end <= blocks)
+        return seen, whole
 
     def key_blocks(
         self, first_row: ArrayLike, end_row: ArrayLike, lengths: Lengths, tile_kv: int
@@ -222,20 +316,33 @@ class Mask:
 
         Bounds rise or fall with the row, so they take their extremes at the first row or the last.
         Where all that move do so in the same direction, and every row sees a key, [first, end) is
-        as small as can be.
+        as small as can be. The last block is in no gap: a kernel begins with it.
         """
         first, last = np.asarray(first_row, np.int64), np.asarray(end_row, np.int64) - 1
-        sides = zip(
-            self._bounds(first, lengths), self._bounds(last, lengths), strict=True
-        )
-        (least, most), (shortest, longest) = (
-            (np.minimum(a, b), np.maximum(a, b)) for a, b in sides
+        (least, most), (shortest, longest) = self._extremes(
+            first, last, lengths, self.lower, self.upper
         )
         begin = least.max(0) // tile_kv
         end = np.maximum(-(-longest.min(0) // tile_kv), begin)
         whole_end = np.clip(shortest.min(0) // tile_kv, begin, end)
         whole_first = np.clip(-(-most.max(0) // tile_kv), begin, whole_end)
-        return KeyBlocks(begin, whole_first, whole_end, end)
+        if self.tests is not None:
+            whole_first = whole_end
+        if self.gap.empty:
+            none = np.zeros_like(begin)
+            return KeyBlocks(begin, whole_first, whole_end, end, *[none] * 4)
+        (least, most), (shortest, longest) = self._extremes(
+            first, last, lengths, self.gap.first, self.gap.end
+        )
+        gap_first = np.maximum(-(-most.min(0) // tile_kv), begin)
+        last_block = np.maximum(end, begin + 1) - 1
+        gap_end = np.maximum(
+            np.minimum(shortest.max(0) // tile_kv, last_block), gap_first
+        )
+        touched = least.min(0) // tile_kv, -(-longest.max(0) // tile_kv)
+        return KeyBlocks(
+            begin, whole_first, whole_end, end, gap_first, gap_end, *touched
+        )
 
     def _counted(self, lengths: Lengths) -> tuple[I64, NDArray[np.float64]]:
         """First key and end of every row, of which half a key is not counted at the right edge."""
@@ -244,27 +351,54 @@ class Mask:
         ends: NDArray[np.float64] = upper - np.array(halves)[:, None] / 2
         return lower.max(0), ends.min(0)
 
-    def _bounds(self, rows: ArrayLike, lengths: Lengths) -> tuple[I64, I64]:
-        """All bounds from below and from above of some query rows: [bound, ...] each."""
-        at = np.asarray(rows, np.int64)
-        values: Values = {
-            **{"q": at + lengths.kv - lengths.q, "row": np.minimum(at, lengths.q - 1)},
+    def _extremes(
+        self,
+        first: I64,
+        last: I64,
+        lengths: Lengths,
+        lower: Iterable[Form],
+        upper: Iterable[Form],
+    ) -> list[tuple[I64, I64]]:
+        """(least, greatest) of the bounds on either side, between two rows: [bound, ...] each."""
+        ends = (self._bounds(rows, lengths, lower, upper) for rows in (first, last))
+        return [
+            (np.minimum(a, b), np.maximum(a, b)) for a, b in zip(*ends, strict=True)
+        ]
+
+    def _names(self, rows: I64, lengths: Lengths) -> Values:
+        """The values of what bounds and tests read, but for kv."""
+        return {
+            **{"q": rows + lengths.kv - lengths.q},
+            **{"row": np.minimum(rows, lengths.q - 1)},
             **{"seqlen_q": lengths.q, "seqlen_kv": lengths.kv, **self.values},
         }
-        lower, upper = (
-            np.array(
-                [np.broadcast_to(evaluate(x.node(), values), at.shape) for x in side]
-            )
-            for side in (self.lower, self.upper)
+
+    def _bounds(
+        self,
+        rows: ArrayLike,
+        lengths: Lengths,
+        lower: Iterable[Form] | None = None,
+        upper: Iterable[Form] | None = None,
+    ) -> tuple[I64, I64]:
+        """Bounds, by default its own, for some query rows: [bound, ...] from below and above."""
+        at = np.asarray(rows, np.int64)
+        values = self._names(at, lengths)
+
+        def found(side: Iterable[Form]) -> I64:
+            made = [np.broadcast_to(evaluate(x.node(), values), at.shape) for x in side]
+            return np.array(made, np.int64).reshape(-1, *at.shape)
+
+        return (
+            found(self.lower if lower is None else lower),
+            found(self.upper if upper is None else upper),
         )
-        return lower, upper
 
 
 def of_text(text: str, params: Mapping[str, Param] | None = None) -> Mask:
     """The mask of an expression.
 
-    Raises ExpressionError for text that is none, and for a mask that no kernel has: one that is
-    not a range of keys that rises with the query, or that depends on more than place and params.
+    Raises ExpressionError for text that is none, and for a mask that no kernel has: one whose two
+    ranges of keys are in no order, or that depends on more than place and params.
     """
     known = params or {}
     tree = parse(text, known)
@@ -275,14 +409,18 @@ def of_text(text: str, params: Mapping[str, Param] | None = None) -> Mask:
         message = f"a mask that depends on {', '.join(sorted(more))} is not generated"
         raise ExpressionError("FG219", tree.column, message)
     ranges = solve(tree, known)
-    if not ranges.exact or len(ranges.pieces) > 1:
+    found = with_gap(ranges.pieces)
+    if found is None:
         message = (
-            "a mask that is not one range of keys for every query is not generated"
+            "a mask of two ranges of keys, of which neither is the first for every query, is not"
+            " generated"
         )
         raise ExpressionError("FG219", tree.column, message)
-    (piece,) = ranges.pieces
+    piece, gap = found
+    tests = tests_of(without_not(tree), ranges, known)
     names = {names[0] for names in read}
-    return Mask(piece.lower, piece.upper, {x: known[x] for x in known if x in names})
+    own = {x: known[x] for x in known if x in names}
+    return Mask(piece.lower, piece.upper, gap, tests, own)
 
 
 def _sorted(bounds: Iterable[Form]) -> tuple[Form, ...]:
@@ -296,11 +434,19 @@ def _offset(edges: tuple[Form, ...]) -> int | None:
     return None
 
 
+def _range(name: str, first: list[str], last: list[str], *functions: str) -> str:
+    """Bounds around a name; nothing where there are none."""
+    outer, inner = functions or ("max", "min")
+    parts = [_greatest(outer, first), name, _greatest(inner, last)]
+    return " <= ".join(filter(None, parts)) if first or last else ""
+
+
 def _greatest(function: str, bounds: list[str]) -> str:
     return f"{function}({', '.join(bounds)})" if len(bounds) > 1 else "".join(bounds)
 
 
-ALL_KEYS: Final = of_text("0 <= kv")
+_SCORES: Final = 1 << 24  # of which visible pairs are counted at once
+ALL_KEYS: Final = Mask(frozenset({FIRST_KEY}), frozenset({END_KEY}))
 MASKS: Final[Mapping[str, Mask]] = {"none": ALL_KEYS, "causal": of_text("kv <= q")}
 """By what a spec says."""
 
@@ -360,6 +506,13 @@ def said(mask: Mask) -> str:
     """What the field `mask` of a SPEC says for a mask: a word of `MASKS`, or an expression."""
     atoms = [f"{text_of(bound.node())} <= kv" for bound in mask.left_edges]
     atoms += [f"kv <= {text_of(bound.plus(-1).node())}" for bound in mask.right_edges]
+    if not mask.gap.empty:
+        first, end = ([text_of(x.node()) for x in each] for each in mask.gap_edges)
+        atoms.append(
+            f"(kv < {_greatest('min', first)} or kv >= {_greatest('max', end)})"
+        )
+    if mask.tests is not None:
+        atoms.append(f"({text_of(mask.tests)})")
     return _word(mask) or " and ".join(atoms)
 
 

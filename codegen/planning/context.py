@@ -58,6 +58,9 @@ def common_context(
         "dynamic_blocks": traits.dynamic_blocks,
         "left_edges": traits.mask.left_edges,
         "right_edges": traits.mask.right_edges,
+        "gap_first_edges": traits.mask.gap_edges[0],
+        "gap_end_edges": traits.mask.gap_edges[1],
+        "tests": traits.mask.tests,
         **_units(traits),
     }
 

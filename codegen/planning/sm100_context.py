@@ -47,6 +47,11 @@ class Traits(shared.Traits):
         return self.loops(sm100.MMA_ROWS, along_q, first_apart=False)
 
     @property
+    def one_loop(self) -> bool:
+        """One loop is for all blocks: each of their scores is tested."""
+        return self.mask.tests is not None
+
+    @property
     def uneven(self) -> bool:
         """K and V differ in size, but take turns in the same stages."""
         return self.spec.head_dim.qk != self.spec.head_dim.v
@@ -110,6 +115,7 @@ def template_context(
         "uneven": traits.uneven,
         "multicast": traits.multicast_k,
         "masks": traits.masks,
+        "one_loop": traits.one_loop,
         "whole_loop": traits.block_loops.whole,
         "left_loop": traits.block_loops.left,
         "edges_apart": traits.edges_apart(sm100.MMA_ROWS),

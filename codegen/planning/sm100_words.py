@@ -125,6 +125,9 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield f"KV blocks, last first; how many is counted at run time, per {per}."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
+    yield from words.of_each_block(has)
+    if has["one_loop"]:
+        return
     crossed = words.crossed(has)
     if not crossed:
         yield f"{words.NO_MASK} One loop over the blocks."

@@ -63,11 +63,21 @@ class Traits(shared.Traits):
 
     @property
     def block_loops(self) -> Loops:
-        """Loops over the KV blocks after a tile's first."""
+        """Loops over the KV blocks after a tile's first, but the one of `one_loop`."""
+        if self.one_loop:
+            return Loops(masked=False, whole=False, left=False)
         if self.strips:
             return self.loops(WARPGROUP_ROWS, WARPGROUP_ROWS, first_apart=True)
         along_q = self.tile_positions * self.spec.cluster[0]
         return self.loops(self.tile_positions, along_q, first_apart=True)
+
+    @property
+    def one_loop(self) -> bool:
+        """One loop is for all blocks, which are masked for those edges that are in them.
+
+        With a branch around each mask, a block that needs none takes as many instructions.
+        """
+        return self.mask.apart
 
     @property
     def strips(self) -> bool:
@@ -83,7 +93,8 @@ class Traits(shared.Traits):
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
         alone = self.cluster_size == 1 and not self.packed
         one_edge = self.mask.right is not None and not self.mask.left_edges
-        return one_edge and not self.lists and alone and rows >= block and fits
+        one_edge = one_edge and not self.one_loop and not self.lists
+        return one_edge and alone and rows >= block and fits
 
     @property
     def bounded(self) -> bool:
@@ -174,6 +185,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,
         "masks": traits.masks,
+        "one_loop": traits.one_loop,
         "masked_loop": loops.masked,
         "whole_loop": loops.whole,
         "left_loop": loops.left,

@@ -101,6 +101,9 @@ def _block_statements(has: Mapping[str, Any]) -> Iterator[str]:
             yield "A warpgroup skips the blocks that only rows of later warpgroups see."
     else:
         yield "KV blocks, last first; KV_BLOCKS of them for every query tile."
+    if has["one_loop"]:
+        yield from words.of_each_block(has)
+        return
     crossed = words.crossed(has)
     if not crossed:
         others = " One loop over the blocks." if has["whole_loop"] else ""

@@ -98,11 +98,16 @@ class Traits:
     def loops(self, rows: int, taken_by: int, *, first_apart: bool) -> Loops:
         """Which loops over KV blocks run for some query tile, or may where a length is open.
 
+        All for a mask with a gap, and the first alone where each score is tested.
+
         rows: positions that agree about which blocks are whole. taken_by: those that take the same
         blocks, a multiple. first_apart: the first block is in no loop.
         """
         if self.lists:
             return Loops(self.mask.edges, True, False)
+        if self.mask.apart:
+            several = self.mask.tests is None
+            return Loops(masked=True, whole=several, left=several)
         kv, tile_kv = self.seqlen_kv, self.sizes.tile_kv
         q = self.seqlen_q if self.mask.edges else 1
         left, right = bool(self.mask.left_edges), bool(self.mask.right_edges)
@@ -129,6 +134,8 @@ class Traits:
         and so are those before the last one and the end of K.
         """
         left, right = self.mask.left, self.mask.right
+        if self.mask.apart:
+            return True  # each is masked where it is
         if self.lists or left is None or (right is None and self.mask.right_edges):
             return False
         between = left if right is None else min(left, left + right - rows)

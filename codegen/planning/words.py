@@ -23,14 +23,27 @@ def crossed(has: Mapping[str, Any]) -> str:
     edges = {
         "the diagonal": has["diagonal"],
         "the right edge of the mask": has["right_edge"] and not has["diagonal"],
-        LEFT_EDGE: has["left_edge"] and not has["edges_apart"],
+        LEFT_EDGE: has["left_edge"] and (has["one_loop"] or not has["edges_apart"]),
+        "the gap": has["gap"],
         "the end of K": has["kv_tail"],
     }
     return " and ".join(name for name, is_there in edges.items() if is_there)
 
 
+def of_each_block(has: Mapping[str, Any]) -> Iterator[str]:
+    """What the blocks of a mask with a gap, or with tests of each score, are masked for."""
+    if has["gap"]:
+        yield "Blocks in the gap of all rows are skipped."
+    if has["one_loop"] and (edges := crossed(has)):
+        yield f"One loop: a block is masked for those edges that cross it, of {edges}."
+    if has["tests_keys"]:
+        yield "Every score is tested: no block is seen whole."
+
+
 def of_left_edge(has: Mapping[str, Any]) -> str:
     """What the blocks at the left edge are masked for, and which these are."""
+    if has["gap"]:
+        return "for the edges that cross it: blocks that the gap crosses, and those before it"
     alone = has["edges_apart"] or has["loads_edges"]
     how = "for it alone" if alone else "the same way"
     return f"{how}: blocks that {LEFT_EDGE} crosses"

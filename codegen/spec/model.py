@@ -143,6 +143,12 @@ class SpecFile:
         """Return the place of a value, as `locate("tile", "kv")`, else of what would hold it."""
         return _nearest(self.locations, field)
 
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What is generated as the file says, and costs what one may not expect, in words."""
+        found = (each for feature in FEATURES for each in feature.notes(self.spec))
+        return tuple(_placed(each, self.locations).render("note") for each in found)
+
     def refusal(
         self, code: str, field: FieldPath, message: str, hint: str
     ) -> SpecError:

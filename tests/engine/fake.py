@@ -42,6 +42,7 @@ COUNTS = {"HGMMA": 8, "LDL": 0, "STL": 0, "total": 99}
 class Spec:
     stem: str
     value: str
+    notes: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:

@@ -131,16 +131,40 @@ def test_a_mask_is_told_by_its_edges() -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "kv <= q or kv == q + 9",
-        "(q - kv) % 4 == 0",
-        "kv <= h",
-        "row < 4 or kv <= q",
-        "q > 3",
-    ],
+    "text", ["kv <= h", "kv >= 9 and kv < 20 or kv <= q and kv > q - 5"]
 )
-def test_what_is_no_range_of_keys_is_refused(text: str) -> None:
+def test_what_no_kernel_has_is_refused(text: str) -> None:
     with pytest.raises(ExpressionError) as caught:
         of_text(text)
     assert caught.value.code == "FG219"
+
+
+def test_two_ranges_are_one_with_a_gap() -> None:
+    found = of_text("kv <= q and (q - kv < 1024 or kv < 4)")
+    assert str(found) == "kv <= q and not 4 <= kv <= q - 1024"
+    assert found == of_text("kv <= q and (kv < 4 or kv > q - 1024)")
+    assert (found.right, found.left, found.reach, found.uneven) == (
+        0,
+        None,
+        1023,
+        False,
+    )
+    # Ranges that overlap or touch for every query are one.
+    for touching in (
+        "kv <= q and (kv > q - 9 or kv < q - 5)",
+        "kv <= q and (kv > q or kv < q + 1)",
+    ):
+        assert of_text(touching) == MASKS["causal"]
+    assert (
+        str(of_text("kv <= q or kv == q + 9"))
+        == "kv <= q + 9 and not q + 1 <= kv <= q + 8"
+    )
+
+
+def test_what_ranges_do_not_say_is_tested() -> None:
+    dilated = of_text("kv <= q and q - kv < 99 and (q - kv) % 4 == 0")
+    assert dilated.tests == parse("(q - kv) % 4 == 0")
+    assert (dilated.left, dilated.right) == (98, 0)
+    assert str(dilated) == "q - 98 <= kv <= q where (q - kv) % 4 == 0"
+    either = of_text("not (kv > q or not (kv % 3 == 0 or q > 5))")
+    assert str(either) == "kv <= q where kv % 3 == 0 or q > 5"

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random expressions: what is solved for kv against the truth value of every score."""
+"""Random expressions: what is solved for kv, and masks, against the truth value of every score."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from fmha_gen.expressions.language import ExpressionError, Param, parse, text_of
 from fmha_gen.expressions.solve import direction, solve
 from fmha_gen.expressions.values import check_range, evaluate
+from fmha_gen.ops.masks import ALL_KEYS, Lengths, Mask, of_text
 
 LENGTHS = (1, 63, 64, 65, 127, 129, 300)
 PARAMS = {
@@ -49,18 +50,21 @@ SIDES += (
 SIDES += ("(kv + 7) // 16 // 3", "-kv", "5 - 2 * (kv // 4)")
 
 
-def condition(dice: random.Random, depth: int = 0) -> str:
+OWN_SIDES = [x for x in SIDES if not {"w", "["} & {*x}]  # of what a mask may read
+
+
+def condition(dice: random.Random, depth: int = 0, sides: Sequence[str] = SIDES) -> str:
     """A truth value of the language."""
     kind = dice.random()
     if depth == 2 or kind < 0.4:
-        left, right = dice.choice(SIDES), dice.choice(
-            (*SIDES, *map(str, range(-90, 300, 30)))
+        left, right = dice.choice(sides), dice.choice(
+            (*sides, *map(str, range(-90, 300, 30)))
         )
         return f"{left} {dice.choice(('<', '<=', '>', '>=', '==', '!='))} {right}"
     if kind < 0.9:
-        sides = (f"({condition(dice, depth + 1)})" for _ in range(2))
-        return dice.choice((" and ", " or ")).join(sides)
-    return f"not ({condition(dice, depth + 1)})"
+        both = (f"({condition(dice, depth + 1, sides)})" for _ in range(2))
+        return dice.choice((" and ", " or ")).join(both)
+    return f"not ({condition(dice, depth + 1, sides)})"
 
 
 def values_of(dice: random.Random, q: int, kv: int) -> Mapping[str, Any]:
@@ -117,3 +121,54 @@ def test_ranges_hold_what_is_seen(seed: int) -> None:
             assert (np.diff(found, axis=0) * (sign or 1) >= 0).all()
             if not sign:
                 assert (found == found[:1]).all()
+
+
+def kind_of(mask: Mask) -> str:
+    """Which of the forms of a mask it is."""
+    if mask.tests is not None:
+        return "tests"
+    if not mask.gap.empty:
+        return "a gap"
+    return "one range" if mask != ALL_KEYS else "all keys"
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_masks_are_what_their_expressions_say(seed: int) -> None:
+    """Of 3 masks of each form at 49 pairs of lengths: rows, blocks of tiles of them, and pairs."""
+    dice = random.Random(seed)
+    left = {"one range": 3, "a gap": 3, "tests": 3}
+    while any(left.values()):
+        text = condition(dice, sides=OWN_SIDES)
+        try:
+            mask = of_text(text)
+        except ExpressionError as refusal:
+            assert refusal.code in ("FG215", "FG219")
+            continue
+        if not left.get(kind_of(mask)):
+            continue
+        left[kind_of(mask)] -= 1
+        rows, tile_kv = dice.choice((1, 40, 64, 128)), dice.choice((16, 64, 100))
+        for q in LENGTHS:
+            for kv in LENGTHS:
+                sizes = Lengths(q, kv)
+                seen = np.broadcast_to(
+                    evaluate(parse(text), values_of(dice, q, kv)), (q, kv)
+                )
+                assert (mask.visible(range(q), sizes) == seen).all(), (text, q, kv)
+                halved = seen.sum() - mask.pairs(sizes)
+                assert 0 <= halved <= seen.any(1).sum() / 2
+                first = dice.randrange(0, q, rows)
+                end = min(first + rows, q)
+                blocks, of_tile = (
+                    mask.key_blocks(first, end, sizes, tile_kv),
+                    seen[first:end],
+                )
+                taken, whole = blocks.taken(), blocks.whole()
+                assert len(taken) == blocks.total and {*whole} <= {*taken}
+                for block in range(-(-kv // tile_kv)):
+                    keys = of_tile[:, block * tile_kv : (block + 1) * tile_kv]
+                    assert block in taken or not keys.any(), (text, sizes, first)
+                    wrong = block in whole and not (
+                        keys.all() and keys.shape[1] == tile_kv
+                    )
+                    assert not wrong, (text, sizes, first)

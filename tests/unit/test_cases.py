@@ -54,14 +54,22 @@ def most_blocks(spec, tiles, case):
     """Of the work tile that has most, row by row; where the mask reads inputs, of any tile."""
     if masks.of_spec(spec).params:
         return math.ceil(case.kv / tiles.kv)
-    first, end = masks.of_spec(spec).keys(range(case.q), Lengths(case.q, case.kv))
+    mask, lengths = masks.of_spec(spec), Lengths(case.q, case.kv)
+    first, end = mask.keys(range(case.q), lengths)
+    begin, behind = mask.gaps(range(case.q), lengths)
     most = 1
     for tile in range(0, case.q, tiles.cluster_rows):
         rows = slice(tile, tile + tiles.cluster_rows)
         seeing = end[rows] > first[rows]
         if seeing.any():
             low = first[rows][seeing].min() // tiles.kv
-            most = max(most, math.ceil(end[rows][seeing].max() / tiles.kv) - low)
+            last = math.ceil(end[rows][seeing].max() / tiles.kv) - 1
+            in_gap = [
+                (begin[rows] <= block * tiles.kv).all()
+                and ((block + 1) * tiles.kv <= behind[rows]).all()
+                for block in range(low, last)
+            ]
+            most = max(most, last + 1 - low - sum(in_gap))
     return most
 
 
