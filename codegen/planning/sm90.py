@@ -232,6 +232,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     ]
     if traits.bounded:
         rows.append(("sOnes", "2 * 8 * 16", 1, "ones"))
+        rows.append(("padding", "-(2 * 8 * 16) % 1024", 1, ""))
     numbers = (*chosen, *derived(_derived(traits), chosen, sm90.CONSTANTS))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 

@@ -258,7 +258,9 @@ def test_a_kernel_whose_workers_die_is_that_kernels_failure(tmp_path: Path) -> N
 
 def test_tune_takes_one_gpu(lasting: Processes) -> None:
     """Compiles go everywhere (they are the build's); heats to one card, with their texts."""
-    problem = Problem("bf16", 1, 2, 2, 64, 80, 64, 64, False, False)
+    what = {"op": "fmha_fwd", "dtype": "bf16", "head_dim": {"qk": 64, "v": 64}}
+    what |= {"q_per_kv": 1, "mask": "none", "lse": False}
+    problem = Problem(what, batch=1, heads=2, q=64, kv=80)
     with opened(lasting.where, None) as executor:
         machine = command.find_machine(executor)
         assert (machine.gpu, machine.driver) == (ModelGauge.name, ModelGauge.driver)

@@ -487,6 +487,8 @@ def test_another_feature_changes_a_bounded_part(
     assume(q_stages(fields) == q_stages(edited))
     # So are references, where P of the one type can do without and that of the other cannot.
     assume(is_bounded(fields) == is_bounded(edited))
+    # A window of few keys has tiles of its own.
+    assume(tile_kv(fields) == tile_kv(edited))
     removed, added = changed(fields, edited)
     # A window's own loop calls what makes exponents of scores, an argument a line.
     calls = 40 if field == "window" and {"alibi", "score"} & fields.keys() else 0
@@ -497,6 +499,12 @@ def q_stages(fields: Fields) -> int:
     kernel = planned(fields)
     assert kernel is not None
     return numbers_of(kernel)["Q_STAGES"]
+
+
+def tile_kv(fields: Fields) -> int:
+    kernel = planned(fields)
+    assert kernel is not None
+    return numbers_of(kernel)["TILE_KV"]
 
 
 def is_bounded(fields: Fields) -> bool:
