@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversions to 16 bits are of two numbers: that of one is F2F, which takes the MUFU's time."""
+"""Conversions to 16 bits are of two numbers: F2F, of one, cost a quarter of a kernel's speed."""
 
 from pathlib import Path
 
