@@ -148,7 +148,9 @@ NO_WINDOW = {"left": "none", "right": "none"}
 def with_lists_that_fit(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields, without block lists where those do not go with the others."""
     fits = fields["cluster"] == [1, 1] and not fields.get("pack_gqa")
-    fits &= not {"alibi", "score"} & fields.keys() or fields.get("score") == FACTOR
+    fits &= (
+        not {"alibi", "score", "bias"} & fields.keys() or fields.get("score") == FACTOR
+    )
     return fields if fits else fields | {"blocks": "derived"}
 
 
@@ -158,6 +160,9 @@ SCORES: list[dict[str, Any]] = [
     {"score": "2 * s + (kv - q) / 64"},
     {"score": FACTOR},
     {"score": "where(kv < 4, s, max(s, -8) - 0.125 * abs(kv - q))"},
+    {"bias": "bf16"},
+    {"bias": {"shape": [1, "h", "q", "kv"], "dtype": "fp32"}},
+    {"bias": {"shape": ["b", 1, 1, "kv"], "dtype": "fp16"}},
 ]
 """Fields that say what scores are, but for a softcap; a spec has one of them."""
 

@@ -24,6 +24,9 @@ CONSTANTS: Final = {
     "WARPGROUP_THREADS": 128,
     "WARPGROUP_WARPS": 4,
     "ELEMENT_BYTES": 2,
+    "TMA_ALIGN": 16,
+    "VECTOR_BITS": 128,
+    "BYTE": 8,
 }
 # Beside S: P on its way, addresses, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_S: Final = 64

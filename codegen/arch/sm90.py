@@ -21,6 +21,8 @@ CONSTANTS: Final = {
     "WARPGROUP_WARPS": 4,
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
     "ELEMENT_BYTES": 2,
+    "TMA_ALIGN": 16,
+    "BYTE": 8,
 }
 
 ARCHITECTURE: Final = Architecture(

@@ -176,7 +176,8 @@ def problems_for(
     batch: int | None = None,
     heads: int | None = None,
 ) -> Iterator[Problem]:
-    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
+    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``,
+    or where it has a bias, with which nothing is timed.
 
     None either where the mask reads inputs of a call, for which a problem has no values.
 
@@ -193,7 +194,9 @@ def problems_for(
         raise CheckFailed(
             f"{spec['name']}: --heads {heads} is no multiple of q_per_kv = {group}"
         )
-    if DYNAMIC in fixed.values():
+    if spec.get("bias"):
+        rows = []
+    elif DYNAMIC in fixed.values():
         rows = [
             {side: n if at == DYNAMIC else int(at) for side, at in fixed.items()}
             for n in lengths or (DEFAULT_LENGTH,)

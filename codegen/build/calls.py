@@ -28,6 +28,7 @@ FAR_FIRST_ADDRESS = 0x2_0000_0000
 FAR_ADDRESS_STEP = 1 << 42
 
 PROBES: Final = 48
+TMA_RANK: Final = 4  # of tensors that TMA moves; others have less modes
 LAYOUTS: Final[tuple[cases.Layout, ...]] = get_args(cases.Layout)
 SCALES: Final = (1.0, 1.3, 2.0**-10, 30.0, 1e4)  # times 1 / sqrt(head_dim)
 
@@ -46,10 +47,13 @@ class Located:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """[elements]; a mode of one element is never stepped over, and gets what TMA takes."""
+        """[elements]; a mode of one element is never stepped over, and gets what TMA takes: of the
+        four of a tensor that it moves the last is contiguous.
+        """
+        sizes = zip(self.placed.shape, self.placed.strides, strict=True)
         return tuple(
-            GUARD if size == 1 else stride
-            for size, stride in zip(self.placed.shape, self.placed.strides, strict=True)
+            GUARD if size == 1 and at < TMA_RANK - 1 else stride
+            for at, (size, stride) in enumerate(sizes)
         )
 
 

@@ -80,6 +80,8 @@ def tuple_of(items: Sequence[str]) -> str:
 
 def element(tensor: Tensor) -> str:
     """Return a tensor's element type as the DSL says it."""
+    if not isinstance(tensor.dtype, str):
+        return f"{tensor.name.upper()}_DTYPE"
     return {OF_SPEC: "DTYPE", "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
 
 
@@ -91,8 +93,8 @@ def has_rank(tensor: Tensor) -> str:
 def allocated(tensor: Tensor) -> str:
     """Return the arguments of PyTorch's `new_empty`, called on a tensor of the SPEC's type."""
     sizes = [x.symbol if x.constant else x.letter for x in tensor.axes]
-    types = {OF_SPEC: [], "fp32": ["dtype=torch.float32"]}
-    return ", ".join([*sizes, *types[tensor.dtype]])
+    types = [] if tensor.dtype == OF_SPEC else ["dtype=torch.float32"]
+    return ", ".join([*sizes, *types])
 
 
 def greatest(bounds: Sequence[Form]) -> str:

@@ -21,6 +21,7 @@ def alignment(instruction: Instruction) -> int:
         "elect",
         "shfl",
         "vote",
+        "ldmatrix",
         "stmatrix",
         "setmaxnreg",
     )

@@ -28,7 +28,8 @@ PARAM_WINDOW = 1 << 60
 """Generic address of the parameter space: no buffer may lie there."""
 POISON = 0xFF  # bytes that nobody wrote: a NaN in every float format
 
-MATRIX_ROWS = 8  # of a matrix that stmatrix stores
+ALIGNMENT = 16  # [bytes] of the rows of what TMA and vector loads read
+MATRIX_ROWS = 8  # of a matrix of ldmatrix and stmatrix
 ROW_BYTES = 16  # of such a row: eight 16-bit elements
 
 _TYPE: dict[int, type[np.unsignedinteger[Any]]] = {
@@ -122,6 +123,21 @@ class SharedMemory:
 
     def _bounds(self) -> str:
         return f"outside the kernel's bytes {RESERVED:#x} to {self.size:#x}"
+
+
+def load_matrices(
+    shared: SharedMemory, addresses: I64, count: int, mask: Mask
+) -> list[Values]:
+    """ldmatrix.m8n8.x1, .x2 and .x4 of 16-bit elements: `count` registers per lane.
+
+    Of a warp, lane 8 m + r gives the address of row r of matrix m. Register m of lane 4 r + c gets
+    the elements 2 c and 2 c + 1 of row r.
+    """
+    lanes = np.arange(len(mask)) % WARP < MATRIX_ROWS * count
+    words = np.stack(shared.load(addresses, 4, 4, mask & lanes))
+    words = words.reshape(4, WARPS, WARP)[..., : MATRIX_ROWS * count]
+    by_matrix = words.reshape(4, WARPS, count, MATRIX_ROWS).transpose(2, 1, 3, 0)
+    return list(np.ascontiguousarray(by_matrix).reshape(count, -1))
 
 
 def store_matrices(
@@ -232,6 +248,7 @@ def _strided(
     name: str,
     address: int,
     array: NDArray[Any],
+    shape: Sequence[int],
     address_strides: Sequence[int],
     writable: bool,
     uninitialised: bool,
@@ -239,7 +256,7 @@ def _strided(
     axes = sorted(
         (stride, size, step)
         for stride, size, step in zip(
-            address_strides, array.shape, array.strides, strict=True
+            address_strides, shape, array.strides, strict=True
         )
         if size > 1
     )
@@ -307,8 +324,11 @@ class GlobalMemory:
             raise ValueError(f"buffer {name} is not contiguous")
         if address % array.itemsize:
             raise ValueError(f"buffer {name} is not aligned: {address:#x}")
-        strides, kind = address_strides, (writable, uninitialised)
-        return self._insert(_strided(name, address, array, strides, *kind))
+        strides, kind, shape = address_strides, (writable, uninitialised), array.shape
+        if not writable and (spare := -shape[-1] % (ALIGNMENT // array.itemsize)):
+            # Rows are aligned in the address space, and read as words.
+            array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, spare)])
+        return self._insert(_strided(name, address, array, shape, strides, *kind))
 
     def _insert(self, buffer: Buffer) -> Buffer:
         place = bisect.bisect(self._starts, buffer.address)

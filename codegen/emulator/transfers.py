@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared and global memory as lanes use it: ld, st, stmatrix, and their proxy fence."""
+"""Shared and global memory as lanes use it: ld, st, ldmatrix, stmatrix, and their proxy fence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .lanes import (
     some,
     warps_of,
 )
-from .memory import store_matrices
+from .memory import load_matrices, store_matrices
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
@@ -122,6 +122,27 @@ class Transfers:
         """Notes an access to another CTA's shared memory: that CTA must stay until then."""
         if cta is not self._group.cta:
             cta.visits[actor] = (agent.epoch, self._group.line)
+
+    def load_matrix(
+        self, index: int, base: Lanes, offset: int, count: int, mask: Mask
+    ) -> list[Lanes]:
+        """ldmatrix by whole warps."""
+        self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
+        ((cta, addresses, _),) = self._shared(base, offset, False, mask)
+        values = load_matrices(cta.shared, addresses, count, mask)
+        if (shadow := cta.shadow) is not None:
+            # Lane 8 m + r names row r of matrix m; the other lanes' addresses are not read.
+            rows = mask & (np.arange(LANES) % WARP < 8 * count)
+            for number in warps_of(mask):
+                agent = self._agent(index, number)
+                touched = granules_of(addresses[rows & WARP_MASKS[number]], 16)
+                acting = self._group.lanes(number, mask)
+                shadow.read(
+                    *(touched, agent.actor(acting), agent.epoch, agent.knows(acting)),
+                    "ldmatrix",
+                    reader=(agent, EVERY),
+                )
+        return values
 
     def store_matrix(
         self,

@@ -47,11 +47,15 @@ def tiles_of_tensors(
     queries, keys = (1, *group, tiles.cluster_rows), (1, tiles.kv)
     if spec.get("blocks"):
         keys = (1, ANYWHERE)
-    return {
+    taken = {
         addresses[tensor.name]: keys if tensor.cached else queries
         for tensor in operation_of(spec).tensors(spec)
         if tensor.tma
     }
+    if "bias" in addresses:
+        of_rows = spec["bias"]["shape"][2] != 1
+        taken[addresses["bias"]] = (tiles.kv, tiles.cluster_rows if of_rows else 1)
+    return taken
 
 
 def write_counts(tensor: Tensor, writes: Writes) -> NDArray[np.uint8]:

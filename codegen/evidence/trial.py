@@ -470,7 +470,8 @@ def _spoiled(
             yield f"[{words}]", x.mT.contiguous()
         return
     yield f"half the {last.name}", x[..., : x.shape[-1] // 2].contiguous()
-    yield f"{last.name} not contiguous", x.mT.contiguous().mT
+    if x.shape[-2] > 1:
+        yield f"{last.name} not contiguous", x.mT.contiguous().mT
     yield "misaligned by one element", _misaligned(x)
     for number, axis in enumerate(others[1:], 1):
         # The stride of a single row says nothing.

@@ -27,7 +27,7 @@ from .language import (
     text_of,
 )
 
-How = Literal["scaled", "biased", "by_element"]
+How = Literal["scaled", "sloped", "by_element"]
 
 _Product = tuple[
     Node, ...
@@ -44,7 +44,7 @@ _Q, _KV = Name("q"), Name("kv")
 class Parts:
     """A score, as a kernel computes it.
 
-    how: ``scaled``: factor * s; ``biased``: factor * s + slope * (kv - q); ``by_element``: the
+    how: ``scaled``: factor * s; ``sloped``: factor * s + slope * (kv - q); ``by_element``: the
     expression itself. row: what is added to the LSE of a row alone; None for nothing.
     """
 
@@ -78,7 +78,7 @@ def parts_of(tree: Node) -> Parts:
             row[each] += n
     for each, n in slope.items():
         row[_sorted((*each, _Q))] += n
-    how: How = "biased" if slope else "scaled"
+    how: How = "sloped" if slope else "scaled"
     return Parts(how, factor, _node(slope), _node(row))
 
 

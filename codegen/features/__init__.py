@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..ops import OPERATIONS
 from . import (
+    bias,
     blocks,
     chunk,
     cluster,
@@ -35,7 +36,19 @@ if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(problem, lse, softcap, score, params, mask, chunk, window, documents, prefix),
+    *(
+        problem,
+        lse,
+        softcap,
+        bias,
+        score,
+        params,
+        mask,
+        chunk,
+        window,
+        documents,
+        prefix,
+    ),
     blocks,
     *(sink, gqa, cluster, tiling),
 )

@@ -15,6 +15,7 @@ from ..expressions.language import SCORE, ExpressionError, parse, text_of
 from ..expressions.scores import parts_of
 from ..expressions.values import check_range
 from ..ops import scores
+from .bias import BIAS_DTYPES, has_bias
 from .blocks import has_lists
 from .feature import Accepts, Feature, Relation, refusal
 
@@ -97,6 +98,18 @@ def score_of(spec: Spec) -> scores.Score:
     return scores.of_spec(spec.model_dump(mode="json"))
 
 
+def tests_exponents(spec: Spec) -> bool:
+    """Return whether rows are rescaled where exponents are too large, not scores.
+
+    Scores that do not order like QK^T leave no other way, unless they are there before the test:
+    those with a bias are. Hopper compares bits, for which a limit must not be negative.
+    """
+    score = score_of(spec)
+    if has_bias(spec):
+        return spec.arch == "sm90"
+    return score.parts.how != "scaled" and score.cap is None
+
+
 def _refusals(spec: Spec) -> Iterator[Violation]:
     """More than one field that says what the score is, and a row's constant beside a sink."""
     given = {"softcap": spec.softcap, "score": spec.score}
@@ -114,7 +127,7 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
             " beside a sink"
         )
         yield Violation("FG219", ("score",), message, "leave sink out, or the term")
-    elif has_lists(spec) and spec.score != _NONE and _flags(spec)["tests_exponents"]:
+    elif has_lists(spec) and spec.score != _NONE and tests_exponents(spec):
         message = f"score: {spec.score}, which is more than a factor of s and a constant of a row,"
         message += " is not generated for blocks: lists"
         yield Violation("FG205", ("score",), message, "set blocks: derived")
@@ -125,9 +138,9 @@ def _flags(spec: Spec) -> dict[str, Any]:
     parts = score.parts
     by_element = parts.how == "by_element" and score.cap is None
     return {
-        "biased": parts.how == "biased",
-        "by_element": by_element,
-        "tests_exponents": by_element or parts.how == "biased",
+        "sloped": parts.how == "sloped",
+        "by_element": by_element and not has_bias(spec),
+        "tests_exponents": tests_exponents(spec),
         "scaled": parts.factor != 1.0,
         "row_term": parts.row is not None,
         "score": score.tree,
@@ -149,6 +162,7 @@ def _contract(spec: Spec) -> str:
 SCORES: Final = Feature(
     "score",
     keys={r"score_(mod|fn|function)": "write score: an expression over s, in quotes"},
+    relations=[Relation([_NONE], {"bias.dtype": BIAS_DTYPES})],
     refusals=_refusals,
     flags=_flags,
     title=lambda spec: f"score {spec.score}" if spec.score != _NONE else "",
@@ -163,6 +177,9 @@ ALIBI: Final = Feature(
         )
     },
     # What is computed with a key's number counts blocks down, from the last one.
-    relations=[Relation([False], {"blocks": ["lists"]})],
+    relations=[
+        Relation([False], {"blocks": ["lists"]}),
+        Relation([False], {"bias.dtype": BIAS_DTYPES}),
+    ],
     title=lambda spec: "ALiBi" if spec.alibi else "",
 )

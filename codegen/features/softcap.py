@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
-from .feature import Accepts, Feature
+from .bias import BIAS_DTYPES
+from .feature import Accepts, Feature, Relation
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
@@ -69,6 +70,7 @@ SOFTCAP: Final = Feature(
             "leave it out: it is about the logits of a model's last layer, not attention's"
         ),
     },
+    relations=[Relation(["none"], {"bias.dtype": BIAS_DTYPES})],
     flags=lambda spec: {"capped": cap_of(spec) is not None},
     title=_title,
     contract=_contract,

@@ -41,6 +41,7 @@ Data = Literal[
     "saturated",
     "sinks",
     "slopes",
+    "biases",
 ]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
@@ -55,6 +56,7 @@ LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
 REPEATS = 20
 REPEATS_ELSEWHERE = 2
 
+BIASES = 5  # of a case whose heads have biases of all kinds
 SINKS = 7  # of a case whose heads have sinks of all levels
 SLOPES = 7  # of a case whose heads have slopes of all kinds
 FAR_KEYS = 4096  # that a bias of 1 for a key takes beyond what exp2 holds
@@ -237,6 +239,8 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield from _params(spec, tiles)
     if spec.get("alibi"):
         yield from _slopes(spec, tiles)
+    if spec.get("bias"):
+        yield from _biases(spec, tiles)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(spec, tiles)
         yield from _window(spec, tiles)
@@ -512,6 +516,18 @@ def _slopes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("slopes", 4 * tiles.kv + 1, SLOPES)
     yield case("slopes_steep", tiles.kv + 5, SLOPES, scale_factor=STEEP)
     yield case("slopes_far", FAR_KEYS, 2)
+
+
+def _biases(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Biases of -inf, far above and far below all scores, a head of each kind."""
+    kv_heads, few = math.ceil(BIASES / spec["q_per_kv"]), min(tiles.positions, 33)
+    for tag, kv, layout in (
+        ("biases", tiles.kv + 5, "own"),
+        ("biases_strided", 2 * tiles.kv - 3, "bhsd"),
+    ):
+        yield _fitted(
+            *(spec, tiles, tag, few, kv, 1, kv_heads), data="biases", layout=layout
+        )
 
 
 def _residues(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

@@ -62,6 +62,35 @@ HEAD_DIM_V: Final = Axis(
     constant=True,
 )
 
+
+def _bias(spec: Spec) -> Mapping[str, Any]:
+    """The bias of a SPEC; a whole one in bf16 where it has none."""
+    whole = {"shape": ["b", "h", "q", "kv"], "dtype": "bf16"}
+    return scores.bias_of(spec) or whole
+
+
+def _axis_of_bias(name: str, number: int, axis: Axis) -> Axis:
+    """An axis of the bias: as long as that of other tensors, or 1."""
+
+    def of_bias(spec: Spec) -> int | None:
+        return 1 if _bias(spec)["shape"][number] == 1 else None
+
+    return Axis(
+        *(name, axis.letter, "bhsd"[number]),
+        lambda spec, sizes: of_bias(spec) or axis.size(spec, sizes),
+        fixed=of_bias,
+        part_of=axis.name,
+        broadcast=True,
+    )
+
+
+BIAS_AXES: Final = (
+    _axis_of_bias("bias_batch", 0, BATCH),
+    _axis_of_bias("bias_heads", 1, HEADS),
+    _axis_of_bias("bias_rows", 2, SEQLEN_Q),
+    _axis_of_bias("bias_keys", 3, SEQLEN_KV),
+)
+
 Q: Final = Tensor("q", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_QK))
 K: Final = Tensor("k", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_QK))
 V: Final = Tensor("v", (BATCH, SEQLEN_KV, HEADS_KV, HEAD_DIM_V))
@@ -79,6 +108,12 @@ SLOPES: Final = Tensor(
     words="natural log, per key",
     when="alibi",
     about=lambda spec: "multiplies kv - q in the scores of its head",
+)
+BIAS: Final = Tensor(
+    *("bias", BIAS_AXES, lambda spec: str(_bias(spec)["dtype"])),
+    words="not scaled",
+    when="bias",
+    about=lambda spec: "is added to scores; rows are 16 N bytes apart",
 )
 LSE: Final = Tensor(
     *("lse", (BATCH, HEADS, SEQLEN_Q), "fp32"),
@@ -263,7 +298,7 @@ FORWARD: Final = Operation(
     function="fmha",
     title="FMHA forward",
     noun="Attention",
-    reads=(Q, K, V, SINK, SLOPES, *LISTS),
+    reads=(Q, K, V, SINK, SLOPES, BIAS, *LISTS),
     writes=(OUT, LSE),
     scalars=(
         Scalar(

@@ -58,6 +58,10 @@ SINK_LEAD = 100.0  # of a sink over all scores: exp of it is beyond fp32
 SINK_TRAIL = 1000.0  # of scores over a sink
 SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
 BARELY = (0.99, 1.01)  # of the slack: a bias that rises by it from block to block
+BIAS = 2.0  # standard deviation of a bias, where scores are random
+# Of some keys of `biases`, by head; in all rows or in some.
+BIAS_LEVELS = (-np.inf, 1e4, -1e4)
+BIAS_STEP = 5  # keys from one of them to the next
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
@@ -96,8 +100,8 @@ def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
     tensors = [
         _Sized(x, x.type(spec), x.sizes(spec, case)) for x in operation.tensors(spec)
     ]
-    # Of the inputs that TMA moves some are slices of one storage.
-    shared = [x for x in tensors if x.tensor in operation.inputs(spec) and x.tensor.tma]
+    # Of the inputs that TMA moves, those of rows of heads are slices of one storage.
+    shared = [x for x in tensors if x.tensor in operation.inputs(spec) and x.has_heads]
     if case.layout == "fused":
         return _fused(tensors, shared)
     if case.layout in ("far", "farther"):
@@ -115,6 +119,16 @@ class _Sized(NamedTuple):
     tensor: Tensor
     dtype: str
     dims: Dims
+
+    @property
+    def width(self) -> int:
+        """Elements of the innermost axis, up to where TMA can take the next."""
+        return -(-self.dims["d"] // GUARD) * GUARD if "d" in self.dims else 1
+
+    @property
+    def has_heads(self) -> bool:
+        """Its rows are of a head each."""
+        return self.tensor.tma and self.tensor.axes[-1].constant
 
     def placed(self, storage: str, offset: int, strides: Dims) -> Placed:
         shape, steps = self.dims.values(), (strides[kind] for kind in self.dims)
@@ -156,7 +170,7 @@ def _stacked(
     """guards: of each axis, the slowest first, what lies before and after it; inner: elements
     around the innermost axis, or around each element where there is none; ends: around all.
     """
-    width = x.dims.get("d", 1) + sum(inner)
+    width = x.width + sum(inner)
     offset, step, strides = ends + inner[0], width, {"d": 1}
     for axis, before, after in reversed(guards):
         strides[axis] = step
@@ -197,7 +211,8 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
         parts = max(dims[far] - 1, 1) if many else 1
         step = distance // parts // GUARD * GUARD
         step += GUARD * (number + 1)
-        strides, near = {"d": 1, far: step}, dims.get("d", 3) + GUARD * (number + 1)
+        width = x.width if "d" in dims else 3
+        strides, near = {"d": 1, far: step}, width + GUARD * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
             strides[axis], near = near, near * (dims[axis] + 1)
         storage = "".join(y.tensor.name for y in (shared if x in shared else [x]))
@@ -304,7 +319,7 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     drawn |= {k: x.copy() for k, x in operation.indices(spec, case).items()}
     if "slopes" in drawn:
         drawn["slopes"] = _slopes(tiles, case, random, drawn["slopes"])
-    if case.data == "normal" and "sink" not in drawn:
+    if case.data == "normal" and not {"sink", "bias"} & drawn.keys():
         return drawn
     q, k, v = (drawn[name] for name in "qkv")  # of which all the rest speaks
     if case.data == "edges":
@@ -355,6 +370,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
             for x in (q, k, v)
         )
     drawn = {**drawn, "q": q, "k": k, "v": v}
+    if "bias" in drawn:
+        _bias(spec, tiles, case, mask_of(spec, tiles, case), drawn["bias"])
     if "sink" in drawn:
         drawn["sink"] = _sinks(spec, mask_of(spec, tiles, case), case, drawn)
     return drawn
@@ -516,6 +533,40 @@ def _slopes(tiles: Tiles, case: Case, random: np.random.Generator, drawn: F32) -
     rises = [-rise * tiles.slack * math.log(2) / tiles.kv for rise in (*BARELY, 2.0)]
     levels = np.array([0.0, 1.0, *rises, 0.5, 2.0**-8])
     return levels[np.arange(len(drawn)) % len(levels)].astype(np.float32)
+
+
+def _bias(
+    spec: Mapping[str, Any], tiles: Tiles, case: Case, mask: Mask, bias: F32
+) -> None:
+    """Random where scores are, else too little to hide what a case is about; NaN where no row sees.
+
+    Of `biases`, by head: some keys at -inf, far above all others or far below, all keys of the
+    block that is taken first at -inf, all keys of some rows.
+    """
+    bias *= BIAS if case.data in ("normal", "biases") else QUIET
+    if case.data == "biases":
+        first = (case.kv - 1) // tiles.kv * tiles.kv
+        for head in range(bias.shape[1]):
+            kind = head % (len(BIAS_LEVELS) + 2)
+            if kind < len(BIAS_LEVELS):
+                bias[:, head, :, head % BIAS_STEP :: BIAS_STEP] = BIAS_LEVELS[kind]
+            elif kind == len(BIAS_LEVELS):
+                bias[:, head, :, first:] = -np.inf
+            else:
+                bias[:, head, ::3] = -np.inf
+    group = int(spec["q_per_kv"])
+    heads = case.kv_heads * group
+    of_heads = [
+        mask.at(batch, head, head // group)
+        for batch in range(case.batch if mask.params else 1)
+        for head in range(heads if mask.reads("h") else 1)
+    ]
+    rows, lengths = np.arange(case.q), Lengths(case.q, case.kv)
+    seen = np.zeros((case.q, case.kv), np.bool_)
+    for each in of_heads:
+        seen |= each.visible(rows, lengths)
+    hidden = ~seen if bias.shape[2] > 1 else ~seen.any(0, keepdims=True)
+    bias[:, :, hidden] = np.nan
 
 
 def _rows_of_tiles(tiles: Tiles, q: F32) -> NDArray[Any]:

@@ -93,7 +93,7 @@ class _Row:
         yield from self._heads()
 
     def _weighted(
-        self, batch: int, kv_head: int, end: int
+        self, batch: int, kv_head: int, end: int, score: Score | None = None
     ) -> tuple[F64, F64, np.float64, np.float64]:
         """Of its keys before `end`: exp(score - largest), the products with V, the largest, and
         exp(sink - largest).
@@ -115,7 +115,7 @@ class _Row:
                 self.inputs.tensors,
             ),
         )
-        scores = self.inputs.score.value(products, place)[0, 0]
+        scores = (score or self.inputs.score).value(products, place)[0, 0]
         scores = np.where(self.hidden[keys], -np.inf, scores)
         largest = np.float64(scores.max(initial=-np.inf))
         weights = np.exp(scores - largest)
@@ -125,6 +125,8 @@ class _Row:
         weights, products, _, sink = self._weighted(self.batch, self.kv_head, self.end)
         if self.inputs.sink is not None:
             yield products.sum(0) / weights.sum(), "as without its sink"
+        if read := self.inputs.score.tensors:
+            yield self._of_products(), f"as without its {' and '.join(sorted(read))}"
         tile = self.inputs.tile
         for number in range(self.first // tile, -(-self.end // tile)):
             keys = (number * tile - self.first, (number + 1) * tile - self.first)
@@ -133,6 +135,12 @@ class _Row:
                 total = sink + weights.sum() + times * weights[block].sum()
                 products_of = products.sum(0) + times * products[block].sum(0)
                 yield products_of / total, f"as with {text.format(number)}"
+
+    def _of_products(self) -> F64:
+        """The row where scores were their products."""
+        seen = (self.batch, self.kv_head, self.end)
+        weights, products, _, sink = self._weighted(*seen, PLAIN)
+        return np.asarray(products.sum(0) / (sink + weights.sum()))
 
     def _ends(self) -> Iterator[tuple[F64, str]]:
         weights, products, largest, sink = self._weighted(

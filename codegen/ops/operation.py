@@ -65,6 +65,7 @@ class Axis:
     constant: bool = False
     part_of: str = ""
     ratio: Callable[[Spec], int] = lambda spec: 1
+    broadcast: bool = False
     cached: bool = False
     told: Callable[[Spec], str] = lambda spec: ""
 
@@ -98,16 +99,16 @@ class Axis:
 class Tensor:
     """A tensor of the public function.
 
-    dtype: bf16, fp16, fp32, int32 or `OF_SPEC`. tma: moved by TMA, so the last axis is contiguous
-    and the other strides are multiples of 16 bytes; else strides are free. words: a remark in the
-    header. when: the field of the SPEC without which it is not there; "" for always. An input that
-    has one comes by name. about: what it does or receives, for the function's docstring; "" where
-    that goes without saying.
+    dtype: bf16, fp16, fp32, int32, `OF_SPEC` or a function of the SPEC. tma: moved by TMA, so the
+    last axis is contiguous and the other strides are multiples of 16 bytes; else strides are free.
+    words: a remark in the header. when: the field of the SPEC without which it is not there; "" for
+    always. An input that has one comes by name. about: what it does or receives, for the function's
+    docstring; "" where that goes without saying.
     """
 
     name: str
     axes: tuple[Axis, ...]
-    dtype: str = OF_SPEC
+    dtype: str | Callable[[Spec], str] = OF_SPEC
     tma: bool = True
     words: str = ""
     when: str = ""
@@ -119,6 +120,8 @@ class Tensor:
 
     def type(self, spec: Spec) -> str:
         """Return the element type."""
+        if not isinstance(self.dtype, str):
+            return self.dtype(spec)
         return str(spec["dtype"]) if self.dtype == OF_SPEC else self.dtype
 
     def sizes(self, spec: Spec, sizes: Sizes) -> dict[str, int]:
@@ -135,10 +138,19 @@ class Tensor:
         words = f", {self.words}" if self.words else ""
         return f"[{shape}] {self.type(spec)}{words}"
 
+    def symbols(self, spec: Spec) -> list[str]:
+        """Return what `arguments()` of a kernel calls its sizes."""
+        return [x.words(spec) if x.broadcast else x.symbol for x in self.axes]
+
     @property
     def kinds(self) -> str:
         """The kinds of its axes in their order, such as ``bshd``."""
         return "".join(axis.kind for axis in self.axes)
+
+    @property
+    def broadcast(self) -> bool:
+        """A SPEC decides along which of its axes all elements are one."""
+        return any(axis.broadcast for axis in self.axes)
 
     @property
     def cached(self) -> bool:
@@ -230,7 +242,7 @@ class Operation:
     def axes(self, spec: Spec) -> tuple[list[Axis], list[Axis]]:
         """Return the axes that are no constants: the free ones, then parts, then lengths."""
         axes = dict.fromkeys(axis for x in self.tensors(spec) for axis in x.axes)
-        others = [x for x in axes if not x.constant and not x.is_free]
+        others = [x for x in axes if not (x.constant or x.is_free or x.broadcast)]
         others.sort(key=lambda axis: not axis.part_of)
         return [x for x in axes if x.is_free], others
 

@@ -6,6 +6,8 @@ and the GPU are held against the same truth. Shapes: q [batch, q, heads, qk], k 
 kv_heads, qk], v [batch, kv, kv_heads, v]; heads is a multiple of kv_heads. A row whose keys all
 score -inf, or that sees none, has O = 0 and LSE = -inf.
 
+A score may be -inf, and NaN or infinite where the mask hides the key.
+
 A sink, [heads] in natural logarithms, is the score of one more key of every row of its head, whose
 V is 0: a row that sees no other key has O = 0 and LSE = sink. With +inf all rows have O = 0.
 
@@ -48,6 +50,7 @@ LSE_UNIT = 2.0**-22
 EXPONENT_UNIT = (
     2.0**-22
 )  # of a score and its row's largest, whose difference is an exponent
+NO_WEIGHT = -1000.0  # natural log: of a key that adds nothing to a row
 SINK_UNIT = 2.0**-22  # of a sink, by its scaling and the difference to the reference
 LEAST_FACTOR = 2.0**-126  # of O, in fp32: what a sum above its inverse makes of P is 0
 RESCALE_SLACK = 8  # log2: of P at most, where rows have references
@@ -322,6 +325,10 @@ def _errors(
         of_sink = xp.amax(error, -1, keepdims=True) + SINK_UNIT * xp.abs(finite)
         error = xp.concatenate((error, of_sink), -1)
     error = xp.where(rows.logs > -math.inf, error, _like(0.0, error))
+    # A key whose weight no fp32 number holds has none, however large the error of its score.
+    some = xp.where(rows.logs > NO_WEIGHT, error, _like(0.0, error))
+    counts = rows.logs + error + xp.amax(some, -1, keepdims=True) > NO_WEIGHT
+    error = xp.where(counts, error, _like(0.0, error))
     # A weight is off by a factor of exp(+-error), and by as much for the others' errors. It stays
     # below 1, and where errors are large one that is nearly 0 may become 1.
     most = xp.amax(error, -1, keepdims=True)

@@ -25,9 +25,9 @@ from ..expressions.language import (
     Param,
     Real,
     Term,
-    names_in,
     parse,
     text_of,
+    walk,
 )
 from ..expressions.scores import Parts, S, parts_of
 from .masks import Lengths
@@ -43,6 +43,7 @@ CAP_UNIT: Final = 2.0**-22
 ALIBI: Final = parse(
     "s + slopes[h] * (kv - q)", {"slopes": Param(("h",), type="real")}, type="real"
 )
+BIAS: Final = Term("+", (S, Name("bias", ("b", "h", "row", "kv"), type="real")))
 
 
 class Place(NamedTuple):
@@ -83,7 +84,7 @@ class Score:
     @property
     def tensors(self) -> set[str]:
         """The names of tensors that it reads."""
-        return {name for name in names_in(self.tree) if name == "slopes"}
+        return {x.name for x in walk(self.tree) if isinstance(x, Name) and x.axes}
 
     def value(self, products: Array, place: Place) -> Array:
         """Return the scores of ``s``, the products: float64 [heads, rows, keys]."""
@@ -192,8 +193,14 @@ class _Values:
             **{"seqlen_q": np.asarray(q_len), "seqlen_kv": np.asarray(kv_len)},
         }
         if node.axes:
+            tensor = at.tensors[node.name]
             return float64(
-                at.tensors[node.name][tuple(known[axis] for axis in node.axes)]
+                tensor[
+                    tuple(
+                        known[axis] if size > 1 else np.zeros_like(known[axis])
+                        for axis, size in zip(node.axes, tensor.shape, strict=True)
+                    )
+                ]
             )
         return like(known[node.name], self.products)
 
@@ -216,8 +223,16 @@ def of_text(text: str) -> Score:
     return Score(parse(text, type="real"))
 
 
+def bias_of(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the shape and the element type of a SPEC's bias; None where it has none."""
+    bias: Mapping[str, Any] | None = spec.get("bias")
+    return None if bias is None or bias["dtype"] == "none" else bias
+
+
 def of_spec(spec: Mapping[str, Any]) -> Score:
     """Return the score of a SPEC: of the one field that it has for it, else s itself."""
+    if bias_of(spec):
+        return Score(BIAS)
     if spec.get("alibi"):
         return Score(ALIBI)
     if (text := spec.get("score", "none")) != "none":
@@ -233,6 +248,8 @@ def word_of(spec: Mapping[str, Any]) -> str:
         return f"softcap {score.cap:g}"
     if spec.get("alibi"):
         return "ALiBi"
+    if bias := bias_of(spec):
+        return f"{bias['dtype']} bias [{', '.join(map(str, bias['shape']))}]"
     return "" if score is PLAIN else f"score {text_of(score.tree)}"
 
 

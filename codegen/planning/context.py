@@ -6,6 +6,7 @@ Templates do no arithmetic and take no decision: each is taken here once, under 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -13,13 +14,14 @@ from .. import features
 from ..arch import ARCHITECTURES
 from ..features.params import as_said
 from ..ops import OPERATIONS
+from ..ops.operation import BYTES
 from ..spec.model import SpecFile
 from .kernel_plan import Number
 from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
 _LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
-    *("chunk", "documents", "prefix"),
+    *("chunk", "documents", "prefix", "bias"),
 }
 
 
@@ -63,6 +65,15 @@ def common_context(
         "tests": traits.mask.tests,
         **_units(traits),
     }
+
+
+def bias_swizzle(traits: Traits) -> int:
+    """Bytes that a swizzle of a stage of the bias goes over: 128, unless its rows are no multiple.
+
+    Any number where there is no bias.
+    """
+    row = traits.sizes.tile_kv * BYTES.get(traits.spec.bias.dtype, 1)
+    return math.gcd(128, row)
 
 
 def _units(traits: Traits) -> dict[str, str]:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..features.feature import said
+from ..ops.operation import BYTES
 from ..spec.model import Spec
 from .kernel_plan import Number, Region
 from .traits import Traits
@@ -59,6 +60,20 @@ def of_scores(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "SCORE_LOG2", "log2: of s", "SCORE_FACTOR / math.log(2)"
     if traits.softcap is not None:
         yield "CAP_LOG2", "log2: of a score", "SOFTCAP / math.log(2)"
+
+
+def of_bias(traits: Traits, rows: str) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula) of a bias, of which a stage has so many rows or one for all."""
+    yield "BIAS_BYTES", "of an element", str(BYTES[traits.spec.bias.dtype])
+    yield "BIAS_STRIDE", "elements: step of TMA strides", "TMA_ALIGN // BIAS_BYTES"
+    yield "BIAS_ROWS", "rows per stage", rows if traits.bias_of_rows else "1"
+    if traits.spec.bias.dtype == "bf16":
+        yield "BIAS_BITS", "of an element", "BYTE * BIAS_BYTES"
+    formula = "BIAS_ROWS * TILE_KV * BIAS_BYTES"
+    yield "BIAS_TX_BYTES", "bytes per stage", formula
+    if not traits.bias_of_rows:
+        formula = "-(-BIAS_TX_BYTES // 128) * 128 // BIAS_BYTES"
+        yield "BIAS_PITCH", "elements from a stage to the next", formula
 
 
 def tuned(

@@ -21,7 +21,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, of_scores, regions, tuned
+from .numbers import derived, given, of_bias, of_scores, regions, tuned
 from .sm100_context import Sizes, Traits, template_context
 from .sm100_protocol import loads, phases
 from .sm100_words import statements
@@ -166,6 +166,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     shared = " // CLUSTER_SIZE" if traits.pair else ""
     s_stages = "S_STAGES" if traits.by_block else "HALVES"
     stages = f"2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES"
+    stages += " + BIAS_STAGES" if traits.bias else ""
     kv, o = sizes.kv_stages, sizes.o_stages
     rows = [
         ("barriers", f"2 * 8 * ({stages})", 1, ""),
@@ -175,6 +176,10 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sKV", f"K_TX_BYTES{shared} * KV_STAGES", kv, "K or V"),
         ("sO", "2 * 128 * HEAD_DIM_V * O_STAGES", o, "O"),
     ]
+    if traits.bias:
+        of_stage = "BIAS_TX_BYTES" if traits.bias_of_rows else "BIAS_PITCH * BIAS_BYTES"
+        formula = f"{of_stage} * BIAS_STAGES"
+        rows.append(("sBias", formula, sizes.halves, "the bias"))
     numbers = (*chosen, *derived(_derived(traits), chosen, sm100.CONSTANTS))
     return regions(rows, numbers, sm100.SMEM_ALIGN)
 
@@ -264,6 +269,12 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "S_RELEASES", f"{threads}softmax and correction", f"2 * {mma_rows}"
     if traits.pair:
         yield "O_RELEASES", f"{threads}correction", mma_rows
+    if traits.bias:
+        yield "BIAS_RELEASES", "warps that free it", "WARPGROUP_WARPS"
+        yield "BIAS_STAGES", "one for each half", "HALVES"
+        yield from of_bias(traits, "HALF_ROWS")
+        vector = "VECTOR_BITS // BYTE // BIAS_BYTES"
+        yield "BIAS_VECTOR", "elements of a load from shared memory", vector
     tail = "of P: PV begins without them"
     yield "TAIL_COLUMNS", tail, "max(TILE_KV // 4, COLUMNS_AT_ONCE)"
     yield "S_COLUMNS", columns, "TILE_KV"
@@ -295,6 +306,11 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         kv_full = f"by TMA of {traits.cluster_size} CTAs, a slice each"
         commits = traits.cluster_size
         kv_empty = f"{commits}: a commit of each CTA, after both halves"
+    if traits.bias:
+        full = "1 + BIAS_TX_BYTES by TMA"
+        yield Barrier("bias_full", halves, 1, full, who)
+        warps = "4: every warp of softmax"
+        yield Barrier("bias_empty", halves, 4, warps, "load")
     commit, threads = "1: a commit", "128"
     users = 32 * (4 * halves + 5)
     if traits.pair:

@@ -10,7 +10,7 @@ from typing import Any
 from ..arch import sm100
 from ..spec.model import SpecFile
 from . import traits as shared
-from .context import common_context
+from .context import bias_swizzle, common_context
 from .kernel_plan import Number
 from .sm100_words import roles
 from .traits import Loops
@@ -111,6 +111,7 @@ def template_context(
         "tmem_threads": 32 * mma_warp,  # all warps before it, but the load warp
         "mma_m": sm100.MMA_ROWS * spec.cta_group,
         "tile_kv": sizes.tile_kv,
+        "bias_swizzle": bias_swizzle(traits),
         "one_box": traits.one_box,
         "uneven": traits.uneven,
         "multicast": traits.multicast_k,

@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..arch import sm100
+from ..ops.operation import BYTES
 from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS, Registers
 from .protocol import Lane, Load, Phase, Signal, Step, Wait
 from .sm100_context import Traits
 
 _WARP_THREADS = 32
+_WARPS = 4  # of a warpgroup
 
 
 def phases(traits: Traits, registers: Sequence[Registers]) -> tuple[Phase, ...]:
@@ -100,6 +102,7 @@ class _Roles:
         """K is taken beside V of the block before it."""
         yield self._load("V", "V(n)")
         yield self._load("K", "K(n+1)")
+        yield from self._load_bias("bias(n+1)")
 
     def load_tile(self) -> Iterator[Step]:
         """Q, and the last and the first tile of the ring."""
@@ -107,9 +110,11 @@ class _Roles:
             yield self._load("V", "V(last)")
             yield from self._load_q(earlier=False)
             yield self._load("K", f"{self._next}K(0)")
+            yield from self._load_bias(f"{self._next}bias(0)")
         else:
             yield from self._load_q(earlier=True)
             yield self._load("K", "K(0)")
+            yield from self._load_bias("bias(0)")
             yield self._load("V", "V(last)")
 
     def multiply_block(self) -> Iterator[Step]:
@@ -138,11 +143,14 @@ class _Roles:
         maximum = "max" if self.traits.softcap is None else "tanh, max"
         if self.traits.tests_exponents:
             maximum = "exponents, max"
-        yield Step(
-            f"S(n) to registers; {maximum}",
-            "math",
-            (Wait("s_full", of, earlier=True),),
-        )
+        ready = Wait("s_full", of, earlier=True)
+        if self.traits.bias:
+            added = (Wait("bias_full", of, earlier=True),)
+            free = (Signal("bias_empty", _WARPS, of),)
+            yield Step("S(n) to registers", "math", (ready,))
+            yield Step(f"S(n) = scale * S(n) + bias; {maximum}", "math", added, free)
+        else:
+            yield Step(f"S(n) to registers; {maximum}", "math", (ready,))
         factor = (Signal("stats_full", threads, of),)
         yield Step("factor of O to smem", "math", (), factor)
         yield Step("P(n) over S(n), but its tail", "math", (), (self._s_empty(of),))
@@ -245,6 +253,17 @@ class _Roles:
         wait = Wait("kv_empty", tensor, earlier=True)
         return Step(f"load {text}", "tma", (wait,), (full,))
 
+    def _load_bias(self, text: str) -> Iterator[Step]:
+        """A stage for each half, free once its softmax has read the block before."""
+        width = BYTES.get(self.traits.spec.bias.dtype, 0)
+        rows = sm100.MMA_ROWS if self.traits.bias_of_rows else 1
+        nbytes = rows * self.traits.sizes.tile_kv * width
+        for half in self._halves if self.traits.bias else ():
+            of = self._of(half)
+            full = Signal("bias_full", 1, of, tx_bytes=nbytes)
+            free = Wait("bias_empty", of, earlier=True)
+            yield Step(f"load {text}{self._half(half)}", "tma", (free,), (full,))
+
     def _load_q(self, *, earlier: bool) -> Iterator[Step]:
         rows = sm100.MMA_ROWS * self._ctas
         nbytes = rows * self.traits.spec.head_dim.qk * ELEMENT_BYTES
@@ -290,6 +309,7 @@ class _RolesByBlock(_Roles):
     def load_block(self) -> Iterator[Step]:
         """K is a block ahead."""
         yield self._load("K", "K(n+1)")
+        yield from self._load_bias("bias(n+1)")
         yield self._load("V", "V(n)")
 
     def multiply_block(self) -> Iterator[Step]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from ..features.bias import has_bias
 from ..spec.model import Spec
 from . import words
 from .traits import Traits
@@ -59,10 +60,12 @@ def roles(
     )
     pair = spec.cta_group > 1
     threads = 256 if pair else 128
-    if by_block:
-        yield from _ROLES_BY_BLOCK.splitlines()
-    else:
-        yield from _ROLES.format(freed=freed, all=threads).splitlines()
+    words = _ROLES.format(freed=freed, all=threads)
+    for line in (_ROLES_BY_BLOCK if by_block else words).splitlines():
+        if has_bias(spec) and line.startswith("  s "):
+            loaded = f"bias of a {'block' if by_block else 'half'}, TMA"
+            yield f"  bias   load -> softmax        {loaded:22}  4 warps of softmax"
+        yield line
     if pair:
         yield from _PAIR.splitlines()
     if shared:
@@ -84,6 +87,8 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
     yield words.empty_rows(has)
+    if has["bias"]:
+        yield words.bias(has)
     if has["sink"]:
         yield words.sink()
     yield "O leaves through shared memory of its own; TMA drops rows past the end."

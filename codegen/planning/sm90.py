@@ -11,8 +11,10 @@ from typing import Final
 from .. import features
 from ..arch import sm90
 from ..errors import SpecError
+from ..features.bias import has_bias
 from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..features.mask import keys_of
+from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from ..spec.specfile import FieldPath
 from .kernel_plan import (
@@ -26,7 +28,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, of_scores, regions, tuned
+from .numbers import derived, given, of_bias, of_scores, regions, tuned
 from .sm90_context import Sizes, Traits, is_bounded, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
@@ -121,9 +123,9 @@ def _choose(spec_file: SpecFile) -> Sizes:
 
 def _query_rows(spec: Spec) -> int:
     """Rows of a query tile where the spec leaves them out: of three warpgroups where those fit."""
-    by_element = bool(features.flags(spec)["by_element"])
+    alone = not features.flags(spec)["by_element"] and not has_bias(spec)
     three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
-    return 192 if three and not by_element and not cut_group(spec, 192) else 128
+    return 192 if three and alone and not cut_group(spec, 192) else 128
 
 
 def _kv_tiles(spec_file: SpecFile) -> list[int]:
@@ -214,13 +216,18 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     parts = {"S": tile_kv // 2, "P": tile_kv // 4, "O": spec.head_dim.v // 2}
     if features.flags(spec)["by_element"]:
         parts["scores"] = REGISTERS_OF_SCORES
+    if has_bias(spec):
+        # Its rows are as S's; of keys alone a thread has half as many.
+        elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
+        parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    bias = " + BIAS_STAGES" if traits.bias else ""
     rows = [
-        ("barriers", "2 * 8 * (Q_STAGES + K_STAGES + V_STAGES)", 1, ""),
+        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias})", 1, ""),
         (
             "sQ",
             "Q_TX_BYTES * Q_STAGES",
@@ -233,6 +240,13 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     if traits.bounded:
         rows.append(("sOnes", "2 * 8 * 16", 1, "ones"))
         rows.append(("padding", "-(2 * 8 * 16) % 1024", 1, ""))
+    if traits.bias:
+        of_stage = "BIAS_TX_BYTES" if traits.bias_of_rows else "BIAS_PITCH * BIAS_BYTES"
+        stages, formula = (
+            sizes.tile_q // sm90.WARPGROUP_ROWS,
+            f"{of_stage} * BIAS_STAGES",
+        )
+        rows.append(("sBias", formula, stages, "the bias"))
     numbers = (*chosen, *derived(_derived(traits), chosen, sm90.CONSTANTS))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 
@@ -310,6 +324,8 @@ def _reason(spec: Spec, name: str) -> str:
         return (
             "two warpgroups: expressions of single scores need a third one's registers"
         )
+    if name == "TILE_Q" and has_bias(spec):
+        return "two warpgroups: a block's bias needs a third one's registers"
     return REASONS[name]
 
 
@@ -330,6 +346,10 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
         ctas = " * CLUSTER_SIZE" if shared else ""
         yield f"{name}_RELEASES", frees, f"{warps}{ctas}"
+    if traits.bias:
+        yield "BIAS_RELEASES", frees, "WARPGROUP_WARPS"
+        yield "BIAS_STAGES", "one for each warpgroup", "WARPGROUPS"
+        yield from of_bias(traits, "WARPGROUP_ROWS")
     along_q = traits.spec.cluster[0] > 1
     tile = "(TILE_Q * CLUSTER_SIZE)" if along_q else "TILE_Q"
     if traits.packed:
@@ -370,6 +390,11 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         stages = sizes.k_stages if name == "k" else sizes.v_stages
         yield Barrier(f"{name}_full", stages, 1, full, "consumers")
         yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
+    if traits.bias:
+        full = "1 + BIAS_TX_BYTES by TMA"
+        yield Barrier("bias_full", warpgroups, 1, full, "the warpgroup")
+        freed = "4: every warp of the warpgroup"
+        yield Barrier("bias_empty", warpgroups, 4, freed, "producer")
     if traits.takes_turns:
         turn = "256 threads: a warpgroup and the one before it"
         yield Barrier("order", warpgroups, 256, turn, "the warpgroup")

@@ -10,10 +10,11 @@ from typing import Any, Final
 
 from ..arch.sm90 import WARPGROUP_ROWS
 from ..features.softcap import cap_of
+from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
-from .context import common_context
-from .kernel_plan import Barrier, Number
+from .context import bias_swizzle, common_context
+from .kernel_plan import ELEMENT_BYTES, Barrier, Number
 from .traits import P_LIMIT, Loops
 
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
@@ -86,12 +87,13 @@ class Traits(shared.Traits):
         The first one takes its turn at the tensor cores once its own first K is there, and the
         others free none before their turns: K of what it skips must fit beside that K. V of what it
         skips is loaded meanwhile, where tiles overlap before it frees V of the tile before.
-        A packed tile has too few positions for this to be worth its code.
+        Stages of a bias are too few for this, and a packed tile has too few positions for it to be
+        worth its code.
         """
         rows, block = self.sizes.tile_q - 64, self.sizes.tile_kv
         skipped = -(-rows // block)
         fits = skipped < self.sizes.k_stages and skipped <= self.sizes.v_stages
-        alone = self.cluster_size == 1 and not self.packed
+        alone = self.cluster_size == 1 and not self.packed and not self.bias
         one_edge = self.mask.right is not None and not self.mask.left_edges
         one_edge = one_edge and not self.one_loop and not self.lists
         return one_edge and alone and rows >= block and fits
@@ -155,6 +157,7 @@ def template_context(
         **common,
         "names_arch": True,
         "packed_type": _PACKED_TYPES[spec.dtype],
+        "bias_swizzle": bias_swizzle(traits),
         "swizzled_columns": math.gcd(64, spec.head_dim.qk, spec.head_dim.v),
         **_flags(traits),
     }
@@ -169,10 +172,12 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
         name: f"{name.upper()} by TMA{by_all if is_sliced else ''}"
         for name, is_sliced in sliced.items()
     }
-    width = max(map(len, fills.values()))
+    if traits.bias:
+        fills["bias"] = "bias of a warpgroup's rows by TMA"
+    name_width, width = max(map(len, fills)), max(map(len, fills.values()))
     yield "Pipelines (what fills a stage; the arrivals that free it):"
     for name, fill in fills.items():
-        yield f"  {name}  {fill:{width}}  {told[f'{name}_empty']}"
+        yield f"  {name:{name_width}}  {fill:{width}}  {told[f'{name}_empty']}"
     named = [f"  {name}  {told[name]}" for name in ("order", "store") if name in told]
     if named:
         yield from ("Named barriers:", *named)
@@ -181,6 +186,7 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
 def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
+        "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,
@@ -192,7 +198,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "edges_apart": traits.edges_apart(traits.tile_positions),
         "uses_rows": traits.mask.edges
         or traits.spec.lse
-        or traits.tests_exponents
+        or (traits.tests_exponents and not traits.bias)
         or (traits.spec.sink and traits.packed)
         or not traits.cross_tile,
         "cross_tile": traits.cross_tile,

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arch import sm90
+from ..ops.operation import BYTES
 from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait
 from .sm90_context import Traits
@@ -66,6 +67,7 @@ def loads(traits: Traits) -> Iterator[Load]:
 def _load_block(traits: Traits) -> Iterator[Step]:
     yield _load(traits, "k", "K(n)")
     yield _load(traits, "v", "V(n-1)")
+    yield from _load_bias(traits, "bias(n)")
 
 
 def _load_tile(traits: Traits) -> Iterator[Step]:
@@ -74,6 +76,7 @@ def _load_tile(traits: Traits) -> Iterator[Step]:
     # With one stage, this tile's last QK frees it.
     earlier = traits.cross_tile
     yield _load(traits, "q", "next Q", earlier=earlier)
+    yield from _load_bias(traits, "next bias(0)")
 
 
 def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step:
@@ -95,6 +98,20 @@ def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step
     )
 
 
+def _load_bias(traits: Traits, what: str) -> Iterator[Step]:
+    """A stage for each warpgroup, free once the one has read what was in it."""
+    width = BYTES.get(traits.spec.bias.dtype, 0)
+    rows = sm90.WARPGROUP_ROWS if traits.bias_of_rows else 1
+    nbytes = rows * traits.sizes.tile_kv * width
+    for index in range(
+        traits.sizes.tile_q // sm90.WARPGROUP_ROWS if traits.bias else 0
+    ):
+        of = str(index)
+        full = Signal("bias_full", 1, of, tx_bytes=nbytes)
+        free = Wait("bias_empty", of, earlier=True)
+        yield Step(f"load {what}, warpgroup {index}", "tma", (free,), (full,))
+
+
 def _ctas(traits: Traits, ring: str) -> int:
     """How many CTAs fill and free a stage of a ring together."""
     shared = {"q": False, "k": traits.multicast_k, "v": traits.multicast_v}
@@ -114,6 +131,7 @@ class _Consumer:
         yield self._mma("QK(n)", waits=(Wait("k_full"), *self._turn()))
         yield self._mma("PV(n-1)", waits=(Wait("v_full"),), signals=self._pass_on())
         yield Step("S(n) is there", "wait", (), self._free("k"), retires=("QK(n)",))
+        yield from self._bias("S(n)")
         over = Step(
             "PV(n-1) is over", "wait", (), self._free("v"), retires=("PV(n-1)",)
         )
@@ -153,6 +171,7 @@ class _Consumer:
         yield _math("O / sum, in Q's place")
         store = Wait("store", str(self._index), arrivals=WARPGROUP_THREADS)
         yield Step("store O", "tma", (store,), issues="store O")
+        yield from self._bias("S(0)")
         yield _math("first softmax; P(0) = S(0) in 16 bits")
         freed = Signal("q_empty", 1)  # by the first warp
         yield Step("O has left", "wait", (), (freed,), retires=("store O",))
@@ -169,6 +188,7 @@ class _Consumer:
         ready = (Wait("q_full"), Wait("k_full"), *self._turn(earlier=False))
         yield self._mma(first, waits=ready, signals=self._pass_on())
         yield Step("S(0) is there", "wait", (), self._free("k"), retires=(first,))
+        yield from self._bias("S(0)")
         yield _math("first softmax; P(0) = S(0) in 16 bits")
 
     def _mma(
@@ -186,6 +206,12 @@ class _Consumer:
     def _sums(self) -> Iterator[Step]:
         if not self._traits.bounded:
             yield _math(f"sums of rows{self._lse()}")
+
+    def _bias(self, scores: str) -> Iterator[Step]:
+        if self._traits.bias:
+            of = str(self._index)
+            wait, freed = Wait("bias_full", of), Signal("bias_empty", _WARPS, of)
+            yield Step(f"{scores} = scale * {scores} + bias", "math", (wait,), (freed,))
 
     def _free(self, ring: str) -> tuple[Signal, ...]:
         return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)

@@ -26,6 +26,8 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         least = "below any tangent" if has["capped"] else "the least float"
         yield f"A row may have no finite score so far: its maximum is then {least}, and P is 0."
     yield words.empty_rows(has)
+    if has["bias"]:
+        yield words.bias(has)
     if has["sink"]:
         yield words.sink()
     yield _output_statement(has)

@@ -10,10 +10,11 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from ..features.bias import has_bias
 from ..features.blocks import has_lists
 from ..features.gqa import heads_of_tile
 from ..features.mask import keys_of
-from ..features.score import score_of
+from ..features.score import score_of, tests_exponents
 from ..features.softcap import cap_of
 from ..ops.masks import Lengths, Mask
 from ..ops.scores import Score
@@ -86,9 +87,18 @@ class Traits:
 
     @property
     def tests_exponents(self) -> bool:
-        """Rows are rescaled where exponents are too large: scores do not order like QK^T."""
-        parts = self.score.parts
-        return parts.how != "scaled" and self.score.cap is None
+        """Rows are rescaled where exponents are too large."""
+        return tests_exponents(self.spec)
+
+    @property
+    def bias(self) -> bool:
+        """A tensor is added to the scores."""
+        return has_bias(self.spec)
+
+    @property
+    def bias_of_rows(self) -> bool:
+        """The rows of a head have a bias each."""
+        return self.spec.bias.shape[2] != 1
 
     @property
     def bounded(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..expressions.language import text_of
-from ..ops.scores import Score
+from ..ops.scores import BIAS, Score
 
 NO_MASK: Final = "No mask at all: seqlen_kv is a multiple of TILE_KV."
 
@@ -82,14 +82,14 @@ def masks_of_lists(has: Mapping[str, Any]) -> Iterator[str]:
 def scores(score: Score) -> Iterator[str]:
     """What scores are where they are more than s, and how a row is tested for a new reference."""
     parts = score.parts
-    if parts.how == "biased":
+    if parts.how == "sloped":
         slope = text_of(parts.slope) if parts.slope else ""
         yield (
             f"A score is {parts.factor:g} * s + {slope} * (kv - q), and an exponent two FFMAs."
             " Rows are tested by exponents, because a key of the smaller product may have the"
             " larger score."
         )
-    elif parts.how == "by_element" and score.cap is None:
+    elif parts.how == "by_element" and score.cap is None and score.tree != BIAS:
         yield (
             f"Each score is computed on its own: {text_of(score.tree)}."
             " Rows are tested by exponents, because a score need not rise with the product."
@@ -112,6 +112,16 @@ def empty_rows(has: Mapping[str, Any]) -> str:
         empty = f"A row that sees no key: its O is 0{lse}."
         return empty if hides else "Every row sees a key, and its scores are finite."
     return f"{what} whose scores are all -inf: its O is 0{lse}."
+
+
+def bias(has: Mapping[str, Any]) -> str:
+    """Where the addend of scores comes from, and how a row is tested."""
+    rows = "rows of a query tile" if has["bias_of_rows"] else "keys"
+    said = (
+        f"The bias of a KV block's {rows} is loaded by TMA and added before the mask."
+    )
+    tested = " Rows are tested by exponents, whose limit is a constant."
+    return said + tested if has["tests_exponents"] else said
 
 
 def sink() -> str:

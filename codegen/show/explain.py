@@ -16,7 +16,7 @@ from ..arch import compiled_as
 from ..arch.architecture import Architecture
 from ..build import records
 from ..build.render import body_digest, render_kernel
-from ..features.feature import in_yaml
+from ..features.feature import Model, in_yaml
 from ..planning.kernel_plan import WARPGROUP_THREADS, DevicePlan, KernelPlan, Number
 from ..planning.protocol import Phase
 
@@ -60,7 +60,9 @@ def fields(spec: BaseModel) -> Iterator[tuple[str, Any, bool]]:
     """Yield every field of a spec: its dotted name, its value, and whether the file gives it."""
     for name in type(spec).model_fields:
         value, given = getattr(spec, name), name in spec.model_fields_set
-        if isinstance(value, BaseModel):
+        if isinstance(value, Model) and isinstance(word := value.said(), str):
+            yield name, word, given
+        elif isinstance(value, BaseModel):
             for inner, inner_value, inner_given in fields(value):
                 yield f"{name}.{inner}", inner_value, given and inner_given
         else:

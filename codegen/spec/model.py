@@ -28,6 +28,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..errors import Diagnostic, Location, SpecError, Violation, quoted
 from ..features import FEATURES, vocabulary
+from ..features.bias import Addend, Bias
 from ..features.blocks import Blocks
 from ..features.chunk import Chunk, spelt_out
 from ..features.cluster import Cluster, CtaGroup, Multicast
@@ -63,6 +64,7 @@ class Spec(Model):
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"
+    bias: Bias = Addend()
     params: Params = Field(default_factory=dict)
     mask: Mask = "none"
     chunk: Chunk = "none"

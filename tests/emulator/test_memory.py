@@ -11,6 +11,7 @@ from fmha_gen.emulator.memory import (
     GlobalMemory,
     MemoryFault,
     SharedMemory,
+    load_matrices,
     store_matrices,
 )
 from hypothesis import given, settings
@@ -97,6 +98,28 @@ def test_a_masked_out_warpgroup_touches_nothing(shared):
     shared.store(wild, 4, [LANES.astype(np.uint32)], nobody)
     assert not shared.load(wild, 4, 1, nobody)[0].any()
     assert (shared.bytes == POISON).all()
+
+
+# -- ldmatrix
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_load_matrices_element_by_element(count):
+    rng = np.random.default_rng(count)
+    shared = SharedMemory(RESERVED + 4 * count * 128)
+    shared.bytes[RESERVED:] = rng.integers(0, 256, 4 * count * 128)
+    rows = RESERVED + 16 * rng.permutation(4 * count * 8).reshape(4, count * 8)
+    addresses = np.full((4, 32), -5, np.int64)
+    addresses[:, : count * 8] = rows
+    mask = np.repeat([True, False, True, True], 32)
+    loaded = load_matrices(shared, addresses.reshape(-1), count, mask)
+    assert len(loaded) == count
+    for warp, matrix, lane in np.ndindex(4, count, 32):
+        address = int(rows[warp, matrix * 8 + lane // 4]) + 4 * (lane % 4)
+        want = (
+            shared.bytes[address : address + 4].view(np.uint32)[0] if warp != 1 else 0
+        )
+        assert loaded[matrix][32 * warp + lane] == want
 
 
 # -- stmatrix

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import support
+from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
 from fmha_gen.evidence.tensors import TO_BITS
 from fmha_gen.ops.cases import Case
@@ -144,3 +146,29 @@ def test_keys_that_a_row_does_not_see(fields: str, tmp_path: Path) -> None:
         for each in ready.problem.outputs:
             rows = (..., slice(0, 199), *[slice(None)] * (2 * (each.name == "out")))
             assert np.array_equal(each.view[rows], expected[each.name][rows]), each.name
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("fields", ["score: 's - 0.0625 * abs(kv - q)'", "bias: fp32"])
+def test_huge_scores_that_are_equal_have_equal_weights(
+    fields: str, fused: bool, tmp_path: Path
+) -> None:
+    """In all blocks alike, whichever products are fused with sums: fp32 has steps of 64 there."""
+    fields = (
+        f"arch: sm90, dtype: bf16, head_dim: 64, {fields}, seqlen: {{q: 40, kv: 384}}"
+    )
+    case = Case("huge", 1, 1, 40, 384, sm_count=1)
+    text, (ready,) = rehearsals(kernel(tmp_path, fields), cases=[case])
+    ready = replace(ready, fused=lower_kernels(text, contract=True))
+    values = {
+        "q": 1e4 * (1 + np.arange(40) / 64)[:, None, None],
+        "k": 1e4,
+        "v": (np.arange(384) // 128)[:, None, None],
+        "bias": 0,
+    }
+    for each in ready.problem.inputs:
+        drawn = np.broadcast_to(np.float32(values[each.name]), each.view.shape)
+        each.view[...] = drawn if each.name == "bias" else TO_BITS["bf16"](drawn)
+    ready.run(EAGER, fused=fused)
+    (out,) = (each.view for each in ready.problem.outputs)
+    assert np.array_equal(out, TO_BITS["bf16"](np.ones(out.shape, np.float32)))

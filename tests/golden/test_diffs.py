@@ -42,6 +42,9 @@ GROUP = "heads: {q_per_kv: 8}; mask: causal; lse: true; cluster: [2, 1]; multica
 FEATURES = {
     "lse": Edit("lse: true", "lse: false", "head_dim: 64; mask: causal"),
     "sink": Edit("sink: false", "sink: true", "head_dim: 64; mask: causal; lse: true"),
+    "bias": Edit(
+        "bias: none", "bias: {shape: [1, h, q, kv], dtype: bf16}", "lse: true", 280
+    ),
     "mask": Edit("mask: none", "mask: causal"),
     "window": Edit("window: {}", "window: {left: 1023}", "mask: causal", 140),
     # Four tensors, and no order of tiles by their length.
@@ -72,6 +75,7 @@ FEATURES = {
         "alibi: false", "alibi: true", "mask: causal; lse: true", 160, "sm100"
     ),
     "sm100_lse": Edit("lse: true", "lse: false", "mask: causal", arch="sm100"),
+    "sm100_bias": Edit("bias: none", "bias: bf16", "mask: causal", 160, "sm100"),
     "sm100_sink": Edit("sink: false", "sink: true", "mask: causal", arch="sm100"),
     "sm100_mask": Edit("mask: none", "mask: causal", "lse: true", arch="sm100"),
     "sm100_window": Edit(

@@ -66,7 +66,9 @@ def unfolded(arch: str) -> str:
     every = contexts(arch)
     context = every[0]
     operation = context["operation"]
-    there = {x.when: True for x in (*operation.reads, *operation.writes) if x.when}
+    fields = {x.when for x in (*operation.reads, *operation.writes)} - {""}
+    specs = [each["spec"] for each in every]
+    there = {name: next(filter(None, (x.get(name) for x in specs))) for name in fields}
     spec = {**context["spec"], **there}
     text = render.render_template(MODULES[arch], {**context, "spec": spec})
     names: set[str] = set()

@@ -67,6 +67,8 @@ def keeps_rules(fields: Fields) -> bool:
     packable = group > 1 and along_heads == 1
     shares_heads = group % along_heads == 0 and (packable or not fields["pack_gqa"])
     shares_loads = not (alone and fields["multicast"] != "none")
+    if "bias" in fields and fields["pack_gqa"]:
+        return False
     return shares_heads and shares_loads and support.hides_keys(fields)
 
 
@@ -331,6 +333,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
     words = {
         "lse": r"\blse\b|LSE|\bLN_2\b",
         "sink": r"(?i)sink",
+        "bias": r"bias_|Bias|BIAS",
         "cluster": r"(?i)cluster",
         "multicast": r"(?i)multicast|mcast|\beveryone\b|producer_tail",
         "window": r"WINDOW|mask_left|\bRange\b",
@@ -352,6 +355,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
     present = {
         "lse": fields["lse"],
         "sink": fields["sink"],
+        "bias": "bias" in fields,
         "cluster": fields["cluster"] != [1, 1],
         "multicast": fields["multicast"] != "none",
         "causal": kernel.context["edges"],
@@ -367,7 +371,7 @@ def absent_words(fields: Fields, kernel: KernelPlan) -> dict[str, str]:
         "sections of heads": kernel.context["lpt_order"],
         "packed heads": fields["pack_gqa"],
         "softcap": fields.get("softcap", "none") != "none",
-        "tests of exponents": {"alibi", "score"} & fields.keys(),
+        "tests of exponents": {"alibi", "score", "bias"} & fields.keys(),
         "references of rows": not kernel.context["bounded"],
     }
     return {name: pattern for name, pattern in words.items() if not present[name]}
@@ -398,6 +402,7 @@ LONGEST_LISTS = LONGEST | {
     "cluster": [1, 1],
     "multicast": "none",
 }
+BIASED = LONGEST | {"head_dim": 128, "bias": "bf16", "tile": {"kv": 64}}
 
 
 @few
@@ -405,6 +410,7 @@ LONGEST_LISTS = LONGEST | {
 @example(LONGEST)
 @example(LONGEST_PACKED)
 @example(LONGEST_LISTS)
+@example(BIASED)
 def test_text(fields: Fields) -> None:
     kernel = planned(fields)
     assert kernel is not None
@@ -457,6 +463,9 @@ def test_another_number_changes_few_lines(fields: Fields, data: st.DataObject) -
         assume(len({choice in text for text in texts}) == 1)
     removed, added = changed(fields, edited)
     followers = 4 if fields["pack_gqa"] else 0  # positions of a tile and of a cluster
+    followers += (
+        4 if "bias" in fields else 0
+    )  # the bytes of its stage, and their swizzle
     assert len(removed) + len(added) <= NUMBER + followers, (removed, added)
 
 
@@ -491,7 +500,9 @@ def test_another_feature_changes_a_bounded_part(
     assume(tile_kv(fields) == tile_kv(edited))
     removed, added = changed(fields, edited)
     # A window's own loop calls what makes exponents of scores, an argument a line.
-    calls = 40 if field == "window" and {"alibi", "score"} & fields.keys() else 0
+    calls = (
+        48 if field == "window" and {"alibi", "score", "bias"} & fields.keys() else 0
+    )
     assert len(removed) + len(added) <= FEATURE + calls, (removed, added)
 
 

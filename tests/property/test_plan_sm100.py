@@ -177,6 +177,7 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
     words = {
         "lse": (fields["lse"], r"\blse\b|LSE|\bLN_2\b"),
         "sink": (fields["sink"], r"(?i)sink"),
+        "bias": ("bias" in fields, r"bias_|Bias|BIAS"),
         "cluster": (fields["cluster"] != [1, 1], r"(?i)cluster"),
         "pair": ("cta_group" in fields, r"is_two_cta|TWO|MMA_ROWS|both CTAs share"),
         "multicast": (fields["multicast"] != "none", r"(?i)multicast|mcast|peers"),
@@ -194,7 +195,7 @@ def absent_words(fields: Fields, has: Mapping[str, Any]) -> dict[str, str]:
         ),
         "scores": (
             {"alibi", "score"} & fields.keys(),
-            r"score_of|(?i:slope)|add_bias|SCORE_FACTOR",
+            r"score_of|(?i:slope)|SCORE_FACTOR",
         ),
         "waves": (fields["schedule"] == "persistent", r"\bwave\b|num_tiles\b.*problem"),
         "seqlen_q at run time": (not fixed["q"], r"problem\.(seqlen_q|q_tiles)"),

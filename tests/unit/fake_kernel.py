@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from fmha_gen.evidence.trial import DTYPES
-from fmha_gen.ops import lists
+from fmha_gen.ops import lists, scores
 from fmha_gen.ops.masks import MASKS, Lengths, of_spec
 from fmha_gen.ops.params import declared
 from fmha_gen.ops.reference import attention
@@ -60,6 +60,7 @@ class FakeKernel:
         sink=None,
         document_start=None,
         window_left=None,
+        bias=None,
         softmax_scale=None,
         out=None,
         lse=None,
@@ -70,10 +71,10 @@ class FakeKernel:
         if self.fault == "checks after the launch" and out is not None:
             out.fill_(1.0)
         if self.fault != "checks nothing":
-            self._check(q, k, v, sink, out, lse)
+            self._check(q, k, v, sink, bias, out, lse)
             self._check_lists(q, k, listed)
             self._check_edges(q, document_start, window_left)
-            inputs = {"q": q, "k": k, "v": v, "sink": sink, **listed}
+            inputs = {"q": q, "k": k, "v": v, "sink": sink, "bias": bias, **listed}
             given = {**inputs, "out": out, "lse": lse}
             self._check_memory(given)
             if softmax_scale is not None and not 1e-37 < softmax_scale < 1e37:
@@ -92,9 +93,10 @@ class FakeKernel:
         if document_start is not None:
             document_start = document_start.numpy()
         self.edges = {"document_start": document_start, "window_left": window_left}
-        result, natural = self._compute(q, k, v, self._sink(sink, scale), scale)
+        bias = self._bias(bias, scale)
+        result, natural = self._compute(q, k, v, self._sink(sink, scale), bias, scale)
         if self.fault == "lse without the sink":
-            natural = self._compute(q, k, v, None, scale)[1]
+            natural = self._compute(q, k, v, None, bias, scale)[1]
         if self.fault == "last row unwritten":
             out[:, :-1] = result[:, :-1]
         else:
@@ -115,7 +117,20 @@ class FakeKernel:
             return sink * math.log(2)
         return sink
 
-    def _compute(self, q, k, v, sink, scale):
+    def _bias(self, bias, scale):
+        if self.fault == "ignores the bias":
+            return None
+        if self.fault == "scales the bias":
+            return bias * scale
+        if self.fault == "takes the next row's bias":
+            return bias.roll(1, 2)
+        if self.fault == "takes the next head's bias":
+            return bias.roll(1, 1)
+        if self.fault == "takes the bias for 0 or -inf":
+            return bias.where(bias == -math.inf, 0.0)
+        return bias
+
+    def _compute(self, q, k, v, sink, bias, scale):
         mask = of_spec(self.SPEC).given(self.edges)
         if self.fault == "skips the last key":
             k, v = k[:, :-1], v[:, :-1]
@@ -142,7 +157,10 @@ class FakeKernel:
         if self.fault == "loses a block":
             given["full_kv_num_blocks"] = given["full_kv_num_blocks"] - 1
         blocks = lists.of_tensors(self.SPEC, given)
-        out, lse = attention(q, k, v, scale=scale, mask=mask, sink=sink, lists=blocks)
+        score = scores.of_spec(self.SPEC)
+        read = {} if bias is None else {"score": score, "tensors": {"bias": bias}}
+        options = {"mask": mask, "sink": sink, "lists": blocks, **read}
+        out, lse = attention(q, k, v, scale=scale, **options)
         if self.fault == "lse in base 2":
             lse = lse / math.log(2)
         if self.fault == "lse 0 where no key":
@@ -185,7 +203,7 @@ class FakeKernel:
         if self.fault == "lse differs now and then" and later:
             lse[0, 0, 0] += 1e-5
 
-    def _check(self, q, k, v, sink, out, lse):
+    def _check(self, q, k, v, sink, bias, out, lse):
         spec = self.SPEC
         dtype, dim = DTYPES[spec["dtype"]], spec["head_dim"]
 
@@ -220,6 +238,8 @@ class FakeKernel:
                 refuse("sink")
             if sink.shape != q.shape[2:3] or sink.dtype != torch.float32:
                 refuse("sink")
+        if bias is not None:
+            self._check_bias(q, k, bias, refuse)
         if out is not None:
             check_16bit("out", out, (q.shape[0], q.shape[1], q.shape[2], dim["v"]))
         if lse is not None:
@@ -258,6 +278,22 @@ class FakeKernel:
             isinstance(window_left, int) and 0 <= window_left <= 2**24
         ):
             raise ValueError("window_left is wrong")
+
+    def _check_bias(self, q, k, bias, refuse):
+        if not self.SPEC.get("bias") or bias.device.type != "cpu":
+            refuse("bias")
+        found, sizes = self.SPEC["bias"], (q.shape[0], q.shape[2], q.shape[1])
+        axes = zip(found["shape"], (*sizes, k.shape[1]), strict=True)
+        if bias.shape != tuple(1 if axis == 1 else size for axis, size in axes):
+            refuse("bias")
+        width = bias.element_size()
+        steps = [x for x, n in zip(bias.stride(), bias.shape, strict=True) if n > 1]
+        if bias.dtype != DTYPES[found["dtype"]] or bias.data_ptr() % 16:
+            refuse("bias")
+        if (bias.shape[3] > 1 and steps.pop() != 1) or any(
+            x * width % 16 or x == 0 for x in steps
+        ):
+            refuse("bias")
 
     def _check_memory(self, given):
         used = set()

@@ -124,6 +124,8 @@ def test_every_kind_of_data_layout_and_scale(constants):
         data -= {"sinks"}
     if not spec.get("alibi"):
         data -= {"slopes"}
+    if not spec.get("bias"):
+        data -= {"biases"}
     if not is_dynamic(spec):
         data -= {"second_rows", "negative", "normal"}
     if is_long(spec, tiles):

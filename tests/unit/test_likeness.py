@@ -11,6 +11,7 @@ from fmha_gen.ops.compare import judge_output
 from fmha_gen.ops.likeness import Inputs, likeness
 from fmha_gen.ops.masks import MASKS
 from fmha_gen.ops.reference import truth
+from fmha_gen.ops.scores import BIAS, Score
 from right_kernel import rounded
 
 BATCH, ROWS, KEYS, HEADS, KV_HEADS, DIM, TILE = 2, 40, 150, 4, 2, 32, 64
@@ -120,4 +121,25 @@ def test_a_row_without_its_sink_and_keys_beside_it():
     ):
         some = weights * keys
         found = some @ v / (some.sum() + total)
+        assert likeness(found, PLACE, inputs, right.out, right.out_bound) == text
+
+
+def test_a_row_without_its_bias_and_with_another():
+    bias = np.random.default_rng(5).standard_normal((1, 4, 1, KEYS)).astype(np.float32)
+    read = {"score": Score(BIAS), "tensors": {"bias": 2 * bias}}
+    inputs = replace(problem("none"), **read)
+    right = truth(
+        *(inputs.q, inputs.k, inputs.v),
+        **{"scale": SCALE, "mask": inputs.mask, "dtype": "bf16", **read},
+    )
+    batch, _, head = PLACE
+    k, v = (x[batch, :, head // 2].astype(np.float64) for x in (inputs.k, inputs.v))
+    scores = k @ inputs.q[PLACE].astype(np.float64) * SCALE
+    kept = np.arange(KEYS) >= TILE
+    for added, keys, text in (
+        (0.0, kept | True, "as without its bias"),
+        (2 * bias[0, head, 0], kept, "as with KV block 0 missing"),
+    ):
+        some = np.exp(scores + added) * keys
+        found = some @ v / some.sum()
         assert likeness(found, PLACE, inputs, right.out, right.out_bound) == text

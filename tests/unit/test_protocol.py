@@ -270,6 +270,9 @@ def test_transaction_bytes_are_the_constants_and_the_loads(stem: str) -> None:
         for lane in phase.lanes:
             for step in lane.steps:
                 for signal in (each for each in step.signals if each.tx_bytes):
+                    if "bias" in step.text:
+                        assert signal.tx_bytes == numbers["BIAS_TX_BYTES"]
+                        continue
                     (tensor,) = re.findall(r"\b([QKV])\b", step.text)
                     names = [f"{tensor}_TX_BYTES", "K_TX_BYTES"]
                     name = next(each for each in names if each in numbers)

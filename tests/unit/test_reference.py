@@ -4,18 +4,24 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 
 import numpy as np
 import pytest
 from fmha_gen.ops import reference
 from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.scores import BIAS, Score
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from right_kernel import rounded
 
 
-def by_loops(q, k, v, scale, causal, sink=None):
+def biased(bias):
+    return {"score": Score(BIAS), "tensors": {"bias": bias}}
+
+
+def by_loops(q, k, v, scale, causal, sink=None, bias=None):
     batch, q_len, heads, _ = q.shape
     kv_len, kv_heads = k.shape[1:3]
     out = np.zeros((batch, q_len, heads, v.shape[-1]))
@@ -23,8 +29,12 @@ def by_loops(q, k, v, scale, causal, sink=None):
     for b, head, row in np.ndindex(batch, heads, q_len):
         shared = head // (heads // kv_heads)
         keys = [j for j in range(kv_len) if not causal or j <= row + kv_len - q_len]
+        added = np.zeros(kv_len) if bias is None else bias[b, head, row].astype(float)
         weights = [
-            math.exp(scale * math.fsum(map(float, q[b, row, head] * k[b, j, shared])))
+            math.exp(
+                scale * math.fsum(map(float, q[b, row, head] * k[b, j, shared]))
+                + added[j]
+            )
             for j in keys
         ]
         own = [] if sink is None else [math.exp(sink[head])]
@@ -77,6 +87,42 @@ def test_a_sink_is_in_the_sum(mask, q_len, kv_len):
         np.testing.assert_allclose(
             np.take(values, 3, axis), np.take(as_before, 3, axis), rtol=1e-6, atol=5e-7
         )
+
+
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@pytest.mark.parametrize("shape", [*itertools.product((1, 2), (1, 4), (1, 5))])
+def test_a_bias_is_added_before_the_mask(mask, shape):
+    q, k, v = random_inputs(7, 2, 5, 5, 4, 2, 8, 6)
+    bias = np.random.default_rng(8).standard_normal((*shape, 5)).astype(np.float32)
+    bias[..., 2] = -np.inf
+    whole = np.broadcast_to(bias, (2, 4, 5, 5))
+    out, lse = by_loops(q, k, v, 0.25, mask is MASKS["causal"], bias=whole)
+    if shape[2] == 5 and mask is MASKS["causal"]:
+        bias[:, :, np.triu(np.ones((5, 5), bool), 1)] = np.nan
+    options = {"scale": 0.25, "mask": mask, **biased(bias)}
+    found = reference.attention(q, k, v, **options)
+    bounded = reference.truth(q, k, v, **options, dtype="bf16")
+    for one in (found, bounded):
+        np.testing.assert_allclose(one.out, out, rtol=1e-12, atol=1e-14)
+        np.testing.assert_allclose(one.lse, lse, rtol=1e-12, atol=1e-14)
+    without = reference.truth(q, k, v, scale=0.25, mask=mask, dtype="bf16")
+    assert bounded.shift.max() < 2 * without.shift.max()
+
+
+def test_a_bias_that_hides_keys_costs_no_accuracy():
+    """The least float in place of -inf: a key without weight, whose size is in no bound."""
+    q, k, v = random_inputs(9, 1, 5, 8, 1, 1, 8, 6)
+    bias = np.zeros((1, 1, 5, 8), np.float32)
+    options = {"scale": 0.25, "mask": MASKS["none"], "dtype": "bf16"}
+    bounds = []
+    for hidden in (-np.inf, np.finfo(np.float32).min):
+        bias[..., 3:5] = hidden
+        bounds.append(reference.truth(q, k, v, **biased(bias), **options))
+    for one, other in zip(*bounds, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12)
+    bias[...] = np.finfo(np.float32).min  # of all keys: as if of none
+    whole = reference.truth(q, k, v, **biased(bias), **options)
+    assert np.isfinite(whole.out).all() and (whole.lse < -1e38).all()
 
 
 def test_sinks_that_are_no_numbers_and_sinks_alone():

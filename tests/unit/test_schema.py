@@ -51,6 +51,16 @@ EDGES: dict[str, tuple[Any, ...]] = {
 }
 CHUNKS = {**EDGES, "chunk": (None, "none", 64), "prefix": (None,)}
 
+BIASES: dict[str, tuple[Any, ...]] = {
+    "arch": ("sm90", "sm100"),
+    "head_dim": (64,),
+    "heads": (None, {"q_per_kv": 4}),
+    "pack_gqa": (None, True),
+    "softcap": (None, "none", 30),
+    "bias": (None, "none", "fp32", {}, {"dtype": "none"}, {"dtype": "bf16"}),
+}
+
+
 # As `pack_gqa: true`, or `cluster is [1, 1]`.
 FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S")
 
@@ -88,7 +98,9 @@ def refusals(data: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "axes", [AXES, MASKS, EDGES, CHUNKS], ids=["tiles", "masks", "edges", "chunks"]
+    "axes",
+    [AXES, MASKS, EDGES, CHUNKS, BIASES],
+    ids=["tiles", "masks", "edges", "chunks", "biases"],
 )
 def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> None:
     rules = {"allOf": schema()["allOf"]}

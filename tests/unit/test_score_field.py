@@ -39,10 +39,10 @@ def test_what_means_the_same_has_one_digest_and_text(one: str, other: str) -> No
     [
         ("s", "scaled", 1, "", ""),
         ("s / 2 + row * 0.5", "scaled", 0.5, "", "0.5 * row"),
-        ("s + 0.5 * (kv - q)", "biased", 1, "0.5", ""),
-        ("2 * (s + kv / 4) - 3", "biased", 2, "0.5", "0.5 * q - 3"),
-        ("s + 0.25 * h * kv", "biased", 1, "0.25 * h", "0.25 * h * q"),
-        ("s + 1.0 * h * kv", "biased", 1, "h", "1.0 * h * q"),  # no product of 40 bits
+        ("s + 0.5 * (kv - q)", "sloped", 1, "0.5", ""),
+        ("2 * (s + kv / 4) - 3", "sloped", 2, "0.5", "0.5 * q - 3"),
+        ("s + 0.25 * h * kv", "sloped", 1, "0.25 * h", "0.25 * h * q"),
+        ("s + 1.0 * h * kv", "sloped", 1, "h", "1.0 * h * q"),  # no product of 40 bits
         ("s + abs(kv - q)", "by_element", 1, "", ""),
         ("s + kv * kv / 1e6", "by_element", 1, "", ""),
         ("tanh(s) + kv", "by_element", 1, "", ""),

@@ -31,6 +31,7 @@ def test_defaults() -> None:
         "heads": {"q_per_kv": 1},
         "pack_gqa": False,
         "softcap": "none",
+        "bias": {"shape": ("b", "h", "q", "kv"), "dtype": "none"},
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "blocks": "derived",

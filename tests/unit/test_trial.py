@@ -22,7 +22,7 @@ from fmha_gen.ops.lists import Drawn  # noqa: E402
 
 CASE = Case("small", batch=2, kv_heads=2, q=33, kv=65)
 DENSE = Case("dense", batch=2, kv_heads=2, q=33, kv=65, layout="plain")
-NOT_NORMAL = {"first_at_minus_inf", "all_at_minus_inf", "saturated", "sinks"}
+NOT_NORMAL = {"first_at_minus_inf", "all_at_minus_inf", "saturated", "sinks", "biases"}
 DATA = sorted(set(get_args(Data)) - NOT_NORMAL)
 MANY = Case("many", batch=1, kv_heads=1, q=9, kv=17, repeats=20)
 
@@ -90,6 +90,35 @@ def test_every_misuse_of_lists_is_refused() -> None:
     for name in lists.NAMES:
         assert f"{name}: int64" in found and f"{name}: one more of query_tiles" in found
     assert {name: text for name, text in found.items() if text} == {}
+
+
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("data", [*DATA, "biases"])
+@pytest.mark.parametrize("shape", [["b", "h", "q", "kv"], [1, 1, 1, "kv"]])
+@pytest.mark.parametrize(("q", "kv"), [(17, 65), (65, 17)])
+def test_right_kernel_holds_with_a_bias(
+    mask: str, data: Any, shape: list[Any], q: int, kv: int
+) -> None:
+    case = Case("data", batch=2, kv_heads=3, q=q, kv=kv, data=data, layout="mixed")
+    bias = {"shape": shape, "dtype": "fp32"}
+    assert findings(case=case, mask=mask, q_per_kv=2, bias=bias) == []
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "ignores the bias",
+        "scales the bias",
+        "takes the next row's bias",
+        "takes the next head's bias",
+        "takes the bias for 0 or -inf",
+    ],
+)
+def test_a_wrong_bias_is_found(fault: str) -> None:
+    bias = {"shape": ["b", "h", "q", "kv"], "dtype": "bf16"}
+    found = findings(fault, bias=bias)
+    assert any("of out: wrong" in finding for finding in found)
+    assert fault != "ignores the bias" or "as without its bias" in found[0]
 
 
 @pytest.mark.parametrize("lse", [True, False])
