@@ -17,6 +17,8 @@ from ..emulator.memory import RESERVED
 from ..emulator.report import Names
 
 _BYTES = {"Int64": 8, "Int32": 4, "Float32": 4, "DTYPE": 2}
+_OTHER_DTYPE = "_DTYPE"
+"""How the name of another element type ends; a constant of that name with _BYTES has its size."""
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -123,7 +125,8 @@ def _storage(
 def _field(node: ast.expr, constants: Mapping[str, int]) -> tuple[int, int] | None:
     """[bytes, bytes] The size of a field of SharedStorage and its alignment."""
     if isinstance(node, ast.Name):
-        size = _BYTES.get(node.id)
+        stem, other, _ = node.id.rpartition(_OTHER_DTYPE)
+        size = constants.get(f"{stem}_BYTES") if other else _BYTES.get(node.id)
         return None if size is None else (size, size)
     if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
         return None

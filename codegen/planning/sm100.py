@@ -274,7 +274,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "BIAS_STAGES", "one for each half", "HALVES"
         yield from of_bias(traits, "HALF_ROWS")
         vector = "VECTOR_BITS // BYTE // BIAS_BYTES"
-        yield "BIAS_VECTOR", "elements of a load from shared memory", vector
+        yield "BIAS_VECTOR", "elements of a vector load", vector
     tail = "of P: PV begins without them"
     yield "TAIL_COLUMNS", tail, "max(TILE_KV // 4, COLUMNS_AT_ONCE)"
     yield "S_COLUMNS", columns, "TILE_KV"

@@ -160,6 +160,8 @@ def test_spec(stem: str) -> None:
         tile = {"q": numbers["TILE_Q"], "kv": numbers["TILE_KV"]}
         given |= {"blocks": "lists", "tile": tile}
     given |= {} if spec.score == "none" else {"score": spec.score}
+    if spec.bias.dtype != "none":
+        given["bias"] = {"shape": list(spec.bias.shape), "dtype": spec.bias.dtype}
     flags = ("alibi", "documents", "prefix")
     given |= {name: True for name in flags if getattr(spec, name)}
     assert constants["SPEC"] == of_arch | given | {

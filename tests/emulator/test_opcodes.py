@@ -509,6 +509,30 @@ bar.warp.sync -1; ld.shared.b16 %rs1, [%r31+6]; mov.b32 %r20, {%rs1, 0};"""
     np.testing.assert_array_equal(out, expected)
 
 
+@pytest.mark.parametrize(
+    ("instruction", "matrix"),
+    [
+        ("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%r20}, [%r31];", 0),
+        ("ldmatrix.sync.aligned.m8n8.x2.shared::cta.b16 {%r33, %r20}, [%r31];", 1),
+        (
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r33, %r34, %r35, %r20}, [%r31];",
+            3,
+        ),
+    ],
+)
+def test_load_matrix(instruction, matrix):
+    """Lane l names row l; of a matrix lane 4 r + c gets word c of row r. The last one is kept."""
+    body = f"""
+mov.b32 %r30, smem; shl.b32 %r31, %r1, 4; add.s32 %r31, %r30, %r31;
+st.shared.v4.b32 [%r31], {{%r10, %r11, %r11, %r10}};
+bar.sync 0; {instruction}"""
+    a, b = WORDS[0].copy(), WORDS[1].copy()
+    lane = np.arange(LANES)
+    row = lane // 32 * 32 + 8 * matrix + lane % 32 // 4
+    expected = np.where(np.isin(lane % 4, (0, 3)), a[row], b[row])
+    np.testing.assert_array_equal(value(body, a, b), expected)
+
+
 WITHOUT_EFFECT = (
     "prefetch.tensormap [%rd1];",
     "prefetch.param.tensormap [k_param_0];",

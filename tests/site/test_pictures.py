@@ -178,7 +178,7 @@ def test_shared_memory_is_to_scale(stem: str) -> None:
     sizes.append(limit - plan.smem_bytes)
     scale = sum(box.bottom - box.top for box in found) / sum(sizes)
     for box, size in zip(found, filter(None, sizes), strict=True):
-        assert box.bottom - box.top == pytest.approx(size * scale, abs=0.11)
+        assert box.bottom - box.top == pytest.approx(size * scale, abs=0.15)
 
 
 @each_shipped
