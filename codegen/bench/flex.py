@@ -109,13 +109,21 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     keys = problem.keys
     first = [bound.node() for bound in keys.left_edges]
     last = [bound.plus(-1).node() for bound in keys.right_edges]
-    if not first and not last:
+    gap_first, gap_end = ([x.node() for x in side] for side in keys.gap_edges)
+    has_gap = not keys.gap.empty  # outside of what torch.compile traces
+    if not keys.edges:
         return None
 
     def visible(b: Any, h: Any, row: Any, kv: Any) -> torch.Tensor:
         at = _names(problem, tensors, b, h, row, kv)
         tests = [value(node, at, where) <= kv for node in first]
         tests += [kv <= value(node, at, where) for node in last]
+        if has_gap:
+            before = [kv < value(node, at, where) for node in gap_first]
+            behind = [kv >= value(node, at, where) for node in gap_end]
+            tests.append(reduce(and_, before) | reduce(and_, behind))
+        if keys.tests is not None:
+            tests.append(value(keys.tests, at, where))
         found: torch.Tensor = reduce(and_, tests)
         return found
 

@@ -45,6 +45,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         (150, 150, {"mask": CHUNKS}),
         (48, 150, {"mask": CHUNKS}),
         (150, 150, {"mask": "kv <= max(q, 63)"}),
+        (150, 150, {"mask": "kv <= q and (q - kv < 40 or kv < 4)"}),
+        (48, 150, {"mask": "kv <= q and q - kv < 64 and (q - kv) % 4 == 0"}),
         (150, 150, {"mask": "kv <= q and kv >= min(q - 20, row * 2 // 3)"}),
         (150, 150, {"mask": "causal", "softcap": 2.0}),
         (150, 150, {"mask": "causal", "sink": True}),
