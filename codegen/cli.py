@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -302,6 +303,23 @@ def bench(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whatever --seqlen.")] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
+    documents: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LOW:HIGH",
+            help="Lengths of documents, for masks that read some; default: 512:4096.",
+        ),
+    ] = None,
+    param: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=LOW:HIGH",
+            help="Another input of masks, such as window_left=1023 or prefix=0:512.",
+        ),
+    ] = None,
+    seed: Annotated[
+        str, typer.Option(help="Of these draws; 0,1,2: a problem for each.")
+    ] = "0",
     grid: Annotated[
         Path | None, typer.Option(help="CSV file with a problem per row.")
     ] = None,
@@ -317,13 +335,17 @@ def bench(
 ) -> None:
     """Time kernels beside their peers in one run on this machine's GPU."""
     lengths, totals = _counts("--seqlen", seqlen), _counts("--tokens", tokens)
+    ranges = dict(_range("--param", *each.partition("=")[::2]) for each in param or ())
+    if documents is not None:
+        ranges |= [_range("--documents", "documents", documents)]
+    seeds = _counts("--seed", seed, least=0)
     with _reported():
         from .bench import command as race
         from .bench.timing import REGIMES
 
         race.run(
             paths,
-            choice=race.Choice(lengths, totals, batch, heads, grid),
+            choice=race.Choice(lengths, totals, batch, heads, grid, ranges, seeds),
             against=None if against is None else _listed(against),
             rounds=rounds,
             regimes=REGIMES if regime is None else _listed(regime),
@@ -626,17 +648,28 @@ def _listed(text: str) -> list[str]:
     return [part for part in text.split(",") if part]
 
 
-def _counts(option: str, text: str | None) -> tuple[int, ...]:
-    """The positive whole numbers of a list with commas; none when there is no list."""
+def _counts(option: str, text: str | None, least: int = 1) -> tuple[int, ...]:
+    """The whole numbers of a list with commas; none when there is no list."""
     try:
         counts = [int(part) for part in text.split(",")] if text is not None else []
     except ValueError:
-        counts = [0]
-    if any(count < 1 for count in counts):
+        counts = [-1]
+    if any(count < least for count in counts):
         raise typer.BadParameter(
             f"{text!r} is no list such as 512,1024", param_hint=option
         )
     return tuple(dict.fromkeys(counts))
+
+
+def _range(option: str, name: str, text: str) -> tuple[str, list[int]]:
+    """A name with the bounds of its range, which are equal for a single number."""
+    found = re.fullmatch(r"(-?[0-9]{1,8})(?::(-?[0-9]{1,8}))?", text)
+    low, high = map(int, (found[1], found[2] or found[1])) if found else (1, 0)
+    if not name or low > high:
+        raise typer.BadParameter(
+            f"{text!r} is no range such as 512:4096", param_hint=option
+        )
+    return name, [low, high]
 
 
 @contextlib.contextmanager

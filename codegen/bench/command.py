@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,8 +19,8 @@ from ..evidence.evaluation import DEFAULT_OUT, Finding, kernel_files, progress_b
 from ..evidence.validate import require_gpu
 from ..host import tools
 from ..host.gpu import Gpu, find_gpu
-from ..ops import masks
-from . import contenders, grid, overhead, plot, results, tables
+from . import contenders, draws, grid, overhead, plot, results, tables
+from .draws import Ranges
 from .problems import Problem, problems_for
 from .results import Cell, Machine, Report
 from .timing import (
@@ -75,6 +75,8 @@ class Choice:
     batch: int | None = None
     heads: int | None = None
     grid: Path | None = None
+    ranges: Ranges = field(default_factory=dict)
+    seeds: Sequence[int] = (0,)
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,7 @@ def check_arguments(
         raise UsageProblem(f"--record needs --rounds {RECORD_ROUNDS} or more")
     if record and against is not None and not against:
         raise UsageProblem("--record needs a peer")
-    if choice.grid and (
-        choice.lengths or choice.tokens or choice.batch or choice.heads
-    ):
+    if choice.grid and choice != Choice(grid=choice.grid):
         raise UsageProblem("--grid says all sizes; leave the other options out")
     if choice.batch and choice.tokens:
         raise UsageProblem("--batch and --tokens exclude each other")
@@ -221,8 +221,13 @@ def cells_for(
     """A cell for every problem, with all the kernels (by stem) that compute it.
 
     Also notes on kernels without a problem, rows of a grid without a kernel, and problems larger
-    than asked for. Raises CheckFailed when there is no cell at all.
+    than asked for. Raises CheckFailed when there is no cell at all, and UsageProblem for a range of
+    what no kernel reads.
     """
+    read = {name for spec in specs.values() for name in draws.limits_of(spec)}
+    if unread := choice.ranges.keys() - read:
+        options = ", ".join(map(draws.option, sorted(unread)))
+        raise UsageProblem(f"{options}: no kernel reads it")
     cells: dict[Problem, Cell] = {}
     notes = []
 
@@ -239,6 +244,8 @@ def cells_for(
                 tokens=choice.tokens,
                 batch=choice.batch,
                 heads=choice.heads,
+                ranges=choice.ranges,
+                seeds=choice.seeds,
             ):
                 enter(problem, stem)
                 if problem.batch == 1 and problem.q > min(
@@ -257,12 +264,7 @@ def cells_for(
                 notes.append(f"no kernel for {row}")
     used = {stem for cell in cells.values() for stem in cell.ours}
     why = "no row of the grid" if rows else "fixed to other lengths"
-    read = {stem for stem, spec in specs.items() if masks.of_spec(spec).params}
-    notes += [
-        f"{stem} was not timed: {'its mask reads inputs of a call' if stem in read else why}"
-        for stem in specs
-        if stem not in used
-    ]
+    notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
     if not cells:
         raise CheckFailed("\n".join(["nothing to time", *notes]))
     return list(cells.values()), list(dict.fromkeys(notes))

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 
+from ..ops import params
 from ..ops.operation import Given
 from . import fa3 as fa3_module
 from . import fa4 as fa4_module
 from . import flex
-from .problems import Band, Problem
+from .problems import Problem
 from .timing import SEED, Launch
 
 if TYPE_CHECKING:
@@ -35,13 +36,14 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 class Inputs(NamedTuple):
     """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v].
 
-    by_name: what our kernels take by name alone, as the operation has it.
+    by_name: what our kernels take by name alone, as the operation has it: tensors, and then numbers
+    that a mask reads.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
-    by_name: Mapping[str, torch.Tensor] = {}
+    by_name: Mapping[str, Any] = {}
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -92,11 +94,15 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     inputs = problem.operation.inputs(spec)
     indices = problem.operation.indices(spec, problem)
     made = {name: torch.tensor(x, device=device) for name, x in indices.items()}
+    for x in problem.operation.params(spec):
+        made[x.name] = torch.tensor(problem.drawn[x.name], device=device)
     for x in inputs:
         if x.name not in made:
             drawn = DRAWN[x.name](x.shape(spec, problem), generator)
             made[x.name] = drawn.to(DTYPES[x.type(spec)])
-    by_name = {x.name: made.pop(x.name) for x in inputs if x.when}
+    by_name: dict[str, Any] = {x.name: made.pop(x.name) for x in inputs if x.when}
+    for number in problem.operation.integers(spec):
+        by_name[number.name] = problem.drawn[number.name]
     return Inputs(**made, by_name=by_name)
 
 
@@ -108,11 +114,13 @@ def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
 def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
     """What a generated kernel's ``compile()`` returns, given all its tensors."""
     outputs = kernel.fmha(*inputs.qkv, **inputs.by_name)
-    tensors = [*inputs.qkv, *inputs.by_name.values()]
+    by_name = inputs.by_name.values()
+    numbers = [x for x in by_name if isinstance(x, int)]
+    tensors = [*inputs.qkv, *(x for x in by_name if not isinstance(x, int))]
     tensors += outputs if isinstance(outputs, tuple) else (outputs,)
     run, scale = kernel.compile(), inputs.q.shape[3] ** -0.5
     processors = kernel.sm_count(inputs.q.get_device())
-    return lambda: run(*tensors, scale, processors)
+    return lambda: run(*tensors, scale, *numbers, processors)
 
 
 # --- peers --------------------------------------------------------------------------------
@@ -120,6 +128,7 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
 UNEQUAL: Final = "causal mask of unequal lengths"
 WINDOW: Final = "window"
 EXPRESSION: Final = "mask expression"
+BESIDE_DOCUMENTS: Final = "mask expression beside documents"
 
 
 @dataclass(frozen=True)
@@ -143,14 +152,16 @@ class Peer:
 
 def asks(problem: Problem) -> Iterator[str]:
     """What a problem has that not every attention does: of its mask, and each further field."""
-    band = problem.band
+    band, further = problem.band, problem.further
     if band is None:
-        yield EXPRESSION
+        yield BESIDE_DOCUMENTS if "documents" in further else EXPRESSION
     elif band.window:
         yield WINDOW
     elif band.causal and problem.q != problem.kv:
         yield UNEQUAL
-    yield from problem.further
+    # A window of the call is asked for above, and numbers are part of an expression.
+    without = {"window"} if params.has_tensors(problem.spec) else {"window", "params"}
+    yield from (name for name in further if name not in without)
 
 
 def _installed(package: str) -> bool:
@@ -158,12 +169,6 @@ def _installed(package: str) -> bool:
         return package in sys.modules or importlib.util.find_spec(package) is not None
     except ImportError:  # of the package that it would be in
         return False
-
-
-def _band(problem: Problem) -> Band:
-    band = problem.band
-    assert band is not None, "refused"
-    return band
 
 
 def fa4(problem: Problem, inputs: Inputs) -> Launch:
@@ -178,7 +183,7 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     from torch.nn.functional import scaled_dot_product_attention
 
     q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
-    causal, grouped = _band(problem).causal, problem.heads != problem.kv_heads
+    causal, grouped = problem.keys.right == 0, problem.heads != problem.kv_heads
 
     def launch() -> torch.Tensor:
         with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
@@ -192,9 +197,7 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
 
 def fa3(problem: Problem, inputs: Inputs) -> Launch:
     """FlashAttention-3."""
-    function = fa3_module.launch(
-        _band(problem), problem.softcap, *inputs.qkv, inputs.sink
-    )
+    function = fa3_module.launch(problem, *inputs.qkv, inputs.by_name)
     return lambda: _out(function())
 
 
@@ -203,8 +206,11 @@ def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
     return flex.launch(problem, *inputs.qkv, inputs.by_name)
 
 
-_FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap"})
-_OF_FLEX: Final = frozenset({EXPRESSION, "sink", "score", "alibi", "blocks", "tile"})
+_FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap", "documents"})
+_OF_FLEX: Final = frozenset(
+    {EXPRESSION, BESIDE_DOCUMENTS, "sink", "score", "alibi", "blocks", "tile"}
+    | {"prefix", "params"}
+)
 PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),

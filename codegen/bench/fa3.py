@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+from collections.abc import Mapping
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .problems import Band
+from . import draws
+from .draws import DOCUMENTS
+from .problems import Problem
 from .timing import Launch
 
 if TYPE_CHECKING:
@@ -52,38 +55,35 @@ def version() -> str | None:
 
 
 def launch(
-    band: Band,
-    softcap: float | None,
+    problem: Problem,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    sink: torch.Tensor | None = None,
+    by_name: Mapping[str, torch.Tensor],
 ) -> Launch:
-    """A call of it. Tensors are [batch, rows, heads, dim]; sink, which vLLM's takes: [heads]."""
+    """A call of it. Tensors are [batch, rows, heads, dim]; by_name: further inputs."""
+    band = problem.band
+    assert band is not None, "refused"
     sides = (band.left, band.right or None)
     window = tuple(-1 if keys is None else keys for keys in sides)
+    packed = draws.packed(problem, q, k, v)
+    shape = (*q.shape[:3], v.shape[-1])
     with contextlib.suppress(ImportError):
-        function = import_module(OWN).flash_attn_func
-        own = {} if window == (-1, -1) else {"window_size": window}
-        return lambda: function(
-            *(q, k, v), causal=band.causal, softcap=softcap or 0.0, **own
-        )
+        own = import_module(OWN)
+        more: dict[str, Any] = {} if window == (-1, -1) else {"window_size": window}
+        more |= {"causal": band.causal, "softcap": problem.softcap or 0.0}
+        if DOCUMENTS not in problem.drawn:
+            return lambda: own.flash_attn_func(q, k, v, **more)
+        return lambda: own.flash_attn_varlen_func(**packed, **more).view(shape)
     import torch
 
     torch.ops.load_library(str(library()))
     operator = torch.ops._vllm_fa3_C.fwd.default
-    packed = [x.flatten(0, 1) for x in (q, k, v)]
-    given: dict[str, Any] = dict(zip("qkv", packed, strict=True)) | SETTINGS
+    given: dict[str, Any] = packed | SETTINGS
     given |= {"window_size_left": window[0], "window_size_right": window[1]}
-    for name, x in (("q", q), ("k", k)):
-        batch, rows = x.shape[:2]
-        given[f"cu_seqlens_{name}"] = torch.arange(
-            0, batch * rows + 1, rows, device=q.device, dtype=torch.int32
-        )
-        given[f"max_seqlen_{name}"] = rows
     given |= {"softmax_scale": q.shape[-1] ** -0.5, "is_causal": band.causal}
-    given |= {"softcap": softcap or 0.0}
+    given |= {"softcap": problem.softcap or 0.0}
+    sink = by_name.get("sink")
     given["s_aux"] = None if sink is None else sink.bfloat16()
     ordered = [given.get(each.name) for each in operator._schema.arguments]
-    shape = (*q.shape[:3], v.shape[-1])
     return lambda: operator(*ordered)[0].view(shape)

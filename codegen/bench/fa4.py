@@ -2,6 +2,7 @@
 """FlashAttention-4. Its own masks where they say the problem's, else an expression as ``mask_mod``.
 
 With that come the lists of blocks that FlexAttention has: both packages name and order them alike.
+Documents are packed sequences.
 Checked with 4.0.0b36.
 """
 
@@ -11,7 +12,8 @@ from collections.abc import Callable, Mapping
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from . import flex
+from . import draws, flex
+from .draws import DOCUMENTS
 from .problems import Problem
 
 if TYPE_CHECKING:
@@ -36,11 +38,11 @@ def launch(
     by_name: Mapping[str, torch.Tensor],
 ) -> Callable[[], Any]:
     """A call of it. Tensors are [batch, rows, heads, dim]; by_name: further inputs."""
-    function, band = import_module(PACKAGE).flash_attn_func, problem.band
+    package, band = import_module(PACKAGE), problem.band
     given: dict[str, Any] = {"return_lse": problem.lse}
     if band is None:
-        given["mask_mod"] = mask_mod(problem)
-        given["block_sparse_tensors"] = block_lists(problem, q.device)
+        given["mask_mod"] = mask_mod(problem, by_name)
+        given["block_sparse_tensors"] = block_lists(problem, by_name, q.device)
     else:
         given["causal"] = band.causal
         if band.window:
@@ -49,14 +51,27 @@ def launch(
         given["softcap"] = problem.softcap
     if "sink" in by_name:
         given["learnable_sink"] = by_name["sink"].bfloat16()
-    return lambda: function(q, k, v, **given)
+    if DOCUMENTS not in problem.drawn:
+        return lambda: package.flash_attn_func(q, k, v, **given)
+    given |= draws.packed(problem, q, k, v)
+    shape = (*q.shape[:3], v.shape[-1])
+
+    def call() -> torch.Tensor:
+        found = package.flash_attn_varlen_func(**given)
+        out: torch.Tensor = found[0] if isinstance(found, tuple) else found
+        return out.view(shape)
+
+    return call
 
 
-def mask_mod(problem: Problem) -> Callable[..., Any]:
-    """The mask as it calls one, with values of CuTe in place of PyTorch's."""
+def mask_mod(problem: Problem, numbers: Mapping[str, Any]) -> Callable[..., Any]:
+    """The mask as it calls one, with values of CuTe in place of PyTorch's.
+
+    numbers: by name, those that the mask may read; it has them as constants.
+    """
     from cutlass import cute
 
-    visible = flex.mask_mod(problem, {}, cute.where)
+    visible = flex.mask_mod(problem, numbers, cute.where)
     assert visible is not None, "a mask of no edge is a band"
 
     def mod(b: Any, h: Any, row: Any, kv: Any, lengths: Any, tensors: Any) -> Any:
@@ -64,13 +79,16 @@ def mask_mod(problem: Problem) -> Callable[..., Any]:
 
     group = problem.heads // problem.kv_heads
     # By this it knows the kernels that it has compiled.
-    mod.__cute_hash__ = f"{problem.mask} {problem.q} {problem.kv} {group}"  # type: ignore[attr-defined]
+    read = {name: x for name, x in numbers.items() if isinstance(x, int)}
+    mod.__cute_hash__ = f"{problem.mask} {problem.q} {problem.kv} {group} {read}"  # type: ignore[attr-defined]
     return mod
 
 
-def block_lists(problem: Problem, device: torch.device) -> Any:
+def block_lists(
+    problem: Problem, numbers: Mapping[str, Any], device: torch.device
+) -> Any:
     """The blocks in which some score counts, and of these the ones in which all do."""
-    lists = flex.block_mask(problem, {}, device)
+    lists = flex.block_mask(problem, numbers, device)
     made = import_module(f"{PACKAGE}.block_sparsity").BlockSparseTensorsTorch
     return made(
         *(lists.kv_num_blocks, lists.kv_indices),

@@ -21,7 +21,6 @@ from typing import Final
 
 import numpy as np
 
-from ..ops import masks
 from ..ops.masks import Lengths
 from .problems import Problem
 from .results import Lines
@@ -72,8 +71,11 @@ class Fit:
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
     rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
-    blocks = masks.of_spec(problem.spec).key_blocks(rows, rows + ROWS, lengths, KEYS)
-    return problem.batch * problem.heads * len(rows), float(blocks.total.mean())
+    blocks = [
+        keys.key_blocks(rows, rows + ROWS, lengths, KEYS).total
+        for keys in problem.keys_of_heads()
+    ]
+    return problem.batch * problem.heads * len(rows), float(np.mean(blocks))
 
 
 def block_flops(problem: Problem) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 from ..errors import CheckFailed
@@ -13,6 +14,9 @@ from ..ops.cases import DYNAMIC
 from ..ops.lists import Drawn
 from ..ops.masks import Mask
 from ..ops.operation import Operation
+from ..ops.params import ARGUMENT
+from . import draws
+from .draws import Ranges
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
@@ -23,6 +27,8 @@ DEFAULT_WIDTH = 2048  # heads * head_dim.v
 _HOW: Final = {"name", "arch", "seqlen", "pack_gqa", "cluster", "multicast"}
 # The fields of every problem; others have a say where they are there.
 _PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
+# What hides and shows keys around those of the mask, where inputs say so.
+_AROUND: Final = ("documents", "prefix")
 
 
 class Band(NamedTuple):
@@ -47,6 +53,7 @@ class Problem:
     """One call. batch, heads, q, kv: counts, of query heads, query rows and keys.
 
     spec: the fields of a SPEC that decide what is computed, whatever they are; see `problem_for`.
+    ranges, seed: of what its mask reads; see `draws`.
     """
 
     spec: Mapping[str, Any] = field(hash=False)
@@ -54,6 +61,8 @@ class Problem:
     heads: int
     q: int
     kv: int
+    ranges: Ranges = field(default_factory=dict, hash=False)
+    seed: int = 0
 
     @property
     def kv_heads(self) -> int:
@@ -83,7 +92,12 @@ class Problem:
     @property
     def flops(self) -> float:
         """Of the operation."""
-        return self.operation.flops(self.spec, self)
+        return _flops(self)
+
+    @property
+    def drawn(self) -> Mapping[str, Any]:
+        """What its mask reads; see `draws.draw`."""
+        return _drawn(self)
 
     @property
     def lists(self) -> Drawn:
@@ -97,20 +111,41 @@ class Problem:
 
     @property
     def keys(self) -> Mask:
-        """Which keys a query sees."""
+        """Which keys a query sees; inputs have no values in it."""
         return masks.of_spec(self.spec)
+
+    def keys_of_heads(self) -> Iterator[Mask]:
+        """With values, for each batch and each head whose own it may be."""
+        keys = self.keys.given(self.drawn)
+        batches = range(self.batch if keys.reads("b") else 1)
+        heads = range(self.heads if keys.reads("h", "h_kv") else 1)
+        group = self.heads // self.kv_heads
+        return (keys.at(b, h, h // group) for b in batches for h in heads)
+
+    @property
+    def _base(self) -> Mapping[str, Any]:
+        """The SPEC without documents and prefix, and with the window of the call."""
+        base = {x: said for x, said in self.spec.items() if x not in _AROUND}
+        if "window" in base:
+            base["window"] = {
+                side: self.drawn[f"window_{side}"] if keys == ARGUMENT else keys
+                for side, keys in base["window"].items()
+            }
+        return base
 
     @property
     def band(self) -> Band | None:
-        """The keys around its place that a query sees; None for a mask of another form."""
-        keys = self.keys
+        """The keys around its place that a query sees, of its document where it has one; None for
+        a mask of another form, of which a prefix is no part.
+        """
+        keys = masks.of_spec(self._base)
         band = Band(keys.left, keys.right)
         return band if masks.window(*band) == keys else None
 
     @property
     def mask(self) -> str:
-        """What it is called; see `masks.word_of`."""
-        return masks.word_of(self.spec)
+        """What it is called, but for documents and prefix; see `masks.word_of`."""
+        return masks.word_of(self._base)
 
     @property
     def variant(self) -> str:
@@ -118,7 +153,8 @@ class Problem:
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.spec["q_per_kv"]
         group_words = f" GQA {group}" if group > 1 else ""
-        return f"{dim} {self.spec['dtype']}{group_words}{self._further}"
+        drawn = "".join(f" {name}" for name in self.ranges)
+        return f"{dim} {self.spec['dtype']}{group_words}{self._further}{drawn}"
 
     @property
     def further(self) -> dict[str, Any]:
@@ -132,7 +168,7 @@ class Problem:
         words += [
             f"{name} {x}" if isinstance(x, str) else name
             for name, x in self.further.items()
-            if name not in ("softcap", "score", "alibi")
+            if name not in ("softcap", "score", "alibi", "params", "window", *_AROUND)
         ]
         return "".join(f" {word}" for word in words)
 
@@ -151,21 +187,46 @@ class Problem:
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
         rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        return f"b{self.batch} h{heads} {rows} {self.mask}{self._further}"
+        drawn = draws.words(self.ranges, self.seed)
+        words = f"b{self.batch} h{heads} {rows} {self.mask}{self._further} {drawn}"
+        return words.rstrip()
 
 
 def problem_for(
-    spec: Mapping[str, Any], *, batch: int, heads: int, q: int, kv: int
+    spec: Mapping[str, Any],
+    *,
+    batch: int,
+    heads: int,
+    q: int,
+    kv: int,
+    ranges: Ranges | None = None,
+    seed: int = 0,
 ) -> Problem:
     """The problem that a SPEC's kernel computes for these counts.
 
-    A window becomes part of the mask, so that two ways to say one mask are one problem.
+    A window becomes part of the mask, so that two ways to say one mask are one problem; but not one
+    of a call. ranges: of inputs that its mask may read, where they are not the usual ones. Raises
+    CheckFailed for one that the input cannot have.
     """
     what = {name: x for name, x in spec.items() if name not in _HOW}
-    if "window" in what:
-        what["mask"] = masks.said(masks.of_spec(what))
+    if "window" in what and ARGUMENT not in what["window"].values():
+        alone = {name: x for name, x in what.items() if name not in _AROUND}
+        what["mask"] = masks.said(masks.of_spec(alone))
         del what["window"]
-    return Problem(what, batch, heads, q, kv)
+    drawn = draws.ranges_of(spec, kv, ranges or {})
+    seed = seed if draws.is_random(drawn) else 0
+    return Problem(what, batch, heads, q, kv, drawn, seed)
+
+
+@lru_cache(maxsize=8)
+def _drawn(problem: Problem) -> Mapping[str, Any]:
+    return draws.draw(problem.spec, problem, problem.ranges, problem.seed)
+
+
+@lru_cache(maxsize=64)
+def _flops(problem: Problem) -> float:
+    inputs = problem.drawn or None
+    return problem.operation.flops(problem.spec, problem, inputs)
 
 
 def problems_for(
@@ -175,17 +236,16 @@ def problems_for(
     tokens: Sequence[int] = (),
     batch: int | None = None,
     heads: int | None = None,
+    ranges: Ranges | None = None,
+    seeds: Sequence[int] = (0,),
 ) -> Iterator[Problem]:
     """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``,
     or where it has a bias, with which nothing is timed.
 
-    None either where the mask reads inputs of a call, for which a problem has no values.
-
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
+    ranges: as of `problem_for`. seeds: one problem each, where something is drawn.
     """
-    if masks.of_spec(spec).params:
-        return
     fixed = spec["seqlen"]
     group = spec["q_per_kv"]
     if heads is None:
@@ -208,7 +268,10 @@ def problems_for(
     for counts in rows:
         for total in tokens or (DEFAULT_TOKENS,):
             some = batch or max(1, total // counts["q"])
-            yield problem_for(spec, batch=some, heads=heads, **counts)
+            for seed in seeds:
+                yield problem_for(
+                    spec, batch=some, heads=heads, **counts, ranges=ranges, seed=seed
+                )
 
 
 def default_heads(spec: Mapping[str, Any]) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from . import draws
 from .problems import Problem, problem_for
 from .timing import BURST, GRAPH, REGIMES, SUSTAINED, Round, Timing
 
@@ -167,6 +168,7 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
     best = cell.best_peer()
     return {
         "problem": asdict(cell.problem),
+        **_drawn(cell.problem),
         "flops": cell.problem.flops,
         "ours": cell.ours,
         "contenders": {
@@ -178,6 +180,14 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "over_best": {stem: cell.over_best(stem) for stem in cell.ours},
         "missing": cell.missing,
     }
+
+
+def _drawn(problem: Problem) -> dict[str, Any]:
+    """What its mask reads, if anything."""
+    if not problem.ranges:
+        return {}
+    values = draws.values_of(problem.spec, problem.drawn)
+    return {"drawn": {"ranges": problem.ranges, "seed": problem.seed, "values": values}}
 
 
 def _timing_json(timing: Timing, flops: float) -> dict[str, Any]:
@@ -224,7 +234,8 @@ def from_json(found: Mapping[str, Any]) -> Report:
 def _problem(found: Mapping[str, Any]) -> Problem:
     counts = {name: found[name] for name in ("batch", "heads", "q", "kv")}
     if "spec" in found:
-        return Problem(found["spec"], **counts)
+        drawn = {name: found[name] for name in ("ranges", "seed") if name in found}
+        return Problem(found["spec"], **counts, **drawn)
     # Runs of before decision 0046 name what a problem has.
     sides = {side: found.get(f"window_{side}") for side in ("left", "right")}
     spec = {
@@ -287,6 +298,7 @@ def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
                 "q": cell.problem.q,
                 "kv": cell.problem.kv,
                 "mask": cell.problem.mask,
+                **_drawn(cell.problem),
                 **_figures(cell, stem),
                 "peers": {name: _figures(cell, name) for name in cell.peers},
             }

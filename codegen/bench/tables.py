@@ -9,6 +9,7 @@ from typing import Literal
 from rich.table import Table
 
 from ..evidence import evaluation
+from . import draws
 from .overhead import Fit
 from .results import Cell, Report, summary
 from .timing import EAGER, GRAPH, SUSTAINED, Timing
@@ -115,6 +116,10 @@ def closing_lines(report: Report) -> Iterator[str]:
             for regime in report.regimes
         )
         yield f"8192^3 bf16 matrix product {when} all problems, TFLOPS: {figures}"
+    for problem in dict.fromkeys(cell.problem for cell in report.cells):
+        if draws.is_random(problem.ranges):
+            drawn = draws.summary(problem.drawn)
+            yield f"drawn for {problem.family} {problem}: {drawn}"
     yield from report.notes
     reasons: dict[tuple[str, str], list[Cell]] = {}
     for cell in report.cells:

@@ -54,6 +54,28 @@ def test_tokens_that_make_a_sequence_need_no_note(tokens: list[int]) -> None:
     assert entered({"x": spec()}, choice, None)[1] == []
 
 
+def test_what_masks_read_is_drawn_from_ranges_of_the_call() -> None:
+    left = {"left": "argument", "right": "none"}
+    specs = {
+        "docs": spec(mask="causal", documents=True),
+        "too": spec(mask="causal", documents=True, pack_gqa=True),
+        "window": spec(mask="causal", window=left),
+        "plain": spec(),
+    }
+    ranges = {"documents": [64, 128], "window_left": [9, 9]}
+    choice = Choice(lengths=[512], batch=1, ranges=ranges, seeds=(0, 1))
+    cells, notes = entered(specs, choice, None)
+    assert cells == [
+        ("b1 h16 s512 causal documents 64:128 seed 0", ["docs", "too"]),
+        ("b1 h16 s512 causal documents 64:128 seed 1", ["docs", "too"]),
+        ("b1 h16 s512 q - 9 <= kv <= q window_left 9", ["window"]),
+        ("b1 h16 s512 none", ["plain"]),
+    ]
+    assert notes == []
+    with pytest.raises(UsageProblem, match="--param x: no kernel reads it"):
+        cells_for(specs, Choice(ranges={"x": [1, 1], "documents": [1, 9]}), None)
+
+
 def test_a_grid_says_which_kernels_and_which_factors() -> None:
     rows = [
         Row("bf16", 128, 128, "none", 1, 1, 256, 1.2),
@@ -107,6 +129,7 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
         ({"rounds": 4, "record": True}, "--record needs --rounds 5 or more"),
         ({"against": [], "record": True}, "--record needs a peer"),
         ({"choice": Choice(grid=Path("g"), batch=1)}, "--grid says all sizes"),
+        ({"choice": Choice(grid=Path("g"), seeds=(1,))}, "--grid says all sizes"),
         ({"choice": Choice(tokens=[1], batch=1)}, "--batch and --tokens exclude"),
         ({"choice": Choice(grid=Path("no.csv"))}, "no.csv: cannot be read"),
         ({"json_file": Path("no/x.json")}, "no/x.json: there is no folder no"),
@@ -148,3 +171,30 @@ def test_lists_of_numbers_on_the_command_line(text: str) -> None:
     result = CliRunner().invoke(cli.app, ["bench", "x.py", "--seqlen", text])
     assert result.exit_code == 2
     assert "is no list such as 512,1024" in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("option", "text", "message"),
+    [
+        ("--documents", "9:5", "'9:5' is no range such as 512:4096"),
+        ("--documents", "", "'' is no range"),
+        ("--param", "window_left", "'' is no range"),
+        ("--param", "=5", "'5' is no range"),
+        ("--param", "x=1:2:3", "'1:2:3' is no range"),
+        ("--seed", "-1", "is no list such as"),
+    ],
+)
+def test_ranges_on_the_command_line(option: str, text: str, message: str) -> None:
+    result = CliRunner().invoke(cli.app, ["bench", "x.py", f"{option}={text}"])
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("\u2502", " ").split())
+
+
+def test_ranges_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: list[Choice] = []
+    monkeypatch.setattr(command, "run", lambda *_, choice, **__: choices.append(choice))
+    options = ["--documents", "512:4096", "--param", "w=-3:4", "--param", "prefix=7"]
+    result = CliRunner().invoke(cli.app, ["bench", "x.py", *options, "--seed", "0,5"])
+    assert result.exit_code == 0
+    ranges = {"documents": [512, 4096], "w": [-3, 4], "prefix": [7, 7]}
+    assert choices == [Choice(ranges=ranges, seeds=(0, 5))]

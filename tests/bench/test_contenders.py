@@ -4,7 +4,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +22,7 @@ torch = pytest.importorskip(
 
 from fmha_gen.bench import contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
-from fmha_gen.bench.problems import Band  # noqa: E402
+from fmha_gen.ops import masks  # noqa: E402
 from fmha_gen.ops.masks import MASKS  # noqa: E402
 from fmha_gen.ops.reference import attention  # noqa: E402
 from unit.fake_kernel import FakeKernel, spec  # noqa: E402
@@ -37,6 +40,15 @@ def exact(q: Any, k: Any, v: Any, *, causal: bool) -> Any:
         q, k, v, scale=q.shape[-1] ** -0.5, mask=MASKS["causal" if causal else "none"]
     )
     return found.out.to(q.dtype)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are tiny, and other tests run beside these."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -94,6 +106,140 @@ def test_a_window_is_handed_on_or_refused(calls: list[Any]) -> None:
         assert calls[-1][1]["window_size"] == window
         assert calls[-1][1]["causal"]
     assert contenders.PEERS["cudnn"].refusal(one) == "takes no window"
+
+
+class Varlen:
+    """Attention of packed sequences, as FlashAttention has it. calls: what it was given."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, **given: Any) -> Any:
+        self.calls.append(given)
+        q, k, v = (given[name] for name in "qkv")
+        edges = [given[f"cu_seqlens_{name}"] for name in "qk"]
+        assert {each.dtype for each in edges} == {torch.int32}
+        longest = [int(each.diff().max()) for each in edges]
+        assert longest == [given["max_seqlen_q"], given["max_seqlen_k"]]
+        sides = [None if n in (None, -1) else n for n in given.get("window_size", ())]
+        mask = (
+            masks.window(*(sides or (None, None)))
+            & MASKS["causal" if given["causal"] else "none"]
+        )
+        out = torch.full((*q.shape[:2], v.shape[-1]), float("nan"))
+        slices = [itertools.pairwise(each.tolist()) for each in edges]
+        for rows, keys in zip(*slices, strict=True):
+            of_q, of_k = slice(*rows), slice(*keys)
+            if rows[0] < rows[1]:
+                parts = (q[None, of_q], k[None, of_k], v[None, of_k])
+                scale = q.shape[-1] ** -0.5
+                out[of_q] = attention(*parts, scale=scale, mask=mask).out[0]
+        return out.to(q.dtype)
+
+
+@pytest.mark.parametrize("whose", ["fa4", "fa3", "fa3 of vLLM"])
+@pytest.mark.parametrize(
+    ("q", "fields"),
+    [
+        (48, {"causal": True}),
+        (48, {}),
+        (48, {"causal": True, "window": {"left": 5, "right": "none"}}),
+        (48, {"causal": True, "window": {"left": "argument", "right": "none"}}),
+        (20, {"causal": True}),  # some documents without a query
+        (60, {"causal": True}),  # queries before the first key
+    ],
+)
+def test_documents_are_packed_sequences(
+    whose: str, q: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second batch is what errors are of; its documents are others than the first's."""
+    ranges = {"documents": [3, 17], "window_left": [7, 7]}
+    one = problem(2, 4, 2, q, 48, 64, 32, documents=True, ranges=ranges, **fields)
+    first, second = one.drawn["documents"]
+    assert first != second and len(second) > 2
+    varlen = Varlen()
+    name = "fa4" if whose == "fa4" else "fa3"
+    for package in ("flash_attn.cute", "flash_attn_interface"):
+        module = ModuleType(package)
+        module.flash_attn_varlen_func = (  # type: ignore[attr-defined]
+            lambda *, return_lse=False, **given: varlen(**given)
+        )
+        known = None if package == fa3.OWN and whose == "fa3 of vLLM" else module
+        monkeypatch.setitem(sys.modules, package, known)
+    if whose == "fa3 of vLLM":
+        operators = SimpleNamespace(fwd=SimpleNamespace(default=OfVllm(varlen)))
+        monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+        monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
+    else:
+        assert contenders.PEERS[name].refusal(one) == ""
+    inputs = contenders.make_inputs(one, "cpu")
+    launch = contenders.PEERS[name].launch(one, inputs)
+    assert launch().shape == (2, q, 4, 32)
+    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert varlen.calls[0]["q"].data_ptr() == inputs.q.data_ptr(), "copied"
+    other = replace(one, seed=1)  # other documents
+    given = contenders.make_inputs(other, "cpu")
+    assert contenders.error_of(launch, other, given) > contenders.WRONG
+
+
+class OfVllm:
+    """The operator that vLLM's library has, by position."""
+
+    names = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q")
+    names += ("max_seqlen_k", "is_causal", "window_size_left", "window_size_right")
+    _schema = SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in names])
+
+    def __init__(self, varlen: Varlen) -> None:
+        self.varlen = varlen
+
+    def __call__(self, *values: Any) -> list[Any]:
+        given = dict(zip(self.names, values, strict=True))
+        sides = [given.pop(f"window_size_{side}") for side in ("left", "right")]
+        causal = given.pop("is_causal")
+        return [self.varlen(**given, causal=causal, window_size=sides)]
+
+
+def test_who_takes_no_documents_or_prefix_says_so(calls: list[Any]) -> None:
+    refused = {
+        "cudnn": {"documents": "takes no documents", "prefix": "takes no prefix"},
+        "fa3": {"documents": "", "prefix": "takes no prefix"},
+        "fa4": {"documents": "", "prefix": "takes no prefix"},
+        "flex": {"documents": "", "prefix": ""},
+    }
+    for name, reasons in refused.items():
+        for field, reason in reasons.items():
+            one = asked(48, **{field: True})
+            assert contenders.PEERS[name].refusal(one) == reason
+    chunks = {"mask": "kv <= q and kv // 32 == q // 32", "documents": True}
+    reason = "takes no mask expression beside documents, no documents"
+    assert contenders.PEERS["cudnn"].refusal(asked(**chunks)) == reason
+    assert contenders.PEERS["flex"].refusal(asked(**chunks)) == ""
+    read = {"start": {"shape": ["row"], "dtype": "int32", "monotone": "row"}}
+    tensor = asked(mask="kv <= q and start[row] <= kv", params=read)
+    assert contenders.PEERS["fa4"].refusal(tensor) == "takes no params"
+
+
+def test_our_kernel_is_given_what_its_mask_reads() -> None:
+    ranges = {"documents": [3, 17], "window_left": [7, 7]}
+    fields = {"documents": True, "window": {"left": "argument", "right": "none"}}
+    one = asked(ranges=ranges, **fields)
+    inputs = contenders.make_inputs(one, "cpu")
+    start, left = inputs.by_name.values()
+    assert (start.dtype, start.shape, left) == (torch.int32, (2, 48), 7)
+    for fault, right in (("", True), ("takes the next batch's documents", False)):
+        launch = contenders.ours(FakeKernel(spec(**one.spec), fault), inputs)
+        error = contenders.error_of(launch, one, inputs)
+        assert (error < 0.005) if right else (error > contenders.WRONG)
+    calls: list[Any] = []
+    kernel: Any = SimpleNamespace(
+        fmha=lambda *tensors, **named: inputs.v,
+        compile=lambda: lambda *arguments: calls.append(arguments),
+        sm_count=lambda device: 132,
+    )
+    contenders.bare(kernel, inputs)()
+    ((*tensors, scale, number, processors),) = calls
+    assert [x is y for x, y in zip(tensors[3:], (start, inputs.v), strict=True)]
+    assert (scale, number, processors) == (64**-0.5, 7, 132)
 
 
 def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +458,8 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     operators = SimpleNamespace(fwd=SimpleNamespace(default=Operator()))
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
-    found = fa3.launch(Band(9, 0), 30.0, *inputs.qkv, torch.ones(4))()
+    one = asked(window={"left": 9, "right": 0}, softcap=30.0)
+    found = fa3.launch(one, *inputs.qkv, {"sink": torch.ones(4)})()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls

@@ -24,6 +24,8 @@ from fmha_gen.bench import contenders, fa4, flex  # noqa: E402
 LEFT, BOTH = {"left": 9, "right": "none"}, {"left": 40, "right": 33}
 NEAR = "where(kv < 4 or not (q > 9 and kv != 20), s, max(s, -8) - 0.125 * abs(kv - q))"
 MIXED = "softcap(2 * s, 3) + tanh(s / 2) * (h + b) - min(row, h_kv * 8, 30) % 7 / 16 + q // 9"
+STARTS = {"start": {"shape": ["row", "h_kv"], "dtype": "int32", "monotone": "row"}}
+RANGES = {"documents": [9, 40], "window_left": [20, 20]}
 CHUNKS = "kv <= q and kv // 32 == q // 32"
 
 
@@ -48,6 +50,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         (150, 150, {"mask": "kv <= q and (q - kv < 40 or kv < 4)"}),
         (48, 150, {"mask": "kv <= q and q - kv < 64 and (q - kv) % 4 == 0"}),
         (150, 150, {"mask": "kv <= q and kv >= min(q - 20, row * 2 // 3)"}),
+        (150, 150, {"mask": "causal", "documents": True}),
+        (48, 150, {"documents": True}),
+        (150, 150, {"mask": "causal", "documents": True, "window": LEFT}),
+        (48, 150, {"mask": CHUNKS, "documents": True}),
+        (150, 150, {"mask": "causal", "prefix": True, "lse": True}),
+        (150, 150, {"mask": "causal", "window": {**LEFT, "left": "argument"}}),
+        (48, 150, {"mask": "kv <= q and q - kv < w", "params": {"w": "int32"}}),
+        (150, 150, {"mask": "kv <= q and start[row, h_kv] <= kv", "params": STARTS}),
         (150, 150, {"mask": "causal", "softcap": 2.0}),
         (150, 150, {"mask": "causal", "sink": True}),
         (150, 48, {"mask": CHUNKS, "softcap": 0.5, "sink": True, "lse": True}),
@@ -57,7 +67,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_it_computes_the_problem(q: int, kv: int, fields: dict[str, Any]) -> None:
-    one = problem(2, 4, 2, q, kv, 32, 16, **fields)
+    one = problem(2, 4, 2, q, kv, 32, 16, ranges=RANGES, **fields)
     inputs = contenders.make_inputs(one, "cpu")
     assert contenders.PEERS["flex"].refusal(one) == ""
     launch = contenders.PEERS["flex"].launch(one, inputs)
@@ -146,12 +156,23 @@ def test_fa4_is_told_of_an_expression_by_the_same_lists(
     lists.BlockSparseTensorsTorch = Lists  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn.cute", package)
     monkeypatch.setitem(sys.modules, "flash_attn.cute.block_sparsity", lists)
-    one = problem(1, 2, 2, 300, 400, 32, mask="kv <= q and kv // 128 == q // 128")
-    assert contenders.PEERS["fa4"].refusal(one) == ""
-    inputs = contenders.make_inputs(one, "cpu")
-    assert contenders.error_of(contenders.fa4(one, inputs), one, inputs) < 1e-6
-    hashes = {
-        fa4.mask_mod(each).__cute_hash__
-        for each in (one, problem(1, 2, 2, 300, 401, 32, mask=one.spec["mask"]), one)
-    }
-    assert len(hashes) == 2
+    chunks = {"mask": "kv <= q and kv // 128 == q // 128"}
+    number = {"mask": "kv <= q and q - kv <= n", "params": {"n": "int32"}}
+    gap = {"mask": "kv <= q and (kv < 4 or q - kv < 60)"}
+    strided = {"mask": "kv <= q and q - kv < 99 and (q - kv) % 4 == 0"}
+    several = [
+        problem(1, 2, 2, 300, 400, 32, **each) for each in (chunks, gap, strided)
+    ]
+    several += [
+        problem(1, 2, 2, 300, 400, 32, ranges={"n": [n, n]}, **number) for n in (9, 200)
+    ]
+    hashes = set()
+    for one in several:
+        assert contenders.PEERS["fa4"].refusal(one) == ""
+        inputs = contenders.make_inputs(one, "cpu")
+        assert contenders.error_of(contenders.fa4(one, inputs), one, inputs) < 1e-6
+        hashes.add(fa4.mask_mod(one, inputs.by_name).__cute_hash__)
+    assert len(hashes) == 5
+    longer = problem(1, 2, 2, 300, 401, 32, **chunks)
+    assert fa4.mask_mod(longer, {}).__cute_hash__ not in hashes
+    assert fa4.mask_mod(several[0], {}).__cute_hash__ in hashes

@@ -47,11 +47,15 @@ def problem(
     d_v: int | None = None,
     causal: bool = False,
     lse: bool = False,
+    ranges: dict[str, list[int]] | None = None,
+    seed: int = 0,
     **more: Any,
 ) -> Problem:
     plain = {"mask": "causal" if causal else "none", "lse": lse}
     made = spec(d_qk, d_v, **{**plain, "q_per_kv": heads // kv_heads, **more})
-    return problem_for(made, batch=batch, heads=heads, q=q, kv=kv)
+    return problem_for(
+        made, batch=batch, heads=heads, q=q, kv=kv, ranges=ranges, seed=seed
+    )
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fmha_gen.bench import overhead, results, tables
+from fmha_gen.bench import draws, overhead, results, tables
 from fmha_gen.bench.problems import Problem
 from fmha_gen.bench.results import Cell, Machine, Report
 from fmha_gen.bench.timing import REGIMES, Round, Timing
@@ -292,6 +292,29 @@ def test_the_record_holds_the_figures_of_the_kernels_own_cells() -> None:
             }
         ],
     }
+
+
+def test_json_and_record_keep_what_was_drawn() -> None:
+    ranges = {"documents": [9, 70]}
+    drawn = problem(
+        2, 1, 1, 200, 200, causal=True, documents=True, ranges=ranges, seed=3
+    )
+    found = report(Cell(drawn, ["x"]), cell(x=600, fa4=500))
+    found.cells[0].timings = {name: timing(600, drawn) for name in ("x", "fa4")}
+    found.peers = list(found.peers)
+    lengths = drawn.drawn["documents"]
+    kept = {"ranges": ranges, "seed": 3, "values": {"documents": lengths}}
+    record = results.benchmarked(found, "x")
+    assert record is not None
+    assert [one.get("drawn") for one in record["cells"]] == [kept, None]
+    assert record["cells"][0]["mask"] == "causal"
+    data = json.loads(json.dumps(results.as_json(found)))
+    assert [one.get("drawn") for one in data["cells"]] == [kept, None]
+    again = results.from_json(data)
+    assert again == found and again.cells[0].problem.drawn["documents"] == lengths
+    said = [line for line in tables.closing_lines(found) if line.startswith("drawn")]
+    assert said == [f"drawn for {drawn.family} {drawn}: {draws.summary(drawn.drawn)}"]
+    json.dumps(record)
 
 
 def test_no_record_without_every_cell_beside_a_peer() -> None:

@@ -16,6 +16,9 @@ from fmha_gen.build import records
 from fmha_gen.build.render import DIGEST_PLACEHOLDER, body_digest, finish
 from fmha_gen.errors import CheckFailed
 from fmha_gen.host import tools
+from fmha_gen.ops import masks
+from fmha_gen.ops.documents import document_ids, document_starts
+from fmha_gen.ops.masks import MASKS
 from typer.testing import CliRunner
 
 from . import model
@@ -40,13 +43,28 @@ SPEC = {spec!r}
 def fmha(q, k, v):
     return compute("ours", q, k, v, SPEC["mask"] == "causal")
 '''
-FA4 = '''"""Stands in for FlashAttention-4."""
+DOCUMENTS = '''"""K."""
 
 from {here} import compute
+
+SPEC = {spec!r}
+
+
+def fmha(q, k, v, *, document_start):
+    return compute("ours", q, k, v, True, document_start)
+'''
+FA4 = '''"""Stands in for FlashAttention-4."""
+
+from {here} import compute, starts_of
 
 
 def flash_attn_func(q, k, v, *, causal, return_lse):
     return compute("fa4", q, k, v, causal)
+
+
+def flash_attn_varlen_func(q, k, v, *, cu_seqlens_q, causal, **given):
+    tensors = (x[None] for x in (q, k, v))
+    return compute("fa4", *tensors, causal, starts_of(cu_seqlens_q))[0]
 '''
 TFLOPS = {"ours": 600e12, "fa4": 500e12}
 HOST = {"ours": 10e-6, "fa4": 60e-6}
@@ -55,9 +73,13 @@ faults: set[str] = set()
 device = model.ModelDevice()
 
 
-def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """Attention on the CPU, which on the model takes what its FLOPs say."""
-    from fmha_gen.ops.masks import MASKS
+def starts_of(cu_seqlens: Any) -> Any:
+    """Where each token's document begins."""
+    return document_starts(document_ids(cu_seqlens))
+
+
+def compute(who: str, q: Any, k: Any, v: Any, causal: bool, starts: Any = None) -> Any:
+    """Attention on the CPU, which on the model takes what its FLOPs say, but for documents."""
     from fmha_gen.ops.reference import attention
 
     if f"{who} raises" in faults:
@@ -65,9 +87,11 @@ def compute(who: str, q: Any, k: Any, v: Any, causal: bool) -> Any:
     pairs = q.shape[0] * q.shape[1] * k.shape[1] * q.shape[2] / (2 if causal else 1)
     # as if the problem were ten million times as large: few launches fill a graph
     device.spend(HOST[who], 1e7 * 4 * pairs * q.shape[3] / TFLOPS[who], who)
-    out = attention(
-        q, k, v, scale=q.shape[-1] ** -0.5, mask=MASKS["causal" if causal else "none"]
-    ).out.to(q.dtype)
+    mask = MASKS["causal" if causal else "none"]
+    if starts is not None:
+        documents = masks.of_spec(spec(mask="causal", documents=True))
+        mask = documents.given({"document_start": starts.numpy()})
+    out = attention(q, k, v, scale=q.shape[-1] ** -0.5, mask=mask).out.to(q.dtype)
     if f"{who} is NaN" in faults:
         return out * float("nan")
     return out * (1.1 if f"{who} is wrong" in faults else 1)
@@ -117,7 +141,7 @@ def generated(
     torch.set_num_threads(1)  # tensors are tiny, and other tests run beside these
     yield folder, tmp_path
     torch.set_num_threads(threads)
-    for name in ("full", "causal", "flash_attn", "flash_attn.cute"):
+    for name in ("full", "causal", "docs", "flash_attn", "flash_attn.cute"):
         sys.modules.pop(name, None)
 
 
@@ -167,6 +191,39 @@ def test_a_run(generated: tuple[Path, Path]) -> None:
     assert found["cells"][0]["peers"].keys() == {"fa4"}
     other = records.load(folder / "records" / "causal.json")
     assert other is not None and other["rung"] == "rendered"  # never validated
+
+
+def test_documents_are_drawn_for_everyone_and_recorded(
+    generated: tuple[Path, Path],
+) -> None:
+    folder, outside = generated
+    path, found = folder / "docs.py", outside / "run.json"
+    made = spec(16, arch="sm90", mask="causal", documents=True)
+    path.write_text(DOCUMENTS.format(here=__name__, spec=made))
+    options = ("--documents", "5:30", "--seed", "7,8", "--batch", 2, "--json", found)
+    sizes = ("--heads", 2, "--seqlen", 64, "--rounds", 1, "--regime", "graph")
+    result = invoke(
+        path, folder / "full.py", *options, *sizes, "--against", "cudnn,fa4"
+    )
+    assert (result.exit_code, result.stderr) == (0, "")
+    docs, other, plain = json.loads(found.read_text())["cells"]
+    assert docs["contenders"].keys() == other["contenders"].keys() == {"docs", "fa4"}
+    assert docs["missing"] == {"cudnn": "takes no documents"}
+    assert "drawn" not in plain
+    lengths = docs["drawn"]["values"]["documents"]
+    assert [sum(each) for each in lengths] == [64, 64] and lengths[0] != lengths[1]
+    assert docs["flops"] == 4 * 2 * 16 * sum(
+        n * n / 2 for each in lengths for n in each
+    )
+    assert [one["drawn"]["seed"] for one in (docs, other)] == [7, 8]
+    assert other["drawn"]["values"]["documents"] != lengths
+    of = "b2 h2 s64 causal documents 5:30 seed 7"
+    assert f"\ndrawn for d16 bf16 documents causal {of}: " in result.stdout
+    again = invoke(found)
+    assert again.stdout == result.stdout
+    refused = invoke(folder / "full.py", "--documents", "5:30", "--param", "w=1")
+    assert refused.exit_code == 2
+    assert "--documents, --param w: no kernel reads it" in refused.stderr
 
 
 def test_a_regime_may_be_run_alone(generated: tuple[Path, Path]) -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,13 @@ def small(tmp_path: Path, *stems: str) -> tuple[Path, Path, Path]:
     return specs, generated, tmp_path / "site"
 
 
-def benchmark(generated: Path, stem: str, gpu: str = "NVIDIA H200") -> None:
-    """Give a kernel's record a run of two cells, whatever it has."""
+def benchmark(
+    generated: Path, stem: str, gpu: str = "NVIDIA H200", drawn: Sequence[Any] = ()
+) -> None:
+    """Give a kernel's record a run of two cells, whatever it has.
+
+    drawn: what the mask of each read, at one length then.
+    """
     path = generated / "records" / f"{stem}.json"
     record = json.loads(path.read_text("utf-8"))
     cells = []
@@ -92,6 +98,8 @@ def benchmark(generated: Path, stem: str, gpu: str = "NVIDIA H200") -> None:
                 "peers": {"fa4": {"graph_tflops": fa4}},
             }
         )
+    for cell, each in zip(cells, drawn, strict=False):
+        cell |= {**cells[0], "graph_tflops": cell["graph_tflops"], "drawn": each}
     named = {key: record["compiled"][key] for key in ("ptx_sha256", "launch_sha256")}
     run = {"gpu": gpu, "driver": "580", "rounds": 5, "cells": cells, **named}
     versions = {"dsl": "4.8.1", "fa3": None, "fa4": "4.0"}
@@ -238,6 +246,24 @@ def test_charts_show_the_figures_of_the_records(tmp_path: Path) -> None:
     before = texts(folder)
     assert website.write([specs], generated, folder) == 0
     assert texts(folder) == before
+
+
+def test_draws_are_told_apart(tmp_path: Path) -> None:
+    """Two cells of one length, of which each had its own documents, beside FlexAttention."""
+    stem = "sm90_d128_bf16_causal_docs"
+    specs, generated, folder = small(tmp_path, stem)
+    drawn = [{"ranges": {"documents": [512, 4096]}, "seed": seed} for seed in (0, 1)]
+    benchmark(generated, stem, drawn=drawn)
+    path = generated / "records" / f"{stem}.json"
+    path.write_text(path.read_text("utf-8").replace('"fa4": {', '"flex": {'), "utf-8")
+    website.write([specs], generated, folder)
+    bars = words_of(folder / "kernels" / f"{stem}.speed1.svg")
+    assert {"444 ours", "480 ours", "305 flex"} <= bars
+    assert {f"documents 512:4096 seed {seed}" for seed in (0, 1)} <= bars
+    rows = Page(folder / "speed.html").text
+    for seed in (0, 1):
+        assert f"s512 causal documents 512:4096 seed {seed}" in rows
+    assert {"d128 bf16 documents, causal"} <= words_of(folder / "speed1.svg")
 
 
 def test_charts_need_matplotlib(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ...arch import ARCHITECTURES
-from ...bench import plot
+from ...bench import draws, plot
 from ...bench.results import OURS
 from ...build import records, render, tree
 from ...errors import CheckFailed
@@ -214,7 +214,11 @@ def _problem(cell: Cell) -> str:
         heads += f"/{cell['kv_heads']}"
     if cell["q"] != cell["kv"]:
         length += f" x {cell['kv']}"
-    return f"batch {cell['batch']}, heads {heads}, length {length}"
+    found = f"batch {cell['batch']}, heads {heads}, length {length}"
+    if "drawn" in cell:
+        # A line of its own in a chart, whose labels are narrow.
+        found += f",\n{draws.words(cell['drawn']['ranges'], cell['drawn']['seed'])}"
+    return found
 
 
 def _cell(cell: Cell) -> Row:

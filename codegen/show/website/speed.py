@@ -83,7 +83,9 @@ def _problem(kernel: Kernel, cell: Cell) -> Problem:
     """With and without LSE it is the same here, as in the plot of a run."""
     spec = kernel.plan.context["spec"]
     counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
-    return problem_for(spec, **counts).without_lse
+    drawn = cell.get("drawn", {})
+    more = {name: drawn[name] for name in ("ranges", "seed") if name in drawn}
+    return problem_for(spec, **counts, **more).without_lse
 
 
 def _lines(machine: Machine) -> Lines:
