@@ -24,7 +24,9 @@ DEFAULT_WIDTH = 2048  # heads * head_dim.v
 
 
 # What a SPEC says of how it is computed, or for whom; all else decides what is computed.
-_HOW: Final = {"name", "arch", "seqlen", "pack_gqa", "cluster", "multicast"}
+_HOW: Final = {"name", "arch", "seqlen", "pack_gqa", "cluster", "multicast"} | {
+    *("cta_group", "schedule"),
+}
 # The fields of every problem; others have a say where they are there.
 _PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
 # What hides and shows keys around those of the mask, where inputs say so.
