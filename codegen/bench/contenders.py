@@ -79,7 +79,8 @@ def _of_alibi(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
 
 
 DRAWN: Final[Mapping[str, Draw]] = {
-    **{"q": _normal, "k": _normal, "v": _normal, "sink": _of_bf16, "slopes": _of_alibi}
+    **{"q": _normal, "k": _normal, "v": _normal, "bias": _normal},
+    **{"sink": _of_bf16, "slopes": _of_alibi},
 }
 """The values of each input, by name."""
 
@@ -209,7 +210,7 @@ def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
 _FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap", "documents"})
 _OF_FLEX: Final = frozenset(
     {EXPRESSION, BESIDE_DOCUMENTS, "sink", "score", "alibi", "blocks", "tile"}
-    | {"prefix", "params"}
+    | {"prefix", "params", "bias"}
 )
 PEERS: Final[Mapping[str, Peer]] = {
     "cudnn": Peer({"torch": frozenset()}, cudnn),

@@ -168,6 +168,9 @@ def launch(
     from torch.nn.attention import flex_attention as flex
 
     sink = by_name.get("sink")
+    if "bias" in by_name:  # with all elements along axes of which it has one
+        whole = (problem.batch, problem.heads, problem.q, problem.kv)
+        by_name = {**by_name, "bias": by_name["bias"].expand(whole)}
     options: dict[str, Any] = {
         "score_mod": score_mod(problem, by_name),
         "block_mask": block_mask(problem, by_name, q.device),

@@ -31,6 +31,8 @@ _HOW: Final = {"name", "arch", "seqlen", "pack_gqa", "cluster", "multicast"} | {
 _PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
 # What hides and shows keys around those of the mask, where inputs say so.
 _AROUND: Final = ("documents", "prefix")
+# Fields that a problem's name says in other words.
+_SAID: Final = {"softcap", "score", "alibi", "bias", "params", "window", *_AROUND}
 
 
 class Band(NamedTuple):
@@ -170,7 +172,7 @@ class Problem:
         words += [
             f"{name} {x}" if isinstance(x, str) else name
             for name, x in self.further.items()
-            if name not in ("softcap", "score", "alibi", "params", "window", *_AROUND)
+            if name not in _SAID
         ]
         return "".join(f" {word}" for word in words)
 
@@ -241,8 +243,7 @@ def problems_for(
     ranges: Ranges | None = None,
     seeds: Sequence[int] = (0,),
 ) -> Iterator[Problem]:
-    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``,
-    or where it has a bias, with which nothing is timed.
+    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
 
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
@@ -256,9 +257,7 @@ def problems_for(
         raise CheckFailed(
             f"{spec['name']}: --heads {heads} is no multiple of q_per_kv = {group}"
         )
-    if spec.get("bias"):
-        rows = []
-    elif DYNAMIC in fixed.values():
+    if DYNAMIC in fixed.values():
         rows = [
             {side: n if at == DYNAMIC else int(at) for side, at in fixed.items()}
             for n in lengths or (DEFAULT_LENGTH,)

@@ -24,6 +24,7 @@ from fmha_gen.bench import contenders, fa4, flex  # noqa: E402
 LEFT, BOTH = {"left": 9, "right": "none"}, {"left": 40, "right": 33}
 NEAR = "where(kv < 4 or not (q > 9 and kv != 20), s, max(s, -8) - 0.125 * abs(kv - q))"
 MIXED = "softcap(2 * s, 3) + tanh(s / 2) * (h + b) - min(row, h_kv * 8, 30) % 7 / 16 + q // 9"
+BIAS = {"shape": [1, "h", "q", "kv"], "dtype": "bf16"}
 STARTS = {"start": {"shape": ["row", "h_kv"], "dtype": "int32", "monotone": "row"}}
 RANGES = {"documents": [9, 40], "window_left": [20, 20]}
 CHUNKS = "kv <= q and kv // 32 == q // 32"
@@ -64,6 +65,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         (48, 150, {"mask": "causal", "alibi": True, "lse": True}),
         (150, 150, {"score": NEAR}),
         (48, 150, {"mask": "causal", "score": MIXED, "sink": True}),
+        (150, 150, {"mask": "causal", "bias": BIAS, "lse": True}),
+        (48, 150, {"bias": {"shape": ["b", 1, 1, "kv"], "dtype": "fp32"}}),
     ],
 )
 def test_it_computes_the_problem(q: int, kv: int, fields: dict[str, Any]) -> None:

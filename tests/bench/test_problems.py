@@ -250,6 +250,13 @@ def test_whatever_a_spec_computes_is_the_problem() -> None:
     assert problem(1, 1, 1, 8, 8, lse=True).without_lse == problem(1, 1, 1, 8, 8)
 
 
+def test_a_bias_is_said_by_its_shape() -> None:
+    bias = {"shape": [1, "h", "q", "kv"], "dtype": "bf16"}
+    (one,) = problems_for(spec(mask="causal", bias=bias))
+    assert str(one) == "b4 h16 s4096 causal bf16 bias [1, h, q, kv]"
+    assert one.flops == problem(4, 16, 16, 4096, 4096, causal=True).flops
+
+
 def test_an_expression_is_no_band() -> None:
     chunks = "kv <= q and kv // 8192 == q // 8192"
     (one,) = problems_for(spec(mask=chunks), lengths=[16384])
