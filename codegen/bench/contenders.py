@@ -102,7 +102,7 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
             drawn = DRAWN[x.name](x.shape(spec, problem), generator)
             made[x.name] = drawn.to(DTYPES[x.type(spec)])
     by_name: dict[str, Any] = {x.name: made.pop(x.name) for x in inputs if x.when}
-    for number in problem.operation.integers(spec):
+    for number in problem.operation.numbers(spec):
         by_name[number.name] = problem.drawn[number.name]
     return Inputs(**made, by_name=by_name)
 

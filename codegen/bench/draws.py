@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Inputs that a problem's mask reads, drawn from ranges: alike for everyone who computes it.
+"""Inputs that a problem's expressions read, drawn from ranges: alike for everyone who computes it.
 
 Documents are drawn by their lengths, all else by the name of the argument. What is drawn follows
 from seed, range, name and sizes, so one input stays the same whatever else a kernel reads.
@@ -61,9 +61,9 @@ def ranges_of(
 
     Raises CheckFailed for one that leaves the input's own.
     """
-    found = {}
+    found, of_scores = {}, {x.name for x in declared(spec) if x.dtype == "fp32"}
     for name, (least, most) in limits_of(spec).items():
-        low, high = asked.get(name) or _usual(name, keys)
+        low, high = asked.get(name) or _usual(name, keys, real=name in of_scores)
         if low < least or high > most:
             message = (
                 f"{option(name)}={words_of([low, high])}: it can be {least} to {most}"
@@ -73,7 +73,9 @@ def ranges_of(
     return found
 
 
-def _usual(name: str, keys: int) -> Sequence[int]:
+def _usual(name: str, keys: int, *, real: bool) -> Sequence[int]:
+    if real:
+        return 0, 1
     if name == "prefix":
         return keys // 8, keys // 2
     return _USUAL.get(name, (0, keys))
@@ -99,10 +101,10 @@ def is_random(ranges: Ranges) -> bool:
 def draw(
     spec: Mapping[str, Any], sizes: Sizes, ranges: Ranges, seed: int
 ) -> dict[str, Any]:
-    """The inputs by name, int32 arrays and numbers; `DOCUMENTS` are lengths, by batch.
+    """The inputs by name, arrays and numbers; `DOCUMENTS` are lengths, by batch.
 
     Lengths of documents are uniform, but for the last ones of a batch, which fill it. Values of a
-    tensor that rises with the query are uniform and then sorted.
+    tensor that rises with the query are uniform and then sorted. In fp32 all are uniform.
     """
     found: dict[str, Any] = {}
     tensors = {x.name: x for x in operation_of(spec).params(spec)}
@@ -116,6 +118,10 @@ def draw(
                     for _ in range(sizes.batch)
                 ]
             found[x.name] = _edges(x, found[DOCUMENTS], sizes)
+        elif x.dtype == "fp32":
+            shape = tensors[x.name].shape(spec, sizes) if x.axes else ()
+            real = random.uniform(low, high, shape).astype(np.float32)
+            found[x.name] = real if x.axes else float(real)
         elif x.axes:
             shape = tensors[x.name].shape(spec, sizes)
             made = random.integers(low, high + 1, shape, np.int32)
@@ -195,9 +201,9 @@ def summary(drawn: Mapping[str, Any]) -> str:
     """What was drawn, in short, such as ``7 documents, 512 to 3841``."""
     parts = []
     for name, x in drawn.items():
-        if isinstance(x, int):
-            parts.append(f"{name} {x}")
+        if isinstance(x, int | float):
+            parts.append(f"{name} {x:.9g}")
         elif not (DOCUMENTS in drawn and name.startswith("document_")):  # else said
             flat = np.concatenate([np.ravel(each) for each in x])
-            parts.append(f"{len(flat)} {name}, {flat.min()} to {flat.max()}")
+            parts.append(f"{len(flat)} {name}, {flat.min():.9g} to {flat.max():.9g}")
     return "; ".join(parts)

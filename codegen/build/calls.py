@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 from ..emulator import launch
 from ..ops import cases, operation_of
 from ..ops.cases import DYNAMIC, Case, Tiles, launches_for, tiles_of
-from ..ops.inputs import GUARD, Layout, Placed, integers, place_tensors
+from ..ops.inputs import GUARD, Layout, Placed, numbers_of, place_tensors
 from ..ops.lists import AXES, Drawn
 from ..ops.operation import BYTES
 from .kernel_text import read_constants
@@ -95,7 +95,7 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
     if case.layout == "plain" and 1 not in located[next(iter(outputs))].placed.shape:
         made = {name: tensors.pop(name)["address"] for name in outputs}
         options = {"torch": {"stream": STREAM, **made}}
-    scalars: dict[str, float] = {**integers(spec, case)}
+    scalars: dict[str, float] = {**numbers_of(spec, case)}
     if case.scale_factor != 1:
         (scalar,) = operation.scalars
         scalars[scalar.name] = scale_of(spec, case)

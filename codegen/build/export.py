@@ -125,8 +125,10 @@ def header(source: Source, compiled: bytes) -> str:
     """The C header of a kernel's object."""
     spec = read_constants(source.text)["SPEC"]
     operation = operation_of(spec)
+    numbers = operation.numbers(spec)
     scalars = [scalar.name for scalar in operation.scalars]
-    integers = [*(x.name for x in operation.integers(spec)), "sm_count"]
+    scalars += [x.name for x in numbers if x.dtype == "fp32"]
+    integers = [*(x.name for x in numbers if x.dtype == "int32"), "sm_count"]
     free = [x.name for x in operation.tensors(spec) if not x.tma]
     return _HEADER.format(
         stem=source.stem,

@@ -31,6 +31,7 @@ from . import spell
 from .specialise import Flag, FoldError, specialise
 
 if TYPE_CHECKING:
+    from ..ops import operation
     from ..ops.operation import Tensor
     from ..planning.kernel_plan import KernelPlan, Number
 
@@ -68,6 +69,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         **{"literal": repr, "constant": constant, "tuple": tuple_of},
         **{"element": element, "has_rank": has_rank, "allocated": allocated},
         **{"greatest": greatest, "least": least, "truth": truth, "as_written": spell.as_written},
+        **{"scalar_type": scalar_type, "some_number": some_number, "as_number": as_number},
         **{"lines": spell.lines, "names_of_rows": spell.names_of_rows},
     }
     return env
@@ -83,6 +85,21 @@ def element(tensor: Tensor) -> str:
     if not isinstance(tensor.dtype, str):
         return f"{tensor.name.upper()}_DTYPE"
     return {OF_SPEC: "DTYPE", "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
+
+
+def scalar_type(number: operation.Number) -> str:
+    """Return a number's type as the DSL says it."""
+    return {"fp32": "Float32", "int32": "Int32"}[number.dtype]
+
+
+def some_number(number: operation.Number) -> str:
+    """Return a value of a number's type, as it is compiled with."""
+    return f"{scalar_type(number)}(1)"
+
+
+def as_number(number: operation.Number) -> str:
+    """Return a number as TVM-FFI takes it."""
+    return f"float({number.name})" if number.dtype == "fp32" else number.name
 
 
 def has_rank(tensor: Tensor) -> str:

@@ -6,11 +6,9 @@ from __future__ import annotations
 import functools
 from typing import Final, NamedTuple
 
-from ..expressions.language import Name, Node, Number, Real, Term, names_in, text_of
+from ..expressions.language import NAMES, SCORE, Name, Node, Number, Real, Term, names_in, text_of
 
 _DEEPEST: Final = 2  # operators inside one another on a line
-_OF_ELEMENTS: Final = {"s", "kv"}
-_TENSORS: Final = {"slopes"}
 _NEGATED: Final = {"<": ">=", ">=": "<", ">": "<=", "<=": ">", "==": "!=", "!=": "=="}
 _SUM, _PRODUCT, _SIGN, _ATOM = range(4)  # the operators that bind least come first
 _BINDS: Final = {"+": _SUM, "-": _SUM, "*": _PRODUCT, "//": _PRODUCT, "%": _PRODUCT}
@@ -23,7 +21,7 @@ def as_written(node: Node | None) -> str:
 
 def names_of_rows(node: Node | None) -> list[str]:
     """Return the names that it reads and that are the same along a row, sorted."""
-    return sorted(names_in(node) - _OF_ELEMENTS - _TENSORS) if node else []
+    return sorted(names_in(node) & NAMES.keys() - {"kv"}) if node else []
 
 
 def lines(node: Node | None) -> list[str]:
@@ -63,7 +61,7 @@ class _Speller:
     def named_operand(self, node: Node) -> str:
         """A name, for what stands in a line twice."""
         found = self.operand(node, real=node.type == "real")
-        return found.text if isinstance(node, Name) else self.named(found.text).text
+        return found.text if found.text.isidentifier() else self.named(found.text).text
 
     def real(self, node: Node) -> _Spelt:
         """As fp32."""
@@ -92,7 +90,7 @@ class _Speller:
             case Number(value=value) | Real(value=value):
                 return _Spelt(repr(value))
             case Name(name=name, axes=axes):
-                return _Spelt(f"m{name.capitalize()}[{', '.join(axes)}]" if axes else name)
+                return _Spelt(_name(name, axes))
             case Term(operator="not", operands=(operand,)):
                 return self.spelt(_negated(operand))
             case Term(operator="and" | "or" as sign, operands=operands):
@@ -132,6 +130,14 @@ class _Speller:
                 first = self.operand(left, binds, real=is_real)
                 return self.binary(sign, first, self.operand(right, binds + 1, real=is_real))
         raise AssertionError(node)
+
+
+def _name(name: str, axes: tuple[str, ...]) -> str:
+    """An axis, a length, s, or what a call brings: slopes, and params, which are in `Problem`."""
+    if name == SCORE or name in NAMES:
+        return name
+    found = f"m{name.capitalize()}" if name == "slopes" else f"problem.{name}"
+    return f"{found}[{', '.join(axes)}]" if axes else found
 
 
 def _negated(node: Node) -> Node:

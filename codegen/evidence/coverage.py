@@ -143,7 +143,9 @@ def _memory(
     known = dict(operation.indices(spec, case))
     read = params(spec, tiles, case)
     known |= {
-        x.name: np.asarray(read[x.name], np.int32) for x in operation.params(spec)
+        x.name: np.asarray(read[x.name], np.int32)
+        for x in operation.params(spec)
+        if x.dtype == "int32"
     }
     for name, numbers in known.items():
         at = located[name]

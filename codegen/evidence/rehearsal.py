@@ -52,7 +52,7 @@ from ..ops.cases import (
     walks_for,
 )
 from ..ops.compare import note_errors, same_bits
-from ..ops.inputs import integers
+from ..ops.inputs import numbers_of
 from ..ops.operation import Given
 from ..ops.reference import Truth
 from .coverage import (
@@ -193,7 +193,7 @@ class Rehearsal:
 
     def _given(self) -> Given:
         inputs: dict[str, Any] = {x.name: x.numbers() for x in self.problem.inputs}
-        inputs |= integers(self.spec, self.case)
+        inputs |= numbers_of(self.spec, self.case)
         return Given(self.spec, inputs, scale_of(self.spec, self.case))
 
     def run(

@@ -36,7 +36,7 @@ from ..ops.cases import (
     tiles_of,
 )
 from ..ops.compare import note_errors, outside_touched, same_bits
-from ..ops.inputs import Placed, integers, place_tensors, values
+from ..ops.inputs import Placed, numbers_of, place_tensors, values
 from ..ops.operation import Axis, Given, Operation, Tensor
 
 DTYPES = {
@@ -272,7 +272,7 @@ def _check_case(
     function = getattr(kernel, operation.function)
     scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
     options: dict[str, Any] = {} if case.scale_factor == 1 else {**scales}
-    numbers = integers(spec, case)
+    numbers = numbers_of(spec, case)
     options |= {
         x.name: tensors.inputs[x.name] for x in operation.inputs(spec) if x.when
     } | numbers
@@ -434,9 +434,12 @@ def misuses(
     for scalar in operation.scalars:
         for value in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
             yield spoil(str(value), **{scalar.name: value})
-    for integer in operation.integers(spec):
-        for wrong_one in (integer.least - 1, integer.most + 1, 1.5, None):
-            yield spoil(str(wrong_one), **{integer.name: wrong_one})
+    for each in operation.numbers(spec):
+        beyond: tuple[float, ...] = (each.least - 1, each.most + 1, 1.5)
+        if each.dtype == "fp32":
+            beyond = (math.nan, math.inf, 1e300)
+        for wrong_one in (*beyond, None):
+            yield spoil(str(wrong_one), **{each.name: wrong_one})
     for tensor in {*operation.reads, *operation.writes} - {*tensors}:
         shape = tensor.shape(spec, misuse_case(spec))
         unwanted = torch.empty(
@@ -576,7 +579,7 @@ def events(
         yield {"event": "start", "case": MISUSE}
         tensors = make_tensors(spec, tiles, misuse_case(spec), device.name)
         operation = operation_of(spec)
-        good = {**tensors.inputs, **tensors.into, **integers(spec, misuse_case(spec))}
+        good = {**tensors.inputs, **tensors.into, **numbers_of(spec, misuse_case(spec))}
         getattr(kernel, operation.function)(**good)
         device.synchronize()
         for misuse in misuses(operation, spec, good, device):

@@ -101,6 +101,11 @@ def known_to(declared: Mapping[str, Declaration]) -> dict[str, Param]:
     return params.of_spec({"mask": "none", "params": as_said(declared)})
 
 
+def known_to_scores(declared: Mapping[str, Declaration]) -> dict[str, Param]:
+    """Return all of them, as expressions of scores know them."""
+    return params.of_scores({"params": as_said(declared)})
+
+
 def _refusals(spec: Spec) -> Iterator[Violation]:
     operation = OPERATIONS[spec.op]
     taken = {x.name for x in (*operation.reads, *operation.writes)}
@@ -114,11 +119,12 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
         "max",
         "abs",
     }
-    read = {
-        x.name
-        for x in walk(parse(masks.text_of_word(spec.mask), known_to(spec.params)))
-        if isinstance(x, Name)
-    }
+    trees = [parse(masks.text_of_word(spec.mask), known_to(spec.params))]
+    of_mask = {x.name for x in walk(trees[0]) if isinstance(x, Name)}
+    if spec.score != "none":
+        known = known_to_scores(spec.params)
+        trees.append(parse(spec.score, known, type="real"))
+    read = {x.name for tree in trees for x in walk(tree) if isinstance(x, Name)}
     for name, said in spec.params.items():
         place, shape = ("params", name), said.shape
         if not _NAME.fullmatch(name) or keyword.iskeyword(name):
@@ -141,7 +147,9 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
         elif shape and spec.blocks == "lists":
             message = f"params.{name}: a tensor is not generated beside blocks: lists"
             yield Violation("FG205", place, message, "leave one of them out")
-        elif "h" in shape and (spec.pack_gqa or spec.cluster[1] > 1):
+        elif (
+            name in of_mask and "h" in shape and (spec.pack_gqa or spec.cluster[1] > 1)
+        ):
             field = "pack_gqa: true" if spec.pack_gqa else f"cluster: {[*spec.cluster]}"
             message = (
                 f"params.{name}: a mask of its own for each query head is not generated for"

@@ -11,13 +11,22 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import PydanticCustomError, core_schema
 
 from ..errors import Violation
-from ..expressions.language import SCORE, ExpressionError, parse, text_of
+from ..expressions.language import (
+    SCORE,
+    ExpressionError,
+    Name,
+    Param,
+    parse,
+    text_of,
+    walk,
+)
 from ..expressions.scores import parts_of
 from ..expressions.values import check_range
 from ..ops import scores
 from .bias import BIAS_DTYPES, has_bias
 from .blocks import has_lists
 from .feature import Accepts, Feature, Relation, refusal
+from .params import as_said, known_to_scores
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
@@ -31,19 +40,20 @@ class _Expression(Accepts):
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> core_schema.CoreSchema:
-        return core_schema.no_info_plain_validator_function(self.check)
+        return core_schema.with_info_plain_validator_function(self.check)
 
     def __get_pydantic_json_schema__(
         self, schema: core_schema.CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
         return {"type": "string", "description": self.meaning}
 
-    def check(self, value: Any) -> str:
+    def check(self, value: Any, info: core_schema.ValidationInfo) -> str:
         """Return what a SPEC says."""
         if type(value) is not str:
             raise refusal("FG103", self.text, value, "put the expression in quotes")
         try:
-            return value if value == _NONE else _canonical(value)
+            known = known_to_scores(info.data.get("params", {}))
+            return value if value == _NONE else _canonical(value, known)
         except ExpressionError as error:
             details = {
                 "message": error.message,
@@ -55,9 +65,9 @@ class _Expression(Accepts):
             ) from None
 
 
-def _canonical(text: str) -> str:
-    tree = parse(text, type="real")
-    check_range(tree, {})
+def _canonical(text: str, known: Mapping[str, Param]) -> str:
+    tree = parse(text, known, type="real")
+    check_range(tree, known)
     parts = parts_of(tree)
     is_s = (parts.how, parts.factor, parts.row) == ("scaled", 1.0, None)
     return _NONE if is_s else text_of(tree)
@@ -95,7 +105,8 @@ Alibi = Annotated[
 
 def score_of(spec: Spec) -> scores.Score:
     """Return the score, by whichever field says it."""
-    return scores.of_spec(spec.model_dump(mode="json"))
+    said = spec.model_dump(mode="json")
+    return scores.of_spec({**said, "params": as_said(spec.params)})
 
 
 def tests_exponents(spec: Spec) -> bool:
@@ -137,12 +148,19 @@ def _flags(spec: Spec) -> dict[str, Any]:
     score = score_of(spec)
     parts = score.parts
     by_element = parts.how == "by_element" and score.cap is None
+    read = (
+        []
+        if has_bias(spec)
+        else [x.axes for x in walk(score.tree) if isinstance(x, Name)]
+    )
     return {
         "sloped": parts.how == "sloped",
         "by_element": by_element and not has_bias(spec),
         "tests_exponents": tests_exponents(spec),
         "scaled": parts.factor != 1.0,
         "row_term": parts.row is not None,
+        "score_reads_rows": any("row" in axes for axes in read),
+        "score_reads_batches": any("b" in axes for axes in read),
         "score": score.tree,
         "score_slope": parts.slope,
         "score_row": parts.row,

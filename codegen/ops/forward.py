@@ -19,7 +19,7 @@ from .operation import (
     Array,
     Axis,
     Given,
-    Integer,
+    Number,
     Operation,
     Scalar,
     Sizes,
@@ -177,7 +177,7 @@ _AXES: Final = {"b": BATCH, "h": HEADS, "h_kv": HEADS_KV, "row": SEQLEN_Q}
 
 
 def _params(spec: Spec) -> list[Tensor]:
-    """The tensors that the mask reads."""
+    """The tensors that expressions read."""
     return [_tensor(x) for x in params.declared(spec) if x.axes]
 
 
@@ -192,11 +192,14 @@ def _tensor(x: params.Declared) -> Tensor:
     )
 
 
-def _integers(spec: Spec) -> list[Integer]:
-    """The numbers that the mask reads."""
-    return [
-        Integer(x.name, *x.range, x.about) for x in params.declared(spec) if not x.axes
+def _numbers(spec: Spec) -> list[Number]:
+    """The numbers that expressions read, those in fp32 first."""
+    found = [
+        Number(x.name, x.dtype, *x.range, x.about)
+        for x in params.declared(spec)
+        if not x.axes
     ]
+    return sorted(found, key=lambda x: x.dtype != "fp32")
 
 
 def mask_of(given: Given) -> Mask:
@@ -312,5 +315,5 @@ FORWARD: Final = Operation(
     flops=_flops,
     indices=lists.draw,
     params=_params,
-    integers=_integers,
+    numbers=_numbers,
 )

@@ -56,6 +56,7 @@ LARGEST_INPUT = 6e4  # that fp16 holds
 QUIET = 0.25  # standard deviation of what shall not hide a level
 SINK_LEAD = 100.0  # of a sink over all scores: exp of it is beyond fp32
 SINK_TRAIL = 1000.0  # of scores over a sink
+FACTOR = 2.0**-6  # of what scores read: too little to hide what a case is about
 SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
 BARELY = (0.99, 1.01)  # of the slack: a bias that rises by it from block to block
 BIAS = 2.0  # standard deviation of a bias, where scores are random
@@ -226,24 +227,26 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
     return Layout(placed, storages, guarded=False)
 
 
-def integers(spec: Mapping[str, Any], case: Case) -> dict[str, int]:
-    """The numbers of a case that its mask reads, by name."""
+def numbers_of(spec: Mapping[str, Any], case: Case) -> dict[str, float]:
+    """The numbers of a case that expressions read, by name; an int where they are whole."""
     return {x.name: _number(x, case) for x in declared(spec) if not x.axes}
 
 
 def params(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, I64]:
-    """All that the mask of a case reads: numbers, and tensors by their axes.
+    """All integers that expressions of a case read: numbers, and tensors by their axes.
 
     ``some``: any; documents of one key, of a few, and longer than a block. ``least``: documents of
     one key, no prefix, a window of the query's own key. ``most``: no key is hidden. ``on_tiles``:
     edges are multiples of a KV block.
     """
-    found = {name: np.asarray(n) for name, n in integers(spec, case).items()}
+    found = {
+        k: np.asarray(n) for k, n in numbers_of(spec, case).items() if type(n) is int
+    }
     random = np.random.default_rng(case.seed + 1)
     tensors = {x.name: x for x in operation_of(spec).params(spec)}
     bounds: list[I64] = []
     for x in declared(spec):
-        if not x.axes:
+        if not x.axes or x.dtype != "int32":
             continue
         shape = tensors[x.name].shape(spec, case)
         if x.field == "documents":
@@ -263,7 +266,9 @@ def mask_of(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Mask:
     return mask.given(params(spec, tiles, case)).at(0, 0, 0) if mask.params else mask
 
 
-def _number(x: Declared, case: Case) -> int:
+def _number(x: Declared, case: Case) -> float:
+    if x.dtype == "fp32":
+        return FACTOR * (case.seed % 7 + 1)  # a score of -inf stays one
     some = case.seed % (case.kv + 2)
     number = {"some": some, "least": 0, "most": case.kv + 5, "on_tiles": 64}[
         case.params
@@ -317,6 +322,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         for x in operation.inputs(spec)
     }
     drawn |= {k: x.copy() for k, x in operation.indices(spec, case).items()}
+    for x in operation.params(spec):
+        if x.dtype == "fp32":
+            drawn[x.name] *= FACTOR
     if "slopes" in drawn:
         drawn["slopes"] = _slopes(tiles, case, random, drawn["slopes"])
     if case.data == "normal" and not {"sink", "bias"} & drawn.keys():

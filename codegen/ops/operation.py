@@ -168,10 +168,14 @@ class Scalar:
 
 
 @dataclass(frozen=True)
-class Integer:
-    """An int32 of the public function, which comes by name. about: as of a `Tensor`."""
+class Number:
+    """A number of the public function, which comes by name. about: as of a `Tensor`.
+
+    dtype: int32, from least to most, or fp32, finite there.
+    """
 
     name: str
+    dtype: str
     least: int
     most: int
     about: str
@@ -189,7 +193,7 @@ class Place(NamedTuple):
 class Given:
     """What a call computes with: inputs by name, in NumPy or PyTorch, and the softmax scale.
 
-    Integers are among the inputs.
+    Numbers are among the inputs.
     """
 
     spec: Spec
@@ -207,7 +211,7 @@ class Operation:
     by output. truth: its parts with bounds; a bool array of rows may follow either, to which it is
     limited. judge: by output, a Verdict; of a `Given`, the outputs by name, their truth, the keys
     of a KV block, and perhaps the rows. flops: of a call; where inputs decide how many scores
-    count, of those. indices: by name, what inputs of integers hold in a call. params, integers:
+    count, of those. indices: by name, what inputs of integers hold in a call. params, numbers:
     what only the kernel of a SPEC reads, after the rest.
     """
 
@@ -224,7 +228,7 @@ class Operation:
     flops: Callable[..., float]
     indices: Callable[[Spec, Sizes], Mapping[str, Array]] = lambda spec, sizes: {}
     params: Callable[[Spec], Sequence[Tensor]] = lambda spec: ()
-    integers: Callable[[Spec], Sequence[Integer]] = lambda spec: ()
+    numbers: Callable[[Spec], Sequence[Number]] = lambda spec: ()
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Integers that a mask reads at run time: what `params` of a spec declares, and what its words do.
+"""What expressions read at run time: what `params` of a spec declares, and what its words do.
 
 A scalar is a number of the public function, a tensor one of its inputs; both come by name.
 """
@@ -35,6 +35,8 @@ class Declared:
     @property
     def param(self) -> Param:
         """As expressions know it."""
+        if self.dtype == "fp32":
+            return Param(self.axes, type="real")
         return Param(self.axes, self.range, self.monotone)
 
 
@@ -66,7 +68,7 @@ OF_WORDS: Final = (_PREFIX, _START, _END, *_WINDOW.values())
 
 
 def declared(spec: Mapping[str, Any]) -> Iterator[Declared]:
-    """Yield what the mask of a SPEC may read: of `params`, then of its words."""
+    """Yield what expressions of a SPEC may read: of `params`, then of words."""
     for name, said in (spec.get("params") or {}).items():
         data = {"dtype": said} if isinstance(said, str) else said
         monotone = data.get("monotone", "none") == "row"
@@ -85,8 +87,13 @@ def declared(spec: Mapping[str, Any]) -> Iterator[Declared]:
 
 
 def of_spec(spec: Mapping[str, Any]) -> dict[str, Param]:
-    """The integers among them, by name."""
+    """The integers among them, which masks may read, by name."""
     return {x.name: x.param for x in declared(spec) if x.dtype == "int32"}
+
+
+def of_scores(spec: Mapping[str, Any]) -> dict[str, Param]:
+    """What `params` declares, which scores may read, by name."""
+    return {x.name: x.param for x in declared(spec) if x.field == "params"}
 
 
 def has_tensors(spec: Mapping[str, Any]) -> bool:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..expressions.language import (
+    NAMES,
     Name,
     Node,
     Number,
@@ -30,6 +31,7 @@ from ..expressions.language import (
     walk,
 )
 from ..expressions.scores import Parts, S, parts_of
+from . import params
 from .masks import Lengths
 
 Array = Any  # numpy.ndarray or torch.Tensor
@@ -83,8 +85,9 @@ class Score:
 
     @property
     def tensors(self) -> set[str]:
-        """The names of tensors that it reads."""
-        return {x.name for x in walk(self.tree) if isinstance(x, Name) and x.axes}
+        """The names of tensors and numbers of a call that it reads."""
+        read = (x for x in walk(self.tree) if isinstance(x, Name) and x != S)
+        return {x.name for x in read if x.axes or x.name not in NAMES}
 
     def value(self, products: Array, place: Place) -> Array:
         """Return the scores of ``s``, the products: float64 [heads, rows, keys]."""
@@ -202,7 +205,10 @@ class _Values:
                     )
                 ]
             )
-        return like(known[node.name], self.products)
+        return like(
+            known[node.name] if node.name in known else at.tensors[node.name],
+            self.products,
+        )
 
 
 _COMPARE: Final[Mapping[str, Any]] = {
@@ -217,10 +223,14 @@ def capped(cap: float | None) -> Score:
     return PLAIN if cap is None else Score(Term("softcap", (S, Real(float(cap)))))
 
 
+def of_text(text: str, known: Mapping[str, Param] | None = None) -> Score:
+    """Return the score of an expression; known: params that it may read. Raises ExpressionError."""
+    return _of_text(text, (*(known or {}).items(),))
+
+
 @cache
-def of_text(text: str) -> Score:
-    """Return the score of an expression; raises ExpressionError."""
-    return Score(parse(text, type="real"))
+def _of_text(text: str, known: tuple[tuple[str, Param], ...]) -> Score:
+    return Score(parse(text, dict(known), type="real"))
 
 
 def bias_of(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -236,7 +246,7 @@ def of_spec(spec: Mapping[str, Any]) -> Score:
     if spec.get("alibi"):
         return Score(ALIBI)
     if (text := spec.get("score", "none")) != "none":
-        return of_text(text)
+        return of_text(text, params.of_scores(spec))
     cap = spec.get("softcap", "none")
     return PLAIN if cap == "none" else capped(cap)
 

@@ -30,6 +30,9 @@ RANGES = {"documents": [9, 40], "window_left": [20, 20]}
 CHUNKS = "kv <= q and kv // 32 == q // 32"
 
 
+OF_SCORE = {"slope": {"shape": ["h"], "dtype": "fp32"}, "heat": "fp32"}
+
+
 @pytest.fixture(autouse=True)
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile traces a function and generates no code."""
@@ -60,6 +63,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
         (48, 150, {"mask": "kv <= q and q - kv < w", "params": {"w": "int32"}}),
         (150, 150, {"mask": "kv <= q and start[row, h_kv] <= kv", "params": STARTS}),
         (150, 150, {"mask": "causal", "softcap": 2.0}),
+        (48, 150, {"params": OF_SCORE, "score": "heat * s - slope[h] * abs(q - kv)"}),
         (150, 150, {"mask": "causal", "sink": True}),
         (150, 48, {"mask": CHUNKS, "softcap": 0.5, "sink": True, "lse": True}),
         (48, 150, {"mask": "causal", "alibi": True, "lse": True}),

@@ -16,6 +16,7 @@ import pytest
 import support
 from fmha_gen.build import engine, toolchain
 from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.features.params import as_said
 from fmha_gen.host import tools
 from fmha_gen.host.executor import Local
 from support import GENERATED, SHIPPED, SPECS
@@ -162,6 +163,8 @@ def test_spec(stem: str) -> None:
     given |= {} if spec.score == "none" else {"score": spec.score}
     if spec.bias.dtype != "none":
         given["bias"] = {"shape": list(spec.bias.shape), "dtype": spec.bias.dtype}
+    if spec.params:
+        given["params"] = as_said(spec.params)
     flags = ("alibi", "documents", "prefix")
     given |= {name: True for name in flags if getattr(spec, name)}
     assert constants["SPEC"] == of_arch | given | {

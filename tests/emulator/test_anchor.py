@@ -42,9 +42,7 @@ def h200():
 
 
 # Made after the capture.
-_LATER = (
-    r"_(w|cap|chunk|first)\d|_(sink|alibi|bias|docs|prefix|warg|lists|near|dilated)"
-)
+_LATER = r"_(w|cap|chunk|first)\d|_(sink|alibi|bias|docs|prefix|warg|lists|near|distance|dilated)"
 NOT_CAPTURED = {
     *(path.stem for path in KERNELS if re.search(_LATER, path.stem)),
     "sm90_d128_bf16_causal_gqa4",

@@ -34,6 +34,14 @@ SPECS = {
     "by element, packed": f"arch: sm90, dtype: bf16, head_dim: 64, {BY_ELEMENT}, {PACKED}",
     "by element, sm100": f"arch: sm100, dtype: bf16, head_dim: 64, {BY_ELEMENT}, mask: causal,"
     " lse: true, sink: true",
+    "inputs of a call": "arch: sm90, dtype: bf16, head_dim: 64, lse: true, params: {slope:"
+    " {shape: [h], dtype: fp32}, shift: {shape: [b, row], dtype: int32}, heat: fp32},"
+    " score: '(1 + heat) * s - slope[h] * abs(q - kv + shift[b, row])'",
+    "a slope of a call, packed": "arch: sm90, dtype: fp16, head_dim: 128, params: {slope: {shape:"
+    f" [b, h], dtype: fp32}}}}, score: '2 * s - slope[b, h] * (q - kv)', {PACKED}",
+    "a row's constant of a call, sm100": "arch: sm100, dtype: bf16, head_dim: 64, lse: true,"
+    " mask: causal, params: {bonus: {shape: [row, h_kv], dtype: fp32}, heat: fp32},"
+    " heads: {q_per_kv: 2}, score: 's - heat * min(abs(q - kv), 40) + bonus[row, h_kv]'",
     "falls with s": "arch: sm90, dtype: bf16, head_dim: 64, score: 3 - s, lse: true",
 }
 TAGS = {"ragged", "slopes", "short_kv", "rising"}
@@ -55,6 +63,16 @@ FAULTS = {
         "sm90",
         "set_slopes(slopes, mSlopes, next_head)",
         "pass",
+    ),
+    "the number of head 0": (
+        "sm90",
+        "problem.slope[h]",
+        "problem.slope[0]",
+    ),
+    "a row's number is the first one's": (
+        "sm90",
+        "problem.shift[b, row]",
+        "problem.shift[b, 0]",
     ),
     "columns in another order": (
         "sm100",
@@ -99,8 +117,10 @@ def test_scores_are_right(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     arch, *change = FAULTS[fault]
-    path = kernel(tmp_path, ALIBI.format(arch), (change[0], change[1]))
-    told = findings(path, "slopes")
+    reads_call = "problem." in change[0]
+    fields = SPECS["inputs of a call"] if reads_call else ALIBI.format(arch)
+    path = kernel(tmp_path, fields, (change[0], change[1]))
+    told = findings(path, "strided" if reads_call else "slopes")
     assert any("of out: " in each or "of lse: " in each for each in told), told
 
 

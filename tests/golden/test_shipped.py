@@ -104,6 +104,7 @@ WAITING = frozenset(
     {
         "sm90_d128_bf16_causal_bias",
         "sm90_d64_bf16_full_bias",
+        "sm90_d64_bf16_full_distance",
         "sm90_d64_bf16_full_near",
     }
 )

@@ -15,7 +15,7 @@ from fmha_gen.features import params as feature
 from fmha_gen.ops import masks, params
 from fmha_gen.ops.cases import Case, Tiles
 from fmha_gen.ops.forward import FORWARD
-from fmha_gen.ops.inputs import integers
+from fmha_gen.ops.inputs import numbers_of
 from fmha_gen.ops.inputs import params as values_of
 from fmha_gen.ops.masks import Lengths
 
@@ -114,7 +114,9 @@ def test_values_of_cases_hide_as_much_as_their_kind_says() -> None:
         case = Case("kinds", 2, 1, 200, 260, params=kind)  # type: ignore[arg-type]
         mask = masks.of_spec(spec).given(values_of(spec, tiles, case)).at(1, 0, 0)
         seen[kind] = mask.visible(np.arange(200), Lengths(200, 260)).sum()
-        assert integers(spec, case) == {"window_left": int(mask.values["window_left"])}
+        assert numbers_of(spec, case) == {
+            "window_left": int(mask.values["window_left"])
+        }
     assert seen["least"] == 200
     causal = masks.of_spec(CAUSAL).visible(np.arange(200), Lengths(200, 260)).sum()
     assert seen["least"] < seen["some"] < seen["most"] == causal

@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import support
-from fmha_gen.build.spell import lines
-from fmha_gen.expressions.language import ExpressionError, parse, text_of
+from fmha_gen.build.spell import lines, names_of_rows
+from fmha_gen.errors import SpecError
+from fmha_gen.expressions.language import ExpressionError, Param, parse, text_of
 from fmha_gen.expressions.scores import parts_of
 from fmha_gen.expressions.values import check_range
 from fmha_gen.ops import reference, scores
@@ -75,6 +76,82 @@ def test_refusals_name_the_column(text: str, code: str, column: int) -> None:
     with pytest.raises(ExpressionError) as caught:
         parse(text, type="real")
     assert (caught.value.code, caught.value.column) == (code, column)
+
+
+PARAMS = {
+    "slope": Param(("h",), type="real"),
+    "bonus": Param(("b", "row"), type="real"),
+    "heat": Param(type="real"),
+    "shift": Param(range=(-100, 100)),
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "how", "slope", "row"),
+    [
+        ("s - slope[h] * (q - kv)", "sloped", "slope[h]", ""),
+        ("s - heat * (q - kv)", "sloped", "heat", ""),
+        ("s + bonus[b, row]", "scaled", "", "bonus[b, row]"),
+        ("heat * s", "by_element", "", ""),
+        ("s - slope[h] * abs(q - kv + shift)", "by_element", "", ""),
+    ],
+)
+def test_parts_that_a_call_brings(text: str, how: str, slope: str, row: str) -> None:
+    parts = parts_of(parse(text, PARAMS, type="real"))
+    said = [text_of(each) if each else "" for each in (parts.slope, parts.row)]
+    assert (parts.how, *said) == (how, slope, row)
+
+
+def test_lines_read_what_a_call_brings_from_the_problem() -> None:
+    tree = parse("heat * s - slope[h] * abs(kv - q + shift)", PARAMS, type="real")
+    assert lines(tree) == [
+        "part_1 = kv - q + problem.shift",
+        "part_2 = problem.slope[h] * Float32(cutlass.max(part_1, -part_1))",
+        "return problem.heat * s - part_2",
+    ]
+    assert names_of_rows(tree) == ["h", "q"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "words"),
+    [
+        ("params: {heat: fp32}, score: s", "FG214", "no expression reads it"),
+        ("params: {heat: fp32}, score: s - cold", "FG212", "cold"),
+        ("params: {heat: fp32}, mask: kv <= q + heat", "FG212", "heat"),
+        ("params: {heat: {shape: [h], dtype: fp32}}, score: s * heat", "FG218", "heat"),
+        ("params: {heat: fp32}, score: s // heat", "FG213", "number"),
+    ],
+)
+def test_refusals_of_what_a_call_brings(fields: str, code: str, words: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        support.load_text(SPEC.format("sm90", fields))
+    (found,) = caught.value.diagnostics
+    assert found.code == code and words in found.message
+
+
+def test_the_reference_reads_what_a_call_brings() -> None:
+    random = np.random.default_rng(3)
+    q, k, v = (
+        random.standard_normal((2, n, h, 4)) for n, h in ((3, 4), (5, 2), (5, 2))
+    )
+    given = {
+        "slope": random.standard_normal(4),
+        "bonus": random.standard_normal((2, 3)),
+        "heat": 0.75,
+        "shift": 2,
+    }
+    text = "heat * s - slope[h] * abs(q - kv + shift) + bonus[b, row]"
+    score = scores.of_text(text, PARAMS)
+    assert score.tensors == given.keys()
+    options = {"scale": 0.5, "mask": MASKS["none"], "score": score, "tensors": given}
+    out, lse = reference.attention(q, k, v, **options)
+    for b, head, row in np.ndindex(2, 4, 3):
+        s = 0.375 * k[b, :, head // 2] @ q[b, row, head]
+        s -= given["slope"][head] * abs(row + 2 - np.arange(5) + 2)
+        weights = np.exp(s + given["bonus"][b, row])
+        expected = weights @ v[b, :, head // 2] / weights.sum()
+        np.testing.assert_allclose(out[b, row, head], expected, rtol=1e-12)
+        np.testing.assert_allclose(lse[b, head, row], np.log(weights.sum()), rtol=1e-12)
 
 
 def test_whole_numbers_in_a_score_have_32_bits() -> None:
