@@ -75,6 +75,7 @@ class FakeKernel:
             self._check_lists(q, k, listed)
             self._check_edges(q, document_start, window_left)
             inputs = {"q": q, "k": k, "v": v, "sink": sink, "bias": bias, **listed}
+            inputs["document_start"] = document_start
             given = {**inputs, "out": out, "lse": lse}
             self._check_memory(given)
             if softmax_scale is not None and not 1e-37 < softmax_scale < 1e37:
