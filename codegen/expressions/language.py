@@ -127,8 +127,8 @@ class Term:
 
 Node = Number | Real | Name | Term
 
-_COMPARISONS: Final = ("<", "<=", ">", ">=", "==", "!=")
-_TRUTHS: Final = (*_COMPARISONS, "and", "or", "not")
+COMPARISONS: Final = ("<", "<=", ">", ">=", "==", "!=")
+_TRUTHS: Final = (*COMPARISONS, "and", "or", "not")
 _REALS: Final = ("/", "tanh", "softcap", "where")
 _OF_SCORES: Final = {"tanh": 1, "softcap": 2, "where": 3}
 _FUNCTIONS: Final[Mapping[str, int | None]] = {  # operands; None: two or more
@@ -381,7 +381,7 @@ def flattened(operator: str, nodes: Sequence[Node]) -> Iterator[Node]:
             yield node
 
 
-_BINDS: Final = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(_COMPARISONS, 4)} | {
+_BINDS: Final = {"or": 1, "and": 2, "not": 3, **dict.fromkeys(COMPARISONS, 4)} | {
     **dict.fromkeys("+-", 5),
     **dict.fromkeys(("*", "/", "//", "%"), 6),
 }
@@ -409,7 +409,7 @@ def _written(node: Node) -> tuple[str, int]:
         case Term(operator=operator, operands=(first, *others)):
             binds = _BINDS[operator]
             # A comparison holds no other; the rest are read from the left.
-            left = _inside(first, binds + (operator in _COMPARISONS))
+            left = _inside(first, binds + (operator in COMPARISONS))
             rights = [
                 _inside(other, binds + (operator not in ("and", "or")))
                 for other in others

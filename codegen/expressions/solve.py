@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .language import (
+    COMPARISONS,
     ExpressionError,
     Name,
     Node,
@@ -30,6 +31,7 @@ from .language import (
     flattened,
     names_in,
     text_of,
+    walk,
 )
 from .values import Values, evaluate
 
@@ -281,6 +283,23 @@ def direction(node: Node, params: Mapping[str, Param]) -> Direction | None:
             moves = [direction(each, params) for each in operands]
             return 0 if moves == [0] * len(moves) else None
     raise AssertionError(node)
+
+
+def falling_comparison(
+    node: Node, params: Mapping[str, Param]
+) -> tuple[Node, Form]:
+    """Return the first comparison with a bound that falls where the row rises, and that bound.
+
+    It is there where a bound of the whole falls, which is one of a comparison or made of some.
+    """
+    return next(
+        (each, bound)
+        for each in walk(node)
+        if isinstance(each, Term) and each.operator in COMPARISONS
+        for atoms in _alternatives(each, negated=False)
+        for side, bound in map(_bound, atoms)
+        if side and direction(bound.node(), params) == -1
+    )
 
 
 def _turned(found: Direction | None) -> Direction | None:

@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from ..errors import Violation
 from ..expressions.language import ExpressionError, Param, names_in, parse, text_of
-from ..expressions.solve import Form
+from ..expressions.solve import Form, falling_comparison
 from ..ops import masks, scores
 from . import vocabulary
 from .feature import Accepts, Feature, did_you_mean, refusal
@@ -77,12 +77,13 @@ def _canonical(text: str, params: Mapping[str, Param]) -> str:
         raise ExpressionError(
             "FG214", 0, "hides no key: every query sees all of them", hint
         )
-    if falling := mask.falling:
+    if mask.falls:
+        comparison, bound = falling_comparison(tree, params)
         message = (
             "a bound of kv that falls from query to query is not generated:"
-            f" {text_of(falling[0].node())}"
+            f" {text_of(bound.node())}"
         )
-        raise ExpressionError("FG219", 0, message)
+        raise ExpressionError("FG219", comparison.column, message)
     return next(
         (word for word, each in masks.MASKS.items() if each == mask), text_of(tree)
     )

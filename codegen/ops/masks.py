@@ -144,10 +144,10 @@ class Mask:
         return Piece(self.lower, self.upper).empty
 
     @property
-    def falling(self) -> tuple[Form, ...]:
-        """The bounds that fall where the row rises."""
+    def falls(self) -> bool:
+        """Some bound falls where the row rises."""
         bounds = self.lower | self.upper | self.gap.first | self.gap.end
-        return _sorted(x for x in bounds if direction(x.node(), self.params) == -1)
+        return any(direction(x.node(), self.params) == -1 for x in bounds)
 
     @property
     def left_edges(self) -> tuple[Form, ...]:
@@ -403,11 +403,11 @@ def of_text(text: str, params: Mapping[str, Param] | None = None) -> Mask:
     known = params or {}
     tree = parse(text, known)
     check_range(tree, known)
-    read = {(x.name, *x.axes) for x in walk(tree) if isinstance(x, Name)}
+    read = [x for x in walk(tree) if isinstance(x, Name)]
     alone = {"q", "kv", "row", "seqlen_q", "seqlen_kv", *known}
-    if more := {names[0] for names in read} - alone:
-        message = f"a mask that depends on {', '.join(sorted(more))} is not generated"
-        raise ExpressionError("FG219", tree.column, message)
+    if more := [x for x in read if x.name not in alone]:
+        message = f"a mask that depends on {more[0].name} is not generated"
+        raise ExpressionError("FG219", more[0].column, message)
     ranges = solve(tree, known)
     found = with_gap(ranges.pieces)
     if found is None:
@@ -418,7 +418,7 @@ def of_text(text: str, params: Mapping[str, Param] | None = None) -> Mask:
         raise ExpressionError("FG219", tree.column, message)
     piece, gap = found
     tests = tests_of(without_not(tree), ranges, known)
-    names = {names[0] for names in read}
+    names = {x.name for x in read}
     own = {x: known[x] for x in known if x in names}
     return Mask(piece.lower, piece.upper, gap, tests, own)
 

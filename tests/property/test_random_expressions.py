@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fmha_gen.expressions.language import ExpressionError, Param, parse, text_of
-from fmha_gen.expressions.solve import direction, solve
+from fmha_gen.expressions.solve import direction, falling_comparison, solve
 from fmha_gen.expressions.values import check_range, evaluate
 from fmha_gen.ops.masks import ALL_KEYS, Lengths, Mask, of_text
 
@@ -144,6 +144,9 @@ def test_masks_are_what_their_expressions_say(seed: int) -> None:
         except ExpressionError as refusal:
             assert refusal.code in ("FG215", "FG219")
             continue
+        if mask.falls:
+            where, bound = falling_comparison(parse(text), {})
+            assert where.type == "truth" and direction(bound.node(), {}) == -1
         if not left.get(kind_of(mask)):
             continue
         left[kind_of(mask)] -= 1
