@@ -10,6 +10,7 @@ import importlib.util
 import io
 import itertools
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from .results import OURS, Lines, Report, lines
 SUFFIXES: Final = (".png", ".svg")
 DPI: Final = 160
 PANEL_INCHES: Final = (2.3, 2.1)
+TITLE_CHARACTERS: Final = 31  # of a line above a panel
 MARGIN_INCHES: Final = 0.7  # for what stands above and below all panels
 MOST_COLUMNS: Final = 5  # then a page's width is full
 ROWS_INCHES: Final = 3.9  # the width of a chart of rows, which fits a phone
@@ -140,24 +142,22 @@ def figure_of(report: Report) -> Any:
 
 
 def speeds(found: Lines, caption: str) -> Any:
-    """TFLOPS over sequence length as a Figure: columns by head dim, rows by mask, one scale."""
+    """TFLOPS over sequence length as a Figure: columns by head dim, rows by mask, one scale.
+
+    Where a mask is neither causal nor none, panels follow one another instead.
+    """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     drawn = panels(found)
-    shown = {(panel.column, panel.mask): panel for panel in drawn}
-    masks = sorted({panel.mask for panel in drawn}, key=_from_the_top)
-    columns = sorted({panel.column for panel in drawn}, key=by_number)
-    width = max(1, min(MOST_COLUMNS, len(columns)))
-    bands = [columns[i : i + width] for i in range(0, len(columns), width)]
-    rows = [(band, mask) for band in bands for mask in masks] or [([], "")]
-
+    rows = _rows(drawn)
+    width = len(rows[0])
     size = (PANEL_INCHES[0] * width, PANEL_INCHES[1] * len(rows) + MARGIN_INCHES)
     figure = Figure(figsize=size, dpi=DPI, layout="constrained")
     axes = figure.subplots(len(rows), width, squeeze=False, sharey=True)
-    for (band, mask), places in zip(rows, axes, strict=True):
-        for place, column in itertools.zip_longest(places, band):
-            if panel := shown.get((column, mask)):
+    for row, places in zip(rows, axes, strict=True):
+        for place, panel in itertools.zip_longest(places, row):
+            if panel:
                 _draw_panel(place, panel)
             else:
                 place.set_axis_off()
@@ -166,12 +166,33 @@ def speeds(found: Lines, caption: str) -> Any:
     figure.legend(
         handles=[Line2D([], [], **STYLES[name], label=name) for name in names],
         loc="outside upper center",
-        ncols=len(STYLES),
+        ncols=min(2 * width, len(names)) or 1,
         frameon=False,
     )
     figure.supxlabel(f"sequence length (keys)\n{caption}", fontsize="small")
     figure.supylabel("TFLOPS", fontsize="small")
     return figure
+
+
+def _rows(drawn: Sequence[Panel]) -> list[list[Panel | None]]:
+    """Where panels stand; no row is longer than the first."""
+    shown = {(panel.column, panel.mask): panel for panel in drawn}
+    columns = sorted({panel.column for panel in drawn}, key=by_number)
+    masks = sorted({panel.mask for panel in drawn}, key=_from_the_top)
+    if {*masks} <= {*MASKS}:
+        bands = _bands(columns)
+        grid = [
+            [shown.get((x, mask)) for x in band] for band in bands for mask in masks
+        ]
+        return grid or [[None]]
+    return _bands(
+        [shown[x, mask] for x in columns for mask in masks if (x, mask) in shown]
+    )
+
+
+def _bands(places: Sequence[Any]) -> list[list[Any]]:
+    starts = range(0, len(places), MOST_COLUMNS)
+    return [[*places[start : start + MOST_COLUMNS]] for start in starts]
 
 
 def _from_the_top(mask: str) -> tuple[int, str]:
@@ -190,7 +211,11 @@ def _draw_panel(place: Any, panel: Panel) -> None:
     place.grid(axis="y", color="0.85", linewidth=0.6)
     place.spines[["top", "right"]].set_visible(False)
     variant, shared = panel.column
-    place.set_title(f"{variant}, {panel.mask}\n{shared}", fontsize="small")
+    words = [f"{variant}, {panel.mask}"]
+    if len(words[0]) > TITLE_CHARACTERS:
+        words = [f"{variant},", panel.mask]
+    lines = [textwrap.fill(each, TITLE_CHARACTERS) for each in (*words, shared)]
+    place.set_title("\n".join(lines), fontsize="small")
 
 
 def ratios(found: Mapping[str, Sequence[float]]) -> Any:

@@ -152,13 +152,18 @@ class Problem:
         return masks.word_of(self._base)
 
     @property
-    def variant(self) -> str:
-        """Head dim, dtype, grouping and further fields, such as ``d128 bf16 GQA 8 softcap 30``."""
+    def shape(self) -> str:
+        """Head dim, dtype and grouping, such as ``d128 bf16 GQA 8``."""
         dim = f"d{self.d_qk}" + (f"x{self.d_v}" if self.d_v != self.d_qk else "")
         group = self.spec["q_per_kv"]
         group_words = f" GQA {group}" if group > 1 else ""
+        return f"{dim} {self.spec['dtype']}{group_words}"
+
+    @property
+    def variant(self) -> str:
+        """Its shape, further fields and what is drawn, such as ``d128 bf16 GQA 8 softcap 30``."""
         drawn = "".join(f" {name}" for name in self.ranges)
-        return f"{dim} {self.spec['dtype']}{group_words}{self._further}{drawn}"
+        return f"{self.shape}{self._further}{drawn}"
 
     @property
     def further(self) -> dict[str, Any]:
@@ -170,7 +175,7 @@ class Problem:
         word = scores.word_of(self.spec)
         words = [word] if word else []
         words += [
-            f"{name} {x}" if isinstance(x, str) else name
+            f"{name} {_value(x)}".rstrip()
             for name, x in self.further.items()
             if name not in _SAID
         ]
@@ -186,6 +191,12 @@ class Problem:
         """The same, writing O alone."""
         return replace(self, spec={**self.spec, "lse": False})
 
+    @property
+    def visible(self) -> float:
+        """Of all scores, the share that FLOPs count: a half where the mask is causal."""
+        plain = {name: x for name, x in self.spec.items() if name in _PLAIN}
+        return self.flops / replace(self, spec={**plain, "mask": "none"}).flops
+
     def __str__(self) -> str:
         heads = f"{self.heads}"
         if self.kv_heads != self.heads:
@@ -194,6 +205,15 @@ class Problem:
         drawn = draws.words(self.ranges, self.seed)
         words = f"b{self.batch} h{heads} {rows} {self.mask}{self._further} {drawn}"
         return words.rstrip()
+
+
+def _value(x: Any) -> str:
+    """What a field says beside its name, so that no two values are called the same."""
+    if isinstance(x, Mapping):
+        return " ".join(f"{name} {_value(each)}".rstrip() for name, each in x.items())
+    if isinstance(x, list | tuple):
+        return " ".join(map(_value, x))
+    return "" if x is True else str(x)
 
 
 def problem_for(

@@ -297,6 +297,7 @@ def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
                 "kv_heads": cell.problem.kv_heads,
                 "q": cell.problem.q,
                 "kv": cell.problem.kv,
+                "visible": _figure(cell.problem.visible),
                 "mask": cell.problem.mask,
                 **_drawn(cell.problem),
                 **_figures(cell, stem),

@@ -285,9 +285,7 @@ def direction(node: Node, params: Mapping[str, Param]) -> Direction | None:
     raise AssertionError(node)
 
 
-def falling_comparison(
-    node: Node, params: Mapping[str, Param]
-) -> tuple[Node, Form]:
+def falling_comparison(node: Node, params: Mapping[str, Param]) -> tuple[Node, Form]:
     """Return the first comparison with a bound that falls where the row rises, and that bound.
 
     It is there where a bound of the whole falls, which is one of a comparison or made of some.

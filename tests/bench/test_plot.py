@@ -8,8 +8,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from fmha_gen.bench import plot, results
-from fmha_gen.bench.results import Cell, Report
+from fmha_gen.bench import contenders, plot, results
+from fmha_gen.bench.results import OURS, Cell, Report
 from fmha_gen.errors import EnvironmentProblem, UsageProblem
 
 from .test_problems import problem
@@ -109,6 +109,25 @@ def test_many_variants_go_below_each_other() -> None:
     assert [place.axison for place in places] == [True] * 8 + [False] * 2
 
 
+def test_other_masks_follow_one_another_below_their_names() -> None:
+    masks = {"causal": {}, "kv <= q and (q - kv < 1024 or kv < 4)": {"softcap": 30.0}}
+    cells = [
+        Cell(problem(4, 16, 16, 4096, 4096, dim, mask=mask, **more), ["x"])
+        for dim in (64, 128, 256)
+        for mask, more in masks.items()
+    ]
+    for cell in cells:
+        cell.timings = {"x": timing(1.0), "flex": timing(0.5)}
+    figure = plot.figure_of(report(*cells))
+    places = [place for place in figure.axes if place.axison]
+    assert [len(place.lines) for place in places] == [2] * 6
+    assert [place.get_title() for place in places[:2]] == [
+        "d64 bf16, causal\n16384 tokens",
+        "d64 bf16 softcap 30,\nkv <= q and not 4 <= kv <= q -\n1024\n16384 tokens",
+    ]
+    assert [place.axison for place in figure.axes] == [True] * 6 + [False] * 4
+
+
 def test_contenders_differ_without_colour() -> None:
     dashes = {style["linestyle"] for style in plot.STYLES.values()}
     markers = {style["marker"] for style in plot.STYLES.values()}
@@ -141,7 +160,7 @@ def test_a_bar_for_each_contender_from_zero() -> None:
 
 
 def test_contenders_have_bars_as_they_have_lines() -> None:
-    assert plot.BARS.keys() == plot.STYLES.keys()
+    assert plot.BARS.keys() == plot.STYLES.keys() == {OURS, *contenders.PEERS}
     assert len(set(plot.BARS.values())) == len(plot.BARS)
 
 

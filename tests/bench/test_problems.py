@@ -107,6 +107,7 @@ def test_a_window_is_the_problem_that_its_mask_is() -> None:
     # A row sees 1024 keys once there are so many, but half of its own is not counted.
     pairs = 4096 * 1024 - 1024 * 1023 / 2 - 4096 / 2
     assert one.flops == 4 * one.batch * one.heads * 128 * pairs
+    assert one.visible == pairs / 4096**2
     row = Row("bf16", 128, 128, "causal", 1, 4, 4096, None)
     assert row.problem(spec(mask="causal")) is not None
     assert row.problem(spec(mask="causal", window=sides)) is None
@@ -240,7 +241,7 @@ def test_whatever_a_spec_computes_is_the_problem() -> None:
     assert len({plain, sinks, capped}) == 3
     assert sinks.family == "d128 bf16 sink causal"
     assert str(sinks) == "b4 h16 s4096 causal sink"
-    assert capped.family == "d128 bf16 softcap 30 rotary causal"
+    assert capped.family == "d128 bf16 softcap 30 rotary base 10000.0 causal"
     assert capped.further == {"softcap": 30.0, "rotary": {"base": 1e4}}
     how = {"arch": "sm100", "cta_group": 2, "schedule": "persistent"}
     how |= {"pack_gqa": True, "cluster": [2, 1], "multicast": "k"}
@@ -274,6 +275,10 @@ def test_lists_of_half_the_blocks_are_another_family() -> None:
         spec(mask="none", blocks="lists", tile={"q": 128, "kv": 64}), lengths=[1024]
     )
     (plain,) = problems_for(spec(mask="none"), lengths=[1024])
-    assert made.family == "d128 bf16 blocks lists tile none"
+    assert made.family == "d128 bf16 blocks lists tile q 128 kv 64 none"
     assert made.flops == plain.flops / 2
+    assert (made.visible, plain.visible) == (0.5, 1)
+    others = spec(mask="none", blocks="lists", tile={"q": 64, "kv": 64})
+    (other,) = problems_for(others, lengths=[1024])
+    assert other.family != made.family
     assert made.spec["blocks"] == "lists" and "blocks" not in plain.spec

@@ -287,6 +287,7 @@ def test_the_record_holds_the_figures_of_the_kernels_own_cells() -> None:
                 "q": 1000,
                 "kv": 1000,
                 "mask": "none",
+                "visible": 1.0,
                 **figures,
                 "peers": {"fa4": peer},
             }

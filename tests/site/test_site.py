@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ from xml.etree import ElementTree
 
 import pytest
 import support
+from fmha_gen.bench import problems
 from fmha_gen.cli import app
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.show.website import command as website
-from fmha_gen.show.website import decisions
+from fmha_gen.show.website import decisions, pages, speed
+from fmha_gen.spec.model import load_specs
 from typer.testing import CliRunner
 
 VOID = {"meta", "link", "br", "hr", "img", "rect", "circle", "polyline", "polygon"}
@@ -77,31 +79,37 @@ def small(tmp_path: Path, *stems: str) -> tuple[Path, Path, Path]:
     return specs, generated, tmp_path / "site"
 
 
-def benchmark(
-    generated: Path, stem: str, gpu: str = "NVIDIA H200", drawn: Sequence[Any] = ()
-) -> None:
-    """Give a kernel's record a run of two cells, whatever it has.
+# By length, of ours and of a peer.
+FULL = [(512, 444.0, {"fa4": 305.0}), (1024, 480.0, {"fa4": 380.0})]
 
-    drawn: what the mask of each read, at one length then.
+
+def benchmark(
+    generated: Path,
+    stem: str,
+    gpu: str = "NVIDIA H200",
+    cells: Sequence[tuple[int, float, Mapping[str, float]]] = FULL,
+    drawn: Sequence[Any] = (),
+    **more: Any,
+) -> None:
+    """Give a kernel's record a run, whatever it has.
+
+    drawn: what the mask of each cell read. more: of all cells.
     """
     path = generated / "records" / f"{stem}.json"
     record = json.loads(path.read_text("utf-8"))
-    cells = []
-    for length, tflops, fa4 in ((512, 444.0, 305.0), (1024, 480.0, 380.0)):
+    spec = support.shipped_plan(stem).context["spec"]
+    heads, made = problems.default_heads(spec), []
+    for length, tflops, peers in cells:
         figures = dict.fromkeys(("burst_tflops", "sustained_tflops"), tflops)
-        counts = {"batch": 16384 // length, "heads": 32, "kv_heads": 32}
-        cells.append(
-            {
-                **figures,
-                **counts,
-                **{"q": length, "kv": length, "mask": "none", "graph_tflops": tflops},
-                "peers": {"fa4": {"graph_tflops": fa4}},
-            }
-        )
-    for cell, each in zip(cells, drawn, strict=False):
-        cell |= {**cells[0], "graph_tflops": cell["graph_tflops"], "drawn": each}
+        counts = {"heads": heads, "kv_heads": heads // spec["q_per_kv"]}
+        counts |= {"batch": 16384 // length, "q": length, "kv": length}
+        by_peer = {name: {"graph_tflops": each} for name, each in peers.items()}
+        figures |= {"graph_tflops": tflops, "mask": "none", "peers": by_peer}
+        made.append({**figures, **counts, **more})
+    for cell, each in zip(made, drawn, strict=False):
+        cell["drawn"] = each
     named = {key: record["compiled"][key] for key in ("ptx_sha256", "launch_sha256")}
-    run = {"gpu": gpu, "driver": "580", "rounds": 5, "cells": cells, **named}
+    run = {"gpu": gpu, "driver": "580", "rounds": 5, "cells": made, **named}
     versions = {"dsl": "4.8.1", "fa3": None, "fa4": "4.0"}
     run |= {"body_sha256": record["body_sha256"], "versions": versions}
     # A benchmark counts where its GPU also validated the kernel.
@@ -130,7 +138,11 @@ def test_every_link_resolves_and_every_file_is_linked(site: Path) -> None:
                 assert link == "data:,"  # no icon
                 continue
             target = (file.parent / unquote(parts.path)).resolve()
+            if not parts.path:
+                target = file.resolve()
             assert target.is_file(), f"{file}: {link} is not there"
+            if parts.fragment:
+                assert f'id="{parts.fragment}"' in target.read_text("utf-8"), link
             assert target.is_relative_to(site.resolve())
             linked.add(site / target.relative_to(site.resolve()))
     assert linked == {path for path in site.rglob("*") if path.is_file()}
@@ -190,28 +202,177 @@ def test_a_decision_as_a_page(tmp_path: Path) -> None:
     assert file.read_text("utf-8").count('<div class="scroll"') == 2
 
 
+class Rows(HTMLParser):
+    """The cells of a page's tables, below the title of level 3 that each stands below."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.by_title: dict[str, list[list[str]]] = {}
+        self._words: list[str] | None = None  # of a title or a cell that is open
+        self.feed(file.read_text("utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in ("h3", "th", "td"):
+            self._words = []
+        elif tag == "tr":
+            self.rows.append([])
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("h3", "th", "td"):
+            words, self._words = "".join(self._words or ()), None
+            if tag == "h3":
+                self.rows = self.by_title.setdefault(words, [])
+            else:
+                self.rows[-1].append(words)
+
+    def handle_data(self, data: str) -> None:
+        if self._words is not None:
+            self._words.append(data)
+
+
+def rows_of_speed(folder: Path) -> dict[str, list[dict[str, str]]]:
+    """The tables of the speed page by kind: a dict for each problem."""
+    found = {}
+    for title, (heads, *rows) in Rows(folder / "speed.html").by_title.items():
+        found[title] = [dict(zip(heads, row, strict=True)) for row in rows]
+    return found
+
+
 def test_the_speed_page_has_the_fastest_of_every_problem(site: Path) -> None:
-    page = Page(site / "speed.html")
-    best: dict[tuple[str, ...], float] = {}
+    best: dict[tuple[Any, ...], float] = {}
     for stem in support.SHIPPED:
         path = support.GENERATED / "records" / f"{stem}.json"
         record = json.loads(path.read_text("utf-8"))
-        name = re.match(r"sm\d+_(d\w+?_[a-z0-9]+)_", stem)
-        assert name
-        for cell in (
-            cell for run in record.get("benchmarked", ()) for cell in run["cells"]
-        ):
-            counts = [str(cell[each]) for each in ("batch", "heads", "kv_heads", "q")]
-            key = (name[1], cell["mask"], *counts)
+        if "benchmarked" not in record:
+            continue
+        spec = support.shipped_plan(stem).context["spec"]
+        for cell in (cell for run in record["benchmarked"] for cell in run["cells"]):
+            counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
+            one = problems.problem_for(spec, **counts)
+            key = f"{one.shape}, {one}"
             best[key] = max(best.get(key, 0), cell["graph_tflops"])
-    rows = re.findall(
-        r"(d\w+) (\w+)(?: GQA \d+)?, b(\d+) h(\d+)(?:/(\d+))? s(\d+) (\w+) (\d+) ",
-        page.text,
-    )
-    assert len(rows) == len(best) > 30
-    for dim, dtype, batch, heads, kv_heads, length, mask, tflops in rows:
-        key = (f"{dim}_{dtype}", mask, batch, heads, kv_heads or heads, length)
-        assert tflops == f"{best[key]:.0f}"
+    shown = [row for rows in rows_of_speed(site).values() for row in rows]
+    assert len(shown) == len(best) > 30
+    for row in shown:
+        assert row["ours"] == f"{best[row['problem']]:.0f}"
+
+
+# Kernels of each kind, and of a problem with 8192 keys its first words and what is visible.
+KINDS = {
+    "causal and full": {
+        "sm90_d128_bf16_causal": ("d128 bf16, b2 h16 s8192 causal", "50.0%"),
+        "sm90_d128_bf16_full": ("d128 bf16, b2 h16 s8192 none", "100.0%"),
+    },
+    "windows": {
+        "sm90_d128_bf16_causal_w1023": (
+            "d128 bf16, b2 h16 s8192 q - 1023 <= kv",
+            "11.7%",
+        ),
+        "sm90_d128_bf16_full_w255x256": (
+            "d128 bf16, b2 h16 s8192 q - 255 <= kv",
+            "6.1%",
+        ),
+    },
+    "windows, softcap": {
+        "sm90_d256_bf16_causal_gqa2_w4095_cap50": (
+            "d256 bf16 GQA 2, b2 h8/4 s8192 q - 4095 <= kv <= q softcap 50",
+            "37.5%",
+        )
+    },
+    "windows, sinks": {
+        "sm90_d64_bf16_causal_gqa8_pack_w127_sink": (
+            "d64 bf16 GQA 8, b2 h32/4 s8192 q - 127 <= kv <= q sink",
+            "1.5%",
+        )
+    },
+    "documents": {"sm90_d128_bf16_causal_docs": ("d128 bf16, b2 h16 s8192", "12.3%")},
+    "prefix": {"sm90_d128_bf16_causal_prefix": ("d128 bf16, b2 h16 s8192", "12.3%")},
+    "block lists": {
+        "sm90_d128_bf16_causal_lists": (
+            "d128 bf16, b2 h16 s8192 causal blocks lists tile q 128 kv 128",
+            "25.5%",
+        )
+    },
+    "mask expressions": {
+        "sm90_d64_bf16_dilated512x4": ("d64 bf16, b2 h32 s8192 q - 2047", "5.5%"),
+        "sm90_d128_bf16_gqa5_chunk8192": (
+            "d128 bf16 GQA 5, b2 h15/3 s8192 8192 * (q // 8192) <= kv <= q",
+            "50.0%",
+        ),
+    },
+    "softcap": {
+        "sm90_d128_bf16_causal_cap30": (
+            "d128 bf16, b2 h16 s8192 causal softcap 30",
+            "50.0%",
+        )
+    },
+    "ALiBi": {
+        "sm90_d128_bf16_causal_alibi": ("d128 bf16, b2 h16 s8192 causal ALiBi", "50.0%")
+    },
+    "score expressions": {
+        "sm90_d64_bf16_full_near": ("d64 bf16, b2 h32 s8192 none score s - ", "100.0%")
+    },
+    "bias": {
+        "sm90_d128_bf16_causal_bias": (
+            "d128 bf16, b2 h16 s8192 causal bf16 bias [1",
+            "50.0%",
+        )
+    },
+    "sinks": {
+        "sm90_d128_bf16_causal_sink": ("d128 bf16, b2 h16 s8192 causal sink", "50.0%")
+    },
+}
+
+
+class Kept(pages.Charts):
+    """Keeps charts as matplotlib's Figures."""
+
+    def add(self, path: str, title: str, chart: Any, root: str = "") -> dict[str, Any]:
+        self.files[path] = chart
+        return {"title": title}
+
+
+def test_every_kind_of_mask_and_score_has_curves_and_a_table(tmp_path: Path) -> None:
+    stems = [stem for kernels in KINDS.values() for stem in kernels]
+    specs, generated, _ = small(tmp_path, *stems)
+    for number, stem in enumerate(stems, start=1):
+        peers = {"flex": 100.0 * number, "fa3": 90.0}
+        cells = [(n, 150.0 * number, peers) for n in (4096, 8192)]
+        # The record alone says what documents and prefixes left.
+        read = {"visible": 0.123} if re.search("docs|prefix", stem) else {}
+        benchmark(generated, stem, cells=cells, **read)
+    kernels = [website.load(spec, generated) for spec in load_specs([specs])]
+    (machine,) = speed.sections(kernels, charts := Kept())
+    assert [kind["title"] for kind in machine["kinds"]] == [*KINDS]
+    for kind in machine["kinds"]:
+        rows = {row["stem"]: row for row in kind["rows"] if "s8192" in row["problem"]}
+        assert {*rows} == {*KINDS[kind["title"]]}
+        assert (kind["mean"], kind["peers"]) == ("1.50", ["fa3", "flex"])
+        for stem, (problem, visible) in KINDS[kind["title"]].items():
+            number, row = stems.index(stem) + 1, rows[stem]
+            assert row["problem"].startswith(problem)
+            assert (row["visible"], row["ratio"]) == (visible, "1.50 of flex")
+            assert (row["ours"], row["peers"]) == (
+                f"{150 * number}",
+                ["90", f"{100 * number}"],
+            )
+        panels = [x for x in charts.files[f"{kind['name']}.svg"].axes if x.axison]
+        assert len(panels) == len(
+            rows
+        )  # of a kernel each, with a point for each length
+        for panel in panels:
+            assert [len(line.get_xdata()) for line in panel.lines] == [2, 2, 2]
+
+
+def test_a_launch_takes_as_long_as_its_visible_scores(tmp_path: Path) -> None:
+    stem = "sm90_d64_bf16_causal_w1023"
+    specs, generated, folder = small(tmp_path, stem)
+    benchmark(generated, stem, cells=[(8192, 250.0, {"fa4": 200.0})])
+    website.write([specs], generated, folder)
+    ((row,),) = rows_of_speed(folder).values()
+    pairs = 8192 * 1024 - 1024 * 1023 / 2 - 8192 / 2  # half of the diagonal
+    seconds = 2 * 32 * pairs * 4 * 64 / 250e12
+    assert row["us"] == f"{seconds * 1e6:.0f}"
 
 
 def test_two_machines_are_two_sections(tmp_path: Path) -> None:
@@ -253,9 +414,8 @@ def test_draws_are_told_apart(tmp_path: Path) -> None:
     stem = "sm90_d128_bf16_causal_docs"
     specs, generated, folder = small(tmp_path, stem)
     drawn = [{"ranges": {"documents": [512, 4096]}, "seed": seed} for seed in (0, 1)]
-    benchmark(generated, stem, drawn=drawn)
-    path = generated / "records" / f"{stem}.json"
-    path.write_text(path.read_text("utf-8").replace('"fa4": {', '"flex": {'), "utf-8")
+    cells = [(512, 444.0, {"flex": 305.0}), (512, 480.0, {"flex": 380.0})]
+    benchmark(generated, stem, cells=cells, drawn=drawn)
     website.write([specs], generated, folder)
     bars = words_of(folder / "kernels" / f"{stem}.speed1.svg")
     assert {"444 ours", "480 ours", "305 flex"} <= bars
