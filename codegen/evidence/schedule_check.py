@@ -21,7 +21,7 @@ from ..emulator.walk import Boxes, Extent, Walk
 from ..ops import lists, masks, operation_of
 from ..ops.cases import Case, Tiles, most_clusters, work_tiles
 from ..ops.inputs import params
-from ..ops.masks import Lengths
+from ..ops.masks import KeyBlocks, Lengths
 from ..ops.operation import Sizes
 
 I64 = NDArray[np.int64]
@@ -52,12 +52,7 @@ def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
     heads = range(
         0, plan.heads if plan.mask.reads("h", "h_kv") else tiles.heads, tiles.heads
     )
-    known = sum(
-        plan.count(_Work(batch, head, tile))
-        for batch in batches
-        for head in heads
-        for tile in range(plan.tiles_of_head)
-    )
+    known = sum(plan.count(batch, head) for batch in batches for head in heads)
     return (
         sizes.batch // len(batches) * (plan.heads // tiles.heads // len(heads)) * known
     )
@@ -129,17 +124,19 @@ class _Plan:
         """Work tiles of a cluster in a head."""
         return -(-self.sizes.q // self.tiles.cluster_rows)
 
-    def count(self, work: _Work) -> int:
-        """KV blocks of a work tile; of lists, those of all heads and batches on average."""
+    def count(self, batch: int, head: int) -> int:
+        """KV blocks of all work tiles of a head; of lists, those of all heads on average."""
         if not self.lists:
-            return len(self._derived(work))
+            first = np.arange(0, self.sizes.q, self.tiles.cluster_rows)
+            return int(self._key_blocks(batch, head, first).total.sum())
         counts = sum(self.lists[name] for name in lists.NAMES[::2])
-        return int(np.maximum(counts, 1)[:, :, work.tile].mean()) + 1
+        return int((np.maximum(counts, 1).mean((0, 1)).astype(int) + 1).sum())
 
     def blocks(self, work: _Work) -> Sequence[int]:
         """KV blocks that a cluster's work tile needs; one when its rows see no key."""
         if not self.lists:
-            return self._derived(work)
+            first = np.int64(work.tile * self.tiles.cluster_rows)
+            return self._key_blocks(work.batch, work.head, first).taken()
         shape = self.lists["kv_indices"].shape
         place = min(work.batch, shape[0] - 1), min(work.head, shape[1] - 1), work.tile
         found: list[int] = []
@@ -148,11 +145,11 @@ class _Plan:
             found += self.lists[indices][place][:count].tolist()
         return found or [shape[3]]  # which is behind K
 
-    def _derived(self, work: _Work) -> list[int]:
-        first = work.tile * self.tiles.cluster_rows
-        end = min(first + self.tiles.cluster_rows, self.sizes.q)
-        mask = self.mask.at(work.batch, work.head, work.head // self.group)
-        return mask.key_blocks(first, end, self.lengths, self.tiles.kv).taken()
+    def _key_blocks(self, batch: int, head: int, first: I64) -> KeyBlocks:
+        """Of the work tiles of a head that begin at these rows."""
+        end = np.minimum(first + self.tiles.cluster_rows, self.sizes.q)
+        mask = self.mask.at(batch, head, head // self.group)
+        return mask.key_blocks(first, end, self.lengths, self.tiles.kv)
 
     def shape(self, name: str) -> tuple[int, int, int]:
         """(batch, rows, heads) of a tensor."""
