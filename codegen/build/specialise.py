@@ -29,7 +29,7 @@ Flag = bool | int | float | str
 Flags = Mapping[str, Flag]
 
 OMIT: Final = "OMIT"  # the value of an argument that is left out
-ONCE: Final = "ONCE"  # the test of a loop whose body stands for it
+ONCE: Final = "ONCE"  # the test of a loop, or an `if`, whose body stands for it
 INLINE: Final = "inline"  # the decorator of functions that their calls are replaced by
 # What is called from outside, and functions that are handed on as values.
 ENTRIES: Final = frozenset({"__all__", "compile", "launch", "SPEC"}) | FUNCTIONS
@@ -325,7 +325,7 @@ class _Fold:
     def _edits_of(self, parent: ast.AST, node: ast.AST) -> list[_Edit]:
         if isinstance(node, ast.If) and self._value(node.test) is not None:
             return [self._statement(node)]
-        if isinstance(node, ast.While) and _is_name(self._chosen(node.test), ONCE):
+        if isinstance(node, (ast.If, ast.While)) and self._is_once(node):
             return [self._statement(node)]
         if isinstance(node, ast.IfExp) and self._value(node.test) is not None:
             new, binding = self._expression(node)
@@ -353,6 +353,9 @@ class _Fold:
         while isinstance(node, ast.IfExp) and self._value(node.test) is not None:
             node = node.body if self._value(node.test) else node.orelse
         return node
+
+    def _is_once(self, node: ast.If | ast.While) -> bool:
+        return _is_name(self._chosen(node.test), ONCE)
 
     def _is_gone(self, argument: ast.expr | ast.keyword) -> bool:
         """Whether an argument's value is OMIT, once it is folded."""
@@ -385,7 +388,9 @@ class _Fold:
     def _block(self, node: ast.If | ast.While) -> str:
         """The lines of a block that are left."""
         text, chosen = self.text, node.body
-        if isinstance(node, ast.If) and not self._value(node.test):
+        if isinstance(node, ast.If) and not (
+            self._is_once(node) or self._value(node.test)
+        ):
             chosen = node.orelse
         if not chosen:
             return ""

@@ -119,6 +119,7 @@ UNARY = {
     "not.b16 not.b32 not.b64": lambda a: ~a,
     "neg.s32 neg.s64": lambda a: -a,
     "abs.s32 abs.s64": abs,
+    "popc.b32": lambda a: a.bit_count(),
     "mov.b16 mov.s16 mov.u16 mov.b32 mov.s32 mov.u32 mov.b64 mov.s64 mov.u64": (
         lambda a: a
     ),

@@ -35,6 +35,11 @@ def body(text: str, **flags: bool) -> str:
             "x += 1\nreturn x",
             "x += 2\nreturn x",
         ),
+        (
+            "if x if F else ONCE:\n    y = x\nreturn y",
+            "if x:\n    y = x\nreturn y",
+            "y = x\nreturn y",
+        ),
         ("return x if F else y", "return x", "return y"),
         ("return f(x if F else y, y)", "return f(x, y)", "return f(y, y)"),
         # Parentheses only where the operator needs them.

@@ -218,6 +218,14 @@ def _not(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(destination, f"~{emitter.value(source, dtype)}", dtype)
 
 
+@emits("popc", modifiers="b32")
+def _count_bits(emitter: Emitter, instruction: Instruction) -> None:
+    destination, source = instruction.operands
+    value = emitter.value(source, "u32")
+    bits = f"np.unpackbits(np.ascontiguousarray({value}).view(np.uint8).reshape(-1, 4), axis=1)"
+    emitter.assign(destination, f"{bits}.sum(axis=1, dtype=np.uint32)", "u32")
+
+
 @emits("shl", modifiers=UNTYPED)
 @emits("shr", modifiers=f"{UNTYPED} {INTEGERS}")
 def _shift(emitter: Emitter, instruction: Instruction) -> None:
