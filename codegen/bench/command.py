@@ -264,7 +264,11 @@ def cells_for(
                 notes.append(f"no kernel for {row}")
     used = {stem for cell in cells.values() for stem in cell.ours}
     why = "no row of the grid" if rows else "fixed to other lengths"
-    notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
+    notes += [
+        f"{stem} was not timed: {'packed sequences' if spec.get('batch') else why}"
+        for stem, spec in specs.items()
+        if stem not in used
+    ]
     if not cells:
         raise CheckFailed("\n".join(["nothing to time", *notes]))
     return list(cells.values()), list(dict.fromkeys(notes))

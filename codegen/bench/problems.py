@@ -109,6 +109,11 @@ class Problem:
         return Drawn("half", "")
 
     @property
+    def lengths(self) -> tuple[tuple[int, int], ...]:
+        """Of packed sequences, with which nothing is timed."""
+        return ()
+
+    @property
     def operation(self) -> Operation:
         """The one that is timed."""
         return operation_of(self.spec)
@@ -263,7 +268,8 @@ def problems_for(
     ranges: Ranges | None = None,
     seeds: Sequence[int] = (0,),
 ) -> Iterator[Problem]:
-    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``.
+    """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``,
+    or where it has packed sequences, with which nothing is timed.
 
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
@@ -277,6 +283,8 @@ def problems_for(
         raise CheckFailed(
             f"{spec['name']}: --heads {heads} is no multiple of q_per_kv = {group}"
         )
+    if spec.get("batch"):
+        return
     if DYNAMIC in fixed.values():
         rows = [
             {side: n if at == DYNAMIC else int(at) for side, at in fixed.items()}

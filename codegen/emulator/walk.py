@@ -157,11 +157,14 @@ class _Mapped:
     tensor: Extent
     axes: tuple[tuple[int, int], ...]
     """Of each dimension of the map: the tensor's axis, and elements of it; (-1, 0): one step."""
+    early: tuple[int, int]
+    """Of an axis, elements by which the map begins before the tensor."""
 
     def boxes(self, coordinates: I64) -> tuple[I64, I64]:
         """(begin, end) of boxes at coordinates [n, rank]."""
         count, rank = coordinates.shape
         begin = np.zeros((count, len(self.tensor.sizes)), np.int64)
+        begin[:, self.early[0]] -= self.early[1]
         extent = np.ones_like(begin)
         empty = np.zeros(count, np.bool_)
         for dimension in range(rank):
@@ -177,6 +180,16 @@ class _Mapped:
                     extent[:, axis] = step * left
         extent[empty] = 0
         return begin, begin + extent
+
+    def check(self, coordinates: Sequence[int]) -> None:
+        """Raises Fault for a box that begins before the tensor, where the map does."""
+        if self.early[1]:
+            begin, end = self.boxes(np.array([coordinates], np.int64))
+            if ((begin < 0) & (begin < end)).any():
+                problem = (
+                    f"a box at {tuple(coordinates)} begins before {self.tensor.name}"
+                )
+                raise Fault(Kind.OUT_OF_BOUNDS, problem)
 
 
 class Walker(Machine):
@@ -197,6 +210,7 @@ class Walker(Machine):
             *(None, max_steps, tiles, {launch.kernel: names}),
         )
         self._tensors = tuple(tensors)
+        self._at = {tensor.address: tensor for tensor in self._tensors}
         self._mapped: dict[int, _Mapped] = {}
         """By the id of the tensor map, which `tensor_map` keeps."""
         self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
@@ -212,6 +226,7 @@ class Walker(Machine):
     ) -> tuple[int, range]:
         """A TMA load completes its bytes; what each CTA receives is written down."""
         known = self._describes(tensor_map)
+        known.check(coordinates)
         record = self._loads[id(known.tensor_map)]
         for cta in receivers:
             cta.shared.check_region(place, tensor_map.box_bytes, SHARED_ALIGNMENT)
@@ -223,6 +238,7 @@ class Walker(Machine):
     ) -> range:
         """A TMA store: what it covers is written down."""
         known = self._describes(tensor_map)
+        known.check(coordinates)
         if min(coordinates) < 0:
             problem = f"a store at the negative coordinates {tuple(coordinates)}"
             raise Fault(Kind.OUT_OF_BOUNDS, problem)
@@ -285,25 +301,31 @@ class Walker(Machine):
     def _describes(self, tensor_map: TensorMap) -> _Mapped:
         known = self._mapped.get(id(tensor_map))
         if known is None:
-            for tensor in self._tensors:
-                if tensor.address == tensor_map.address:
+            steps, sizes = list(tensor_map.strides), list(tensor_map.dimensions)
+            rows = steps.index(steps[-1])  # of a map that counts them back from an end
+            for early in (0, sizes[rows]):
+                begin = tensor_map.address + early * steps[rows]
+                tensor = self._at.get(begin)
+                if tensor is not None:
                     break
             else:
                 address = tensor_map.address
                 raise Fault(
                     Kind.TMA, f"a tensor map at {address:#x}, which is no tensor's"
                 )
+            if early:
+                sizes[-1] = early
             if tensor.itemsize != tensor_map.element_size:
                 raise Fault(
                     Kind.TMA, f"a tensor map of other elements than {tensor.name}'s"
                 )
             axes = tuple(
                 tensor.axis_of(stride, count) if count > 1 else (-1, 0)
-                for stride, count in zip(
-                    tensor_map.strides, tensor_map.dimensions, strict=True
-                )
+                for stride, count in zip(steps, sizes, strict=True)
             )
-            known = self._mapped[id(tensor_map)] = _Mapped(tensor_map, tensor, axes)
+            axis, step = axes[rows]
+            known = _Mapped(tensor_map, tensor, axes, (axis, early * step))
+            self._mapped[id(tensor_map)] = known
         return known
 
     def _collect(

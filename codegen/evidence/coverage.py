@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ from ..ops.cases import (
 from ..ops.compare import place, rows_named
 from ..ops.inputs import params, place_tensors
 from ..ops.operation import Spec
+from ..ops.varlen import is_packed, rows_of
 from .schedule_check import blocks_of, extent
 from .tensors import Tensor, view_of
 
@@ -58,6 +60,28 @@ def tiles_of_tensors(
     return taken
 
 
+def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, ...]]:
+    """As of `tiles_of_tensors`, by what the tensor maps of a case have for addresses.
+
+    Maps of packed sequences begin as many rows early as there are. A sequence without keys has a
+    block that begins right behind the last of them, and of a tile's rows warpgroups store some
+    which are all behind it.
+    """
+    located = locate(place_tensors(spec, case))
+    addresses = {name: x.address for name, x in located.items()}
+    if not is_packed(spec):
+        return tiles_of_tensors(tiles, spec, addresses)
+    taken: dict[int, tuple[int, ...]] = {}
+    for tensor in operation_of(spec).tensors(spec):
+        if tensor.tma:
+            at = located[tensor.name]
+            rows = at.placed.shape[0]
+            behind = 1 if tensor.cached else tiles.q
+            early = at.address - rows * at.strides[0] * at.itemsize
+            taken[early] = (1, rows + behind)
+    return taken
+
+
 def write_counts(tensor: Tensor, writes: Writes) -> NDArray[np.uint8]:
     """How often each element of a tensor was written."""
     if tensor.storage is None:
@@ -77,8 +101,8 @@ def written_once(
     kinds: of the tensor's axes. stored: the rows that the CTAs that ran store; None for all.
     """
     counts = write_counts(tensor, writes)
-    if "d" not in kinds:
-        counts, kinds = counts[..., None], f"{kinds}d"
+    for kind in {*"bd"} - {*kinds}:
+        counts, kinds = counts[..., None], f"{kinds}{kind}"
     rows = counts.transpose([kinds.index(kind) for kind in "bshd"])
     most, least = rows.max(-1), rows.min(-1)
     if stored is None:
@@ -119,7 +143,6 @@ def walked(
     spec, cut = constants["SPEC"], tiles_of(constants)
     located = locate(place_tensors(spec, case))
     blocks = blocks_of(cut, spec, case) * share_that_runs(case, spec, cut)
-    addresses = {name: x.address for name, x in located.items()}
     return walk.walk(
         program,
         launch,
@@ -128,7 +151,7 @@ def walked(
             for name, x in located.items()
         ],
         clusters=case.clusters,
-        tiles=tiles_of_tensors(cut, spec, addresses),
+        tiles=tiles_of_case(cut, spec, case),
         memory=_memory(spec, cut, case, located),
         max_steps=STEPS + int(STEPS_OF_WALKED_BLOCK * blocks),
         names=names,
@@ -157,7 +180,23 @@ def _memory(
 def shape_of_rows(spec: Spec, case: Case) -> tuple[int, int, int]:
     """(batch, rows, heads) of the first output."""
     dims = operation_of(spec).outputs(spec)[0].sizes(spec, case)
-    return dims["b"], dims["s"], dims["h"]
+    return dims.get("b", 1), dims["s"], dims["h"]
+
+
+def count_of_rows(spec: Spec, case: Case) -> int:
+    """Rows of all heads that a launch stores."""
+    rows = rows_to_store(spec, case)
+    return math.prod(shape_of_rows(spec, case)) if rows is None else int(rows.sum())
+
+
+def rows_to_store(spec: Spec, case: Case) -> NDArray[np.bool_] | None:
+    """Bool [1, rows, heads]: those of packed sequences; None for all rows there are."""
+    if not is_packed(spec):
+        return None
+    found = np.zeros(shape_of_rows(spec, case), np.bool_)
+    for rows in rows_of(case):
+        found[:, rows.q] = True
+    return found
 
 
 def rows_stored(seen: walk.Walk, spec: Spec, case: Case) -> NDArray[np.bool_]:

@@ -56,9 +56,10 @@ from ..ops.inputs import numbers_of
 from ..ops.operation import Given
 from ..ops.reference import Truth
 from .coverage import (
+    count_of_rows,
     rows_stored,
-    shape_of_rows,
-    tiles_of_tensors,
+    rows_to_store,
+    tiles_of_case,
     walked,
     written_once,
 )
@@ -230,19 +231,17 @@ class Rehearsal:
             schedule=schedule,
             clusters=self.case.clusters,
             timeline=events,
-            tiles=self._tiles_of_tensors(),
+            tiles=tiles_of_case(self.tiles, self.spec, self.case),
             names=self.names,
             max_steps=self.max_steps or STEPS + STEPS_OF_BLOCK * self.case.blocks,
         )
 
-    def _tiles_of_tensors(self) -> dict[int, tuple[int, ...]]:
-        addresses = {name: x.address for name, x in self.problem.tensors.items()}
-        return tiles_of_tensors(self.tiles, self.spec, addresses)
-
     def _compare(self, result: RunEvent, writes: Writes) -> None:
         operation, outputs = operation_of(self.spec), self.problem.outputs
         wanted = self.expected
-        result.of_rows = math.prod(shape_of_rows(self.spec, self.case))
+        if wanted is None:
+            wanted = rows_to_store(self.spec, self.case)
+        result.of_rows = count_of_rows(self.spec, self.case)
         result.rows = result.of_rows if wanted is None else int(wanted.sum())
         if result.rows == 0:
             result.findings.append(
@@ -440,7 +439,7 @@ def _walk(
     seen = walked(constants, case, launch, program, names)
     spec = constants["SPEC"]
     findings = schedule_findings(seen, tiles_of(constants), spec, case)
-    of_rows = rows = math.prod(shape_of_rows(spec, case))
+    of_rows = rows = count_of_rows(spec, case)
     if case.clusters is not None and not findings:
         rows = int(rows_stored(seen, spec, case).sum())
     return RunEvent(

@@ -23,10 +23,12 @@ from ..ops.cases import Case, Tiles, most_clusters, work_tiles
 from ..ops.inputs import params
 from ..ops.masks import KeyBlocks, Lengths
 from ..ops.operation import Sizes
+from ..ops.varlen import is_packed, rows_of
 
 I64 = NDArray[np.int64]
 
 MOST_CTAS = 16  # of a cluster
+NOTHING = -1  # in place of a KV block's number: a box that is outside
 MOST_FINDINGS = 8  # of each check, that are worded
 MOST_BLOCKS = 10_000
 """(work tile, KV block) pairs that are walked in seconds: one takes about a millisecond."""
@@ -47,7 +49,9 @@ def extent(
 
 def blocks_of(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> int:
     """(Work tile, KV block) pairs of a problem."""
-    plan = _Plan(tiles, spec, sizes)
+    plan = _plan(tiles, spec, sizes)
+    if isinstance(plan, _PackedPlan):
+        return plan.all_blocks
     batches = range(sizes.batch if plan.mask.params else 1)
     heads = range(
         0, plan.heads if plan.mask.reads("h", "h_kv") else tiles.heads, tiles.heads
@@ -99,7 +103,11 @@ def schedule_findings(
     found = [str(finding) for finding in walk.findings]
     if found:
         return found  # the walk is not whole
-    return list(_Check(walk, _Plan(tiles, spec, sizes)).findings())
+    return list(_Check(walk, _plan(tiles, spec, sizes)).findings())
+
+
+def _plan(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> _Plan:
+    return (_PackedPlan if is_packed(spec) else _Plan)(tiles, spec, sizes)
 
 
 class _Plan:
@@ -154,11 +162,124 @@ class _Plan:
     def shape(self, name: str) -> tuple[int, int, int]:
         """(batch, rows, heads) of a tensor."""
         dims = self.dims[name]
-        return dims["b"], dims["s"], dims["h"]
+        return dims.get("b", 1), dims["s"], dims["h"]
 
     def width(self, name: str) -> int:
         """Columns of a tensor."""
         return self.dims[name].get("d", 1)
+
+    @property
+    def rows(self) -> NDArray[np.bool_] | None:
+        """Rows of outputs that are there to be stored; None for all."""
+        return None
+
+    def numbers(self, batch: I64, row: I64, head: I64) -> I64:
+        """Numbers of the work tiles of query rows."""
+        heads, tiles = self.heads // self.tiles.heads, self.tiles
+        place: I64 = (batch * heads + head // tiles.heads) * self.tiles_of_head
+        return place + row // tiles.cluster_rows
+
+    def work_of(self, number: int) -> _Work:
+        """The work tile of a number."""
+        rest, tile = divmod(int(number), self.tiles_of_head)
+        batch, head = divmod(rest, self.heads // self.tiles.heads)
+        return _Work(batch, head * self.tiles.heads, tile)
+
+    def query_tile(self, batch: int, row: int) -> tuple[int, int, int]:
+        """Of a query row: its batch, its tile in a head, and how many rows that tile has."""
+        positions = self.tiles.positions
+        tile = row // positions
+        return batch, tile, min(positions, self.sizes.q - tile * positions)
+
+    def keys(self, work: _Work, block: int) -> tuple[int, slice]:
+        """Batch and rows of K where a work tile's block is."""
+        return work.batch, slice(block * self.tiles.kv, (block + 1) * self.tiles.kv)
+
+    def block_at(self, batch: int, row: int) -> tuple[int, int]:
+        """Batch and number of the KV block of a row of K."""
+        return batch, row // self.tiles.kv
+
+    def wanted(self, work: _Work) -> list[tuple[int, int]]:
+        """As `block_at`, of the blocks of a work tile."""
+        return [(work.batch, block) for block in self.blocks(work)]
+
+
+class _PackedPlan(_Plan):
+    """Of packed sequences: boxes have the batch 0, and a work tile that of its sequence."""
+
+    def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
+        super().__init__(tiles, spec, sizes)
+        self._sequences = rows_of(sizes)
+        counts = [-(-(x.q.stop - x.q.start) // tiles.q) for x in self._sequences]
+        self._counts = np.array(counts, np.int64)
+        self._before = np.cumsum([0, *counts]) * self.heads
+        # Where each ends: of those that end there, a row before that is of the first.
+        self._ends_q, self._ends_kv = (
+            np.array([x.stop for x in each], np.int64)
+            for each in zip(*((x.q, x.kv) for x in self._sequences), strict=True)
+        )
+
+    @property
+    def all_blocks(self) -> int:
+        """(Work tile, KV block) pairs."""
+        tiles = enumerate(self._counts.tolist())
+        works = (_Work(n, 0, tile) for n, count in tiles for tile in range(count))
+        return self.heads * sum(len(self.blocks(work)) for work in works)
+
+    @property
+    def rows(self) -> NDArray[np.bool_]:
+        found = np.zeros((1, self.sizes.q, 1), np.bool_)
+        for each in self._sequences:
+            found[:, each.q] = True
+        return found
+
+    def _derived(self, work: _Work) -> list[int]:
+        rows = self._sequences[work.batch]
+        lengths = Lengths(rows.q.stop - rows.q.start, rows.kv.stop - rows.kv.start)
+        first = work.tile * self.tiles.q
+        end = min(first + self.tiles.q, lengths.q)
+        return self.mask.key_blocks(first, end, lengths, self.tiles.kv).taken()
+
+    def numbers(self, batch: I64, row: I64, head: I64) -> I64:
+        number = np.searchsorted(self._ends_q, row, side="right")
+        begins = np.array([x.q.start for x in self._sequences], np.int64)
+        place: I64 = self._before[number] + head * self._counts[number]
+        return place + (row - begins[number]) // self.tiles.q
+
+    def work_of(self, number: int) -> _Work:
+        at = int(np.searchsorted(self._before, number, side="right")) - 1
+        head, tile = divmod(int(number - self._before[at]), int(self._counts[at]))
+        return _Work(at, head, tile)
+
+    def query_tile(self, batch: int, row: int) -> tuple[int, int, int]:
+        number = int(np.searchsorted(self._ends_q, row, side="right"))
+        if number == len(self._sequences):
+            return number, 0, self.tiles.q
+        rows = self._sequences[number].q
+        tile = (row - rows.start) // self.tiles.q
+        return (
+            number,
+            tile,
+            min(self.tiles.q, rows.stop - rows.start - tile * self.tiles.q),
+        )
+
+    def keys(self, work: _Work, block: int) -> tuple[int, slice]:
+        rows = self._sequences[work.batch].kv
+        begin = rows.start + block * self.tiles.kv
+        return 0, slice(begin, min(begin + self.tiles.kv, rows.stop))
+
+    def block_at(self, batch: int, row: int) -> tuple[int, int]:
+        """Of a row behind all sequences a block of the last one, which it has not."""
+        number = int(np.searchsorted(self._ends_kv, row, side="right"))
+        number = min(number, len(self._sequences) - 1)
+        return number, (row - self._sequences[number].kv.start) // self.tiles.kv
+
+    def wanted(self, work: _Work) -> list[tuple[int, int]]:
+        """Of a sequence without keys: where it ends, and that nothing of K is there."""
+        rows = self._sequences[work.batch].kv
+        return (
+            super().wanted(work) if rows.start < rows.stop else [(rows.stop, NOTHING)]
+        )
 
 
 @dataclass(frozen=True)
@@ -218,25 +339,41 @@ class _Check:
         order = [*self.plan.dims[name]]
         if found is None or order == [*"bshd"]:
             return found
-        places = [order.index(kind) for kind in "bsh"]
+        # Of an axis that it does not have all is at 0.
         begin, end = (
-            np.concatenate([x[:, places], np.full((len(x), 1), last)], axis=1)
-            for x, last in ((found.begin, 0), (found.end, 1))
+            np.stack(
+                [
+                    x[:, order.index(kind)] if kind in order else np.full(len(x), only)
+                    for kind in "bshd"
+                ],
+                axis=1,
+            )
+            for x, only in ((found.begin, 0), (found.end, 1))
         )
         return Boxes(
             *(found.cluster, found.cta, found.by, found.warp, found.line), begin, end
         )
 
     def _stored(self, name: str) -> Boxes | None:
-        return self._named(self.walk.stores, name)
+        found = self._named(self.walk.stores, name)
+        if found is None or self.plan.rows is None:
+            return found
+        # Behind a sequence's end an empty box is where another sequence may be.
+        return found.where(np.flatnonzero((found.begin < found.end).all(axis=1)))
 
     def _stored_once(self, name: str, boxes: Boxes | None) -> Iterator[str]:
         if boxes is None:
             yield f"no row of {name} is stored"
             return
         least, most = _coverage(boxes, self.plan.shape(name), self.plan.width(name))
+        rows = self.plan.rows
         if self.whole:
-            yield from self._worded(name, least == 0, "is stored by no CTA")
+            missing = least == 0 if rows is None else rows & (least == 0)
+            yield from self._worded(name, missing, "is stored by no CTA")
+        if rows is not None:
+            yield from self._worded(
+                name, ~rows & (most > 0), "is of no sequence", boxes
+            )
         bad = most > 1
         if bad.any():
             yield from self._worded(name, bad, "is stored more than once", boxes)
@@ -246,25 +383,26 @@ class _Check:
     ) -> Iterator[str]:
         """Findings for rows [batch, row, head]; boxes: to say whose they are."""
         by_head = np.argwhere(bad.transpose(0, 2, 1))
-        positions = self.plan.tiles.positions
 
-        def tile_of(place: NDArray[Any]) -> tuple[int, int, int]:
-            return int(place[0]), int(place[1]), int(place[2]) // positions
+        def tile_of(place: NDArray[Any]) -> tuple[int, int, int, int]:
+            batch, tile, rows = self.plan.query_tile(int(place[0]), int(place[2]))
+            return batch, int(place[1]), tile, rows
 
         for count, (key, places) in enumerate(groupby(by_head, tile_of)):
             if count == MOST_FINDINGS:
                 yield f"... and more of {name}: {len(by_head)} rows in all"
                 return
-            batch, head, tile = key
-            rows = [int(place[2]) for place in places]
+            batch, head, tile, wanted = key
+            found = [*places]
+            rows = [int(place[2]) for place in found]
             low, high = rows[0], rows[-1]
             text = f"query tile {tile} of head {head}, batch {batch}"
-            wanted = min(positions, self.plan.sizes.q - tile * positions)
             if len(rows) < wanted:
                 text += f", rows {low} to {high} ({len(rows)} of them)"
             text += f": {name} {what}"
             if boxes is not None:
-                text += ": " + ", ".join(_who_covers(boxes, batch, low, head))
+                first = int(found[0][0]), low, head
+                text += ": " + ", ".join(_who_covers(boxes, *first))
             yield text
 
     def _owned(self, name: str, boxes: Boxes | None, stored: Boxes) -> Iterator[str]:
@@ -285,16 +423,7 @@ class _Check:
 
     def _work(self, boxes: Boxes) -> I64:
         """Numbers of the work tiles that boxes of q or out belong to."""
-        tiles = self.plan.tiles
-        heads = self.plan.heads // tiles.heads
-        batch, row, head = boxes.begin[:, 0], boxes.begin[:, 1], boxes.begin[:, 2]
-        place: I64 = (batch * heads + head // tiles.heads) * self.plan.tiles_of_head
-        return place + row // tiles.cluster_rows
-
-    def _work_of(self, number: int) -> _Work:
-        rest, tile = divmod(int(number), self.plan.tiles_of_head)
-        batch, head = divmod(rest, self.plan.heads // self.plan.tiles.heads)
-        return _Work(batch, head * self.plan.tiles.heads, tile)
+        return self.plan.numbers(*boxes.begin[:, :3].T)
 
     def _blocks(
         self, loads: Mapping[str, Boxes | None], stored: Boxes
@@ -322,8 +451,8 @@ class _Check:
 
     def _received(self, name: str, boxes: Boxes, mine: I64, who: str) -> Iterator[str]:
         """What is not received once for each of the cluster's work tiles that needs it."""
-        plan, block = self.plan, self.plan.tiles.kv
-        works = [self._work_of(number) for number in mine.tolist()]
+        plan = self.plan
+        works = [self.plan.work_of(number) for number in mine.tolist()]
         # Of the heads only those that it has to do with: there may be 2^16 of them.
         spans = zip(boxes.begin[:, 2].tolist(), boxes.end[:, 2].tolist(), strict=True)
         seen_heads = {head for span in {*spans} for head in range(*span)}
@@ -338,12 +467,12 @@ class _Check:
         for work in works:
             head = heads.index(work.head // plan.group)
             for number in plan.blocks(work):
-                keys = slice(number * block, (number + 1) * block)
-                wanted[work.batch, keys, head] += 1
+                batch, keys = plan.keys(work, number)
+                wanted[batch, keys, head] += 1
         seen = set()
         bad = (least != wanted) | (most != wanted)
         for place in map(tuple, np.argwhere(bad).tolist()):
-            batch, number, head = place[0], place[1] // block, heads[place[2]]
+            (batch, number), head = plan.block_at(*place[:2]), heads[place[2]]
             if (batch, head, number) in seen:
                 continue
             seen.add((batch, head, number))
@@ -357,7 +486,7 @@ class _Check:
     def _seen_by(self, mine: I64, batch: int, head: int, block: int) -> str:
         """The first of these work tiles that sees a block, in words."""
         for number in mine.tolist():
-            work = self._work_of(number)
+            work = self.plan.work_of(number)
             same = (work.batch, work.head // self.plan.group) == (batch, head)
             if same and block in self.plan.blocks(work):
                 first = work.tile * self.plan.tiles.cluster[0]
@@ -391,15 +520,25 @@ class _Check:
         """Of work tiles in turn: how many blocks, and which (batch, KV head, block)."""
         wanted = []
         for number in turns:
-            work = self._work_of(number)
-            blocks = self.plan.blocks(work)
+            work = self.plan.work_of(number)
+            blocks = self.plan.wanted(work)
             head = work.head // self.plan.group
-            each = frozenset((work.batch, head, block) for block in blocks)
+            each = frozenset((batch, head, block) for batch, block in blocks)
             wanted.append((len(blocks), each))
         return wanted
 
     def _sequence(self, boxes: Boxes) -> list[tuple[int, int, int]]:
         """(batch, KV head, block) of boxes, in order."""
+        if isinstance(self.plan, _PackedPlan):
+            empty = (boxes.begin == boxes.end).any(axis=1).tolist()
+            rows, heads = boxes.begin[:, 1].tolist(), boxes.begin[:, 2].tolist()
+            at = [
+                (row, NOTHING) if is_empty else self.plan.block_at(0, row)
+                for row, is_empty in zip(rows, empty, strict=True)
+            ]
+            return [
+                (batch, head, n) for (batch, n), head in zip(at, heads, strict=True)
+            ]
         block = boxes.begin[:, 1] // self.plan.tiles.kv
         if self.plan.lists:  # an empty box is behind K
             blocks = -(-self.plan.sizes.kv // self.plan.tiles.kv)
@@ -430,7 +569,7 @@ class _Check:
             part = blocks[place : place + count * boxes_of_block]
             place += len(part)
             if set(part) != each:
-                work = self._work_of(number)
+                work = self.plan.work_of(number)
                 tile = work.tile * self.plan.tiles.cluster[0]
                 yield (
                     f"{who} loads {name} in another order than Q: not the blocks of query tile "

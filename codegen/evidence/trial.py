@@ -38,6 +38,7 @@ from ..ops.cases import (
 from ..ops.compare import note_errors, outside_touched, same_bits
 from ..ops.inputs import Placed, numbers_of, place_tensors, values
 from ..ops.operation import Axis, Given, Operation, Tensor
+from ..ops.varlen import is_packed
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -376,7 +377,10 @@ def misuse_case(spec: Mapping[str, Any]) -> Case:
         fallback if spec["seqlen"][side] == DYNAMIC else int(spec["seqlen"][side])
         for side, fallback in (("q", 96), ("kv", 160))
     )
-    return Case(MISUSE, batch=2, kv_heads=2, q=q, kv=kv, layout="plain")
+    lengths = ((q // 2, kv // 2),) * 2 if is_packed(spec) else ()
+    return Case(
+        MISUSE, batch=2, kv_heads=2, q=q, kv=kv, layout="plain", lengths=lengths
+    )
 
 
 def misuses(
@@ -426,11 +430,13 @@ def misuses(
             if x.shape[at] > 1:  # else it is a tensor like any other
                 same = x.narrow(at, 0, 1).expand_as(x)
                 yield spoil(f"one {axis.name} for all", **{name: same})
-        if min(x.shape[1:3]) > 1:
+        outer = min(x.ndim - 2, 1)
+        if min(x.shape[outer : outer + 2]) > 1:
             steps = [*x.stride()]
-            steps[1] = steps[2]
+            steps[outer] = steps[outer + 1]
             overlapping = x.as_strided(x.shape, steps)
-            yield spoil(f"{output.axes[1].name} that overlap", **{name: overlapping})
+            what = f"{output.axes[outer].name} that overlap"
+            yield spoil(what, **{name: overlapping})
     for scalar in operation.scalars:
         for value in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
             yield spoil(str(value), **{scalar.name: value})

@@ -28,6 +28,7 @@ from . import (
     sink,
     softcap,
     tiling,
+    varlen,
     window,
 )
 from .feature import Feature
@@ -48,6 +49,7 @@ _FILES: Final = (
         window,
         documents,
         prefix,
+        varlen,
     ),
     blocks,
     *(sink, gqa, cluster, tiling),

@@ -47,7 +47,7 @@ Op = Annotated[
         words={
             r".*(bwd|backward|grad).*": _FORWARD_ONLY,
             r".*(decode|decoding|paged|splitkv|split_kv).*": f"a kernel for decoding is {NOT_YET}",
-            r".*varlen.*": f"packed variable lengths are {NOT_YET}",
+            r".*varlen.*": "write fmha_fwd, and batch: varlen",
             r"fwd|forward|attention|attn|sdpa|mha|fmha|flash_?(attn|attention)(_fwd)?": (
                 "write fmha_fwd"
             ),

@@ -18,14 +18,13 @@ NOT_YET: Final = "not generated; the README's Limits list what is not"
 
 KEYS: Final[Words] = {
     r"page(d|s|_size)?|paged_kv|kv_cache|(block|page)_tables?": f"a paged KV cache is {NOT_YET}",
-    r"var_?len|cu_seqlens(_q|_kv?)?|ragged|packed|thd": f"packed variable lengths are {NOT_YET}",
     r"(attn_)?bias": f"a bias is {NOT_YET}",
     r"dropout(_p)?": f"dropout is {NOT_YET}",
     r"(q_|k_|v_)?descale|fp8|kv_dtype": f"FP8 is {NOT_YET}",
     r"(num_|kv_)?splits?(_k|_kv)?": f"KV split among CTAs is {NOT_YET}",
     r"deterministic": "leave it out: the same inputs give the same bits",
     r"(softmax_|sm_)?scale": "leave it out: softmax_scale is an argument of fmha() at run time",
-    r"batch(_size)?|b": "leave it out: the batch size is that of the tensors at run time",
+    r"batch_size|b": "leave it out: the batch size is that of the tensors at run time",
     r"(num_)?warps?|num_threads|registers": "leave it out: the plan chooses it",
     r"name": "leave it out: the file's name is the kernel's",
 }

@@ -7,6 +7,7 @@ from typing import Final
 
 from .forward import FORWARD
 from .operation import Operation, Spec
+from .varlen import PACKED_FORWARD, is_packed
 
 OPERATIONS: Final = {each.name: each for each in (FORWARD,)}
 FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
@@ -14,4 +15,5 @@ FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
 
 def operation_of(spec: Spec) -> Operation:
     """Return the operation of a SPEC; raises KeyError for one that is not generated."""
-    return OPERATIONS[spec["op"]]
+    operation = OPERATIONS[spec["op"]]
+    return PACKED_FORWARD if is_packed(spec) else operation

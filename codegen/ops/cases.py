@@ -78,6 +78,9 @@ LONG_TILE = 12
 ODD_TILES_LENGTH = 545
 EVEN_TILES_LENGTH = 1000
 
+Packed = tuple[tuple[int, int], ...]
+OUTSIDE = 9  # rows of packed tensors that are before all sequences, or behind
+
 # (q, kv), (batch, kv_heads): either side the longer one, by little and by much
 _LONGER = (
     ((1, 1000), (3, 2)),
@@ -145,8 +148,10 @@ class Case:
     emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
     params: what the mask reads, see `inputs.params`. layout: see `inputs.place_tensors`. lists: of
-    blocks, if the SPEC has them. timing: whether its schedule matters, because it is about rings,
-    waves and warps without rows. repeats: launches on a GPU that must agree bit for bit.
+    blocks, if the SPEC has them. lengths: (q, kv) of each packed sequence, of which batch is the
+    number; q and kv are then rows of the tensors, more than those of all, or less where offsets
+    leave the tensors. timing: whether its schedule matters, because it is about rings, waves and
+    warps without rows. repeats: launches on a GPU that must agree bit for bit.
     """
 
     name: str
@@ -162,6 +167,7 @@ class Case:
     layout: Layout = "own"
     scale_factor: float = 1.0
     lists: Drawn = BY_MASK
+    lengths: Packed = ()
     timing: bool = False
     repeats: int = REPEATS_ELSEWHERE
 
@@ -220,6 +226,8 @@ def smallest_ragged(cases: tuple[Case, ...]) -> Case:
 def work_tiles(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     """Work tiles of a case: what a cluster works on at a time."""
     heads = case.kv_heads * int(spec["q_per_kv"]) // tiles.heads
+    if case.lengths:
+        return heads * sum(math.ceil(q / tiles.cluster_rows) for q, _ in case.lengths)
     return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
 
 
@@ -229,6 +237,9 @@ def residues(tile: int) -> tuple[int, ...]:
 
 
 def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    if spec.get("batch"):
+        yield from _packed(spec, tiles)
+        return
     yield from _tiled(spec, tiles)
     yield from _magnitudes(spec, tiles)
     if spec.get("sink"):
@@ -255,6 +266,8 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     At least two batches and three KV heads; fewer work tiles than SMs, and many more.
     """
     sms, made = ARCHITECTURES[spec["arch"]].sm_count, []
+    if spec.get("batch"):
+        return tuple(_packed_walks(spec, tiles))
 
     def walk(tag: str, q: int, kv: int, *counts: int, sm_count: int = sms) -> None:
         case = _fitted(spec, tiles, tag, q, kv, *counts, layout="mixed")
@@ -311,9 +324,13 @@ def share_that_runs(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> float:
 
 
 def most_clusters(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
-    """Of a launch: one for each work tile, but with waves as many as the SMs hold."""
+    """Of a launch: one for each work tile, but with waves, or of packed sequences, as many as the
+    SMs hold.
+    """
     assert case.sm_count is not None
     work = work_tiles(case, spec, tiles)
+    if spec.get("batch"):  # whose lengths a launch does not know
+        return max(case.sm_count // tiles.ctas, 1)
     return work if tiles.single else min(max(case.sm_count // tiles.ctas, 1), work)
 
 
@@ -334,7 +351,7 @@ def _call(case: Case) -> tuple[object, ...]:
     """What makes a call another one."""
     shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
     call = (case.data, case.params, case.layout, case.scale_factor, case.lists)
-    return (*shape, *call)
+    return (*shape, *call, case.lengths)
 
 
 def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
@@ -713,6 +730,140 @@ def _fitted(
         work = len(running) * (1 + two)
     sm_count = clusters * tiles.ctas + idle
     return replace(made, sm_count=sm_count, clusters=running, blocks=work * per_tile)
+
+
+def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Packed sequences of all lengths, many and few, and offsets that leave the tensors."""
+    rows, block, group = tiles.q, tiles.kv, spec["q_per_kv"]
+    few = min(rows, 33)
+
+    def case(tag: str, lengths: Packed, kv_heads: int = 1, **options: Any) -> Case:
+        return _fitted_packed(spec, tiles, tag, lengths, kv_heads, **options)
+
+    mixed = ((5, 7), (0, 33), (rows + 2, 2 * block + 1), (64, 0), (1, 90), (0, 0))
+    yield case("mixed", mixed, data="edges", timing=True, clusters=2)
+    alike = tuple((q, q) for q, _ in mixed)
+    yield case(
+        "alike", alike, layout="fused", scale_factor=1.3, clusters=2, timing=True
+    )
+    tails = (1, 2, 63, 64, 65, 127, 128, 129)
+    for number, residue in enumerate(residues(block)):
+        lengths = tuple((q, q + residue + block * (n % 2)) for n, q in enumerate(tails))
+        yield case(
+            f"tails_{residue}",
+            lengths[number % 2 :: 2],
+            data="edges",
+            layout=("own", "mixed", "bhsd")[number % 3],
+            clusters=2,
+        )
+    less = ((rows + 5, 3), (129, 64), (70, 1), (2 * rows + 1, block + 1))
+    yield case("few_keys", less, data="edges", timing=True, clusters=2)
+    # Groups of sequences that a warp reads at once: less than one, one, more; and among one row
+    # each a long sequence, the first of its group or the last.
+    counts = ((1, 0), (31, 30), (32, 0), (33, 32), (70, 31))
+    for number, long in counts if group == 1 else counts[::3]:
+        short = tuple((1, 1 + n % 5) for n in range(number))
+        lengths = *short[:long], (rows + 3, block + 5), *short[long + 1 :]
+        yield case(f"sequences_{number}", lengths, clusters=3, timing=number > 32)
+    padding = ((0, 0),) * 33
+    yield case("padded", (*padding, (65, 66), *padding, (2, 9), *padding), clusters=2)
+    yield case("idle", ((3, 4), (2, 2)), clusters=2 + 2 * group, timing=True)
+    # More tiles of a CTA than any ring has phases, of one block each.
+    many = ((few, 7), (0, 1), (1, 1), (few, few)) * math.ceil(MANY_TILES / 9 / group)
+    yield case("tiles", many, 3, layout="mixed")
+    yield case("long_kv", ((5, 9 * block), (rows + 5, 2 * block)), data="negative")
+    if tiles.sms_per_head:
+        # Heads of a sequence in two sections, the last one smaller.
+        kv_heads, clusters = _sections(spec, tiles, 2)
+        two = ((rows + 1, rows + 1), (1, 3), (2 * rows, 9))
+        yield case("sections", two, kv_heads, clusters=clusters, timing=True)
+    # Offsets before the first row and behind the last: sequences are cut.
+    out = ((few, 70), (0, 3), (64, few), (few, block))
+    yield case("outside", out, outside=-20, layout="bhsd")
+    for layout in ("far", "plain", "cache"):
+        outside = 0 if layout == "plain" else OUTSIDE
+        pair = ((few, block // 2), (3, 5))
+        yield case(layout, pair, 2, outside=outside, layout=layout)
+    kinds: list[Data] = [
+        "rising",
+        "columns",
+        "huge_key",
+        "second_rows",
+        "peaks",
+        "slope",
+    ]
+    kinds += [
+        "first_at_minus_inf",
+        "all_at_minus_inf",
+        "uniform_1e4",
+        "all_1e4",
+        "close",
+    ]
+    kinds += ["future"] if masks.of_spec(spec).right_edges else []
+    kinds += ["saturated"] if "softcap" in spec else []
+    kinds += ["slopes"] if spec.get("alibi") else []
+    kinds += ["sinks"] if spec.get("sink") else []
+    for data in kinds:
+        heads = math.ceil({"sinks": SINKS, "slopes": SLOPES}.get(data, 3) / group)
+        pair = ((few, 2 * block - 5), (min(rows, 65), block + 3))
+        yield case(data, pair, heads, data=data, clusters=2)
+    for tag, factor in (("steep", STEEP), ("flat", FLAT), ("logits", LARGE_LOGITS)):
+        yield case(tag, ((few, block + 9), (1, 2)), scale_factor=factor)
+    # On a whole GPU.
+    lengths = tuple((n * 37 % 700, n * 53 % 900) for n in range(70))
+    yield case("many", lengths, 2, fill=True, repeats=REPEATS)
+    ones = ((1, 30),) * 255
+    yield case("one_long", (*ones[:99], (2000, 4097), *ones[99:]), 2, fill=True)
+    yield case("batch_1024", ((3, 40), (0, 0)) * 512, 1, fill=True, data="edges")
+
+
+def _packed_walks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """On GPUs of any size; more sequences than a warp reads at once, and one beside many."""
+    rows, block, sms = tiles.q, tiles.kv, ARCHITECTURES[spec["arch"]].sm_count
+
+    def walk(tag: str, lengths: Packed, kv_heads: int, sm_count: int = sms) -> Case:
+        made = _fitted_packed(spec, tiles, tag, lengths, kv_heads, layout="mixed")
+        return replace(made, sm_count=sm_count)
+
+    some = ((3 * rows + 1, block + 1), (0, 5), (2 * rows, 0), (1, 1), (rows, 3 * block))
+    for sm_count in sorted({1, 7, 114, 132, sms}):
+        yield walk(f"sms_{sm_count}", some, 3, sm_count)
+    many = tuple((n % 3 * 50, n % 7 * 20) for n in range(1000))
+    yield walk("many", many, 1)
+    ones = ((1, 1),) * 255
+    yield walk("one_long", (*ones, (20 * rows, 9 * block)), 1)
+    if tiles.sms_per_head:
+        kv_heads, clusters = _sections(spec, tiles, 3)
+        yield walk("three_sections", ((rows + 1, rows + 1), (5, 5)), kv_heads, clusters)
+    heads = math.ceil(MANY / 2 / spec["q_per_kv"])
+    few = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
+    many_tiles = walk("many_tiles", ((1, 1), (0, 9), (2, 2)), heads, MANY_CLUSTERS)
+    yield replace(many_tiles, clusters=few)
+
+
+def _fitted_packed(
+    spec: Mapping[str, Any],
+    tiles: Tiles,
+    tag: str,
+    lengths: Packed,
+    kv_heads: int,
+    *,
+    clusters: int = 1,
+    outside: int = OUTSIDE,
+    fill: bool = False,
+    **options: Any,
+) -> Case:
+    """A case of packed sequences. outside: rows of none; clusters, fill: as of `_fitted`."""
+    q, kv = (sum(each) + outside for each in zip(*lengths, strict=True))
+    name = f"{tag}_b{len(lengths)}_hkv{kv_heads}_q{q}_kv{kv}"
+    made = Case(name, len(lengths), kv_heads, q, kv, lengths=lengths, **options)
+    if fill:
+        return made
+    apart = [replace(made, batch=1, q=q, kv=kv, lengths=()) for q, kv in lengths if q]
+    blocks = sum(
+        work_tiles(one, spec, tiles) * _most_blocks(one, spec, tiles) for one in apart
+    )
+    return replace(made, sm_count=clusters, blocks=blocks)
 
 
 def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ from .cases import Case, Tiles
 from .masks import Lengths, Mask
 from .operation import Tensor
 from .params import Declared, declared
+from .varlen import dense, is_packed, rows_of
 
 F32 = NDArray[np.float32]
 I64 = NDArray[np.int64]
@@ -191,7 +192,7 @@ def _fused(tensors: list[_Sized], shared: list[_Sized]) -> Layout:
             strides = {"b": rows * row, "s": row, "h": x.dims["d"], "d": 1}
             placed[x.tensor.name] = x.placed(storage, start, strides)
             start += x.dims["h"] * x.dims["d"]
-        storages[storage] = group[0].dims["b"] * rows * row
+        storages[storage] = group[0].dims.get("b", 1) * rows * row
     for number, x in enumerate(tensors):
         if (name := x.tensor.name) not in placed:
             placed[name], storages[name] = _place(x, number, "fused")
@@ -310,6 +311,8 @@ def _edges_of(x: Declared, bounds: I64, case: Case) -> I64:
 
 def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     """The inputs of a case by name; integers as their makers have them, others of them 0."""
+    if is_packed(spec):
+        return _packed(spec, tiles, case)
     random = np.random.default_rng(case.seed)
     operation = operation_of(spec)
     read = params(spec, tiles, case)
@@ -383,6 +386,32 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if "sink" in drawn:
         drawn["sink"] = _sinks(spec, mask_of(spec, tiles, case), case, drawn)
     return drawn
+
+
+def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:
+    """Sequences with the values of dense problems, of heads those of the first; beside them NaN."""
+    operation = operation_of(spec)
+    found: dict[str, Any] = {
+        x.name: np.full(x.shape(spec, case), np.nan, np.float32)
+        for x in operation.inputs(spec)
+    }
+    of_heads: dict[str, F32] = {}
+    for number, rows in enumerate(rows_of(case)):
+        q, kv = rows.q.stop - rows.q.start, rows.kv.stop - rows.kv.start
+        # Data is about rows and keys: of none of them a row is drawn and left out.
+        name, counts = f"{case.name}_{number}", {"q": max(q, 1), "kv": max(kv, 1)}
+        one = replace(case, name=name, batch=1, lengths=(), **counts)
+        drawn = values(dense(spec), tiles, one)
+        for tensor, own, count in (
+            ("q", rows.q, q),
+            ("k", rows.kv, kv),
+            ("v", rows.kv, kv),
+        ):
+            found[tensor][own] = drawn[tensor][0, :count]
+        of_heads = of_heads or {
+            name: drawn[name] for name in ("sink", "slopes") if name in drawn
+        }
+    return {**found, **of_heads, **operation.indices(spec, case)}
 
 
 def _edges(

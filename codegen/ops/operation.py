@@ -44,6 +44,10 @@ class Sizes(Protocol):
     def lists(self) -> Drawn:
         """Of a SPEC that has them."""
 
+    @property
+    def lengths(self) -> Sequence[tuple[int, int]]:
+        """Rows of Q and of K of each packed sequence; q and kv are those of the tensors."""
+
 
 @dataclass(frozen=True)
 class Axis:
@@ -212,7 +216,7 @@ class Operation:
     limited. judge: by output, a Verdict; of a `Given`, the outputs by name, their truth, the keys
     of a KV block, and perhaps the rows. flops: of a call; where inputs decide how many scores
     count, of those. indices: by name, what inputs of integers hold in a call. params, numbers:
-    what only the kernel of a SPEC reads, after the rest.
+    what only the kernel of a SPEC reads, after the rest. shape: of tensors of rows, in words.
     """
 
     name: str
@@ -229,6 +233,7 @@ class Operation:
     indices: Callable[[Spec, Sizes], Mapping[str, Array]] = lambda spec, sizes: {}
     params: Callable[[Spec], Sequence[Tensor]] = lambda spec: ()
     numbers: Callable[[Spec], Sequence[Number]] = lambda spec: ()
+    shape: str = "batch, seqlen, heads, head_dim"
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""

@@ -13,7 +13,8 @@ from typing import Any, Final
 from .. import features
 from ..arch import ARCHITECTURES
 from ..features.params import as_said
-from ..ops import OPERATIONS
+from ..features.varlen import is_packed
+from ..ops import operation_of
 from ..ops.operation import BYTES
 from ..spec.model import SpecFile
 from .kernel_plan import Number
@@ -21,7 +22,7 @@ from .traits import Traits
 
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
 _LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
-    *("chunk", "documents", "prefix", "bias"),
+    *("chunk", "documents", "prefix", "bias", "batch"),
 }
 
 
@@ -45,7 +46,7 @@ def common_context(
         "title": features.title(spec),
         "contract": features.contract(spec),
         "spec_name": f"{spec_file.stem}.yaml",
-        "operation": OPERATIONS[spec.op],
+        "operation": operation_of(dict(own_items)),
         "spec": dict(own_items),
         "roles": roles,
         "gpu_family": ARCHITECTURES[spec.arch].gpu_family,
@@ -83,6 +84,9 @@ def _units(traits: Traits) -> dict[str, str]:
     return {
         "q_tiles_unit": f"{'clusters along a' if along_q else 'per'} {traits.tiled_head}",
         "heads_unit": "KV heads" if traits.packed else heads,
+        "sections_unit": (
+            "of a sequence" if is_packed(traits.spec) else "of all batches"
+        ),
         "tiles_unit": f"of all {'clusters' if traits.cluster_size > 1 else 'CTAs'}",
     }
 

@@ -44,6 +44,7 @@ from ..features.score import Alibi, Score, in_words
 from ..features.sink import Sink
 from ..features.softcap import Softcap
 from ..features.tiling import Depths, Schedule, Stages, Tile, TileRows
+from ..features.varlen import Batch
 from ..features.window import Sides, Window
 from . import names, specfile
 from .specfile import Document, FieldPath
@@ -61,6 +62,7 @@ class Spec(Model):
     dtype: Dtype
     head_dim: HeadDim
     seqlen: Seqlen = Lengths()
+    batch: Batch = "dense"
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"

@@ -105,6 +105,7 @@ def made_for(spec: Mapping[str, Any]) -> str:
         f"seqlen {', '.join(fixed)}" if fixed else "any seqlen",
     ]
     words += ["block lists"] * bool(spec.get("blocks"))
+    words += ["packed sequences"] * bool(spec.get("batch"))
     words += filter(None, [scores.word_of(spec)])
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
@@ -127,10 +128,11 @@ def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
 
 
 def _scores(spec: Mapping[str, Any]) -> str:
-    """The mask; with a score or lists, which the package's functions do not take, none that they
-    name.
+    """The mask; with a score, lists or packed sequences, which the package's functions do not take,
+    none that they name.
     """
     more = ["block lists"] * bool(spec.get("blocks"))
+    more += ["packed sequences"] * bool(spec.get("batch"))
     return ", ".join(filter(None, [word_of(spec), scores.word_of(spec), *more]))
 
 

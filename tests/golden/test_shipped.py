@@ -103,9 +103,12 @@ PROMISED = {
 WAITING = frozenset(
     {
         "sm90_d128_bf16_causal_bias",
+        "sm90_d128_bf16_causal_gqa4_varlen",
+        "sm90_d128_bf16_causal_varlen_lse",
         "sm90_d64_bf16_full_bias",
         "sm90_d64_bf16_full_distance",
         "sm90_d64_bf16_full_near",
+        "sm90_d64_bf16_full_varlen",
     }
 )
 

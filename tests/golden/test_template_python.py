@@ -33,7 +33,7 @@ def {specialise.INLINE}(function):
 # A field that only some kernels have stands under an `if`.
 ALLOWED = re.compile(
     r"Invalid statement in NamedTuple|Invalid type comment or annotation"
-    r"|Unexpected keyword argument .* for \"(Problem|Tma|Operands|Tiles|RowStats)\""
+    r"|Unexpected keyword argument .* \"(Problem|Tma|Operands|Tiles|RowStats)\""
     r"|\"(Problem|Tma|Operands|Tiles|RowStats)\" has no attribute"
 )
 

@@ -26,7 +26,10 @@ from fmha_gen.planning.kernel_plan import KernelPlan
 TABLE = Path(__file__).with_name("unshipped.txt")
 DIGITS = 12  # of SHA-256
 # Flags with one value in all kernels: what tells architectures apart, and what one cannot do.
-CONSTANT = {"sm90": {"NAMES_ARCH", "PERSISTENT"}, "sm100": {"NAMES_ARCH", "PACK_GQA"}}
+CONSTANT = {
+    "sm90": {"NAMES_ARCH", "PERSISTENT"},
+    "sm100": {"NAMES_ARCH", "PACK_GQA", "VARLEN"},
+}
 
 
 @functools.cache

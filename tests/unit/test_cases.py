@@ -31,8 +31,11 @@ from fmha_gen.ops.cases import (
 )
 from fmha_gen.ops.masks import Lengths
 
-KERNELS = {stem: support.constants(stem) for stem in support.SHIPPED}
+ALL = {stem: support.constants(stem) for stem in support.SHIPPED}
+PACKED = {stem: each for stem, each in ALL.items() if each["SPEC"].get("batch")}
+KERNELS = {stem: each for stem, each in ALL.items() if stem not in PACKED}
 every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
+every_packed = pytest.mark.parametrize("constants", PACKED.values(), ids=PACKED)
 MOST_BLOCKS = 1600  # (work tile, KV block) pairs of all emulated cases of a kernel
 
 
@@ -397,6 +400,59 @@ def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
     for constants in ragged:
         _, tiles, cases = taken(constants)
         assert any(case.q % tiles.q for case in emulated(cases))
+
+
+# --- packed sequences ----------------------------------------------------------------------
+
+
+@every_packed
+def test_packed_lengths_of_every_kind(constants):
+    spec, tiles, cases = taken(constants)
+    shown = emulated(cases)
+    every = [lengths for case in shown for lengths in case.lengths]
+    assert {q for q, _ in every} >= {0, 1, 2, 63, 64, 65, 127, 128, 129}
+    assert {q for q, _ in every if q > tiles.q}
+    assert any(q and not kv for q, kv in every) and any(kv and not q for q, kv in every)
+    assert any(0 < kv < q for q, kv in every), "rows without keys beside others"
+    ends = {
+        (kv - q) % tiles.kv
+        for case in shown
+        if case.data == "edges"
+        for q, kv in case.lengths
+    }
+    assert ends >= {*residues(tiles.kv)}
+    counts = {case.batch for case in shown}
+    assert counts >= ({1, 31, 32, 33, 70} if spec["q_per_kv"] == 1 else {1, 33})
+    outside = [case.q - sum(q for q, _ in case.lengths) for case in shown]
+    assert min(outside) < 0 < max(outside) and 0 in outside
+    assert all(case.batch == len(case.lengths) for case in cases)
+    # A group of empty ones before the first tile, between two and behind the last.
+    assert any(
+        [q > 0 for q, _ in case.lengths[::33]].count(False) >= 3 for case in shown
+    )
+
+
+@every_packed
+def test_packed_cases_have_every_kind_of_data_layout_scale_and_grid(constants):
+    spec, tiles, cases = taken(constants)
+    shown, walks = emulated(cases), walks_for(spec, tiles)
+    data = set(get_args(Data)) - {"saturated", "sinks", "slopes", "biases"}
+    if masks.of_spec(spec).right is None:
+        data -= {"future"}
+    assert {case.data for case in shown} >= data
+    assert {case.layout for case in shown} == {*get_args(Layout)} - {"farther"}
+    assert {case.scale_factor for case in shown} >= {1.0, 1.3, 30.0, 2.0**-10, 1e4}
+    ratio = [work_tiles(case, spec, tiles) / case.sm_count for case in shown]
+    assert min(ratio) < 1 and max(ratio) >= MANY_TILES
+    assert any(c.kv_heads >= 3 and c.layout == "mixed" for c in shown)
+    sms = ARCHITECTURES[spec["arch"]].sm_count
+    assert {case.sm_count for case in walks} >= {1, 7, 114, 132, sms}
+    assert max(work_tiles(case, spec, tiles) for case in walks) > 2**16
+    assert max(case.batch for case in walks) == 1000
+    assert sum(case.blocks for case in shown) <= MOST_BLOCKS
+    full = [case for case in cases if not case.emulated]
+    assert max(case.repeats for case in full) == REPEATS
+    assert max(case.batch for case in full) == 1024
 
 
 # --- kinds of SPEC that are not shipped -----------------------------------------------------

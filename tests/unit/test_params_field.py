@@ -34,7 +34,9 @@ def test_words_of_the_host_section_are_no_names() -> None:
     operation = {x.name for x in (*FORWARD.reads, *FORWARD.writes, *FORWARD.scalars)}
     known = {*feature._RESERVED, *operation, *NAMES, "stream"}
     known |= {x.name for x in params.OF_WORDS}
-    for path in sorted(support.GENERATED.glob("*.py"))[::5]:
+    # With packed sequences no params are generated.
+    texts = sorted(support.GENERATED.glob("*.py"))
+    for path in [each for each in texts if "varlen" not in each.stem][::5]:
         for node in ast.parse(path.read_text("utf-8")).body:
             if getattr(node, "name", "") not in ("fmha", "launch", "run", "Problem"):
                 continue

@@ -59,6 +59,18 @@ BIASES: dict[str, tuple[Any, ...]] = {
     "softcap": (None, "none", 30),
     "bias": (None, "none", "fp32", {}, {"dtype": "none"}, {"dtype": "bf16"}),
 }
+PACKED: dict[str, tuple[Any, ...]] = {
+    **{
+        name: MASKS[name]
+        for name in ("arch", "head_dim", "blocks", "cluster", "pack_gqa")
+    },
+    "heads": ({"q_per_kv": 4},),
+    "mask": ("causal",),
+    "batch": (None, "dense", "varlen"),
+    "documents": (None, True),
+    "prefix": (None, True),
+    "bias": (None, "fp32"),
+}
 
 
 # As `pack_gqa: true`, or `cluster is [1, 1]`.
@@ -99,8 +111,8 @@ def refusals(data: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "axes",
-    [AXES, MASKS, EDGES, CHUNKS, BIASES],
-    ids=["tiles", "masks", "edges", "chunks", "biases"],
+    [AXES, MASKS, EDGES, CHUNKS, BIASES, PACKED],
+    ids=["tiles", "masks", "edges", "chunks", "biases", "packed"],
 )
 def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> None:
     rules = {"allOf": schema()["allOf"]}

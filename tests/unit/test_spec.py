@@ -28,6 +28,7 @@ def test_defaults() -> None:
         **MINIMAL,
         "head_dim": {"qk": 128, "v": 128},
         "seqlen": {"q": "dynamic", "kv": "dynamic"},
+        "batch": "dense",
         "heads": {"q_per_kv": 1},
         "pack_gqa": False,
         "softcap": "none",

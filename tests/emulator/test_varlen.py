@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed sequences: kernels of no shipped spec, sequences apart, and faults that cases find."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import support
+from fmha_gen.build import render
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.emulator import ptx, walk
+from fmha_gen.evidence.coverage import walked
+from fmha_gen.evidence.rehearsal import Rehearsal, schedules
+from fmha_gen.evidence.schedule_check import schedule_findings
+from fmha_gen.evidence.tensors import NAN16
+from fmha_gen.ops.cases import tiles_of, walks_for
+from fmha_gen.ops.varlen import rows_of
+from fmha_gen.planning import plan
+
+from .rehearsals import captured, damaged, findings, rehearsals, tag_of, tagged, written
+
+SCHEDULE = schedules(0)[0]
+SPEC = "{{arch: sm90, op: fmha_fwd, dtype: bf16, batch: varlen, head_dim: {}, {}}}"
+SPECS = {
+    "O from registers": SPEC.format(256, "mask: causal, lse: true"),
+    "a window and sinks": SPEC.format(
+        128, "mask: causal, window: {left: 100}, sink: true, lse: true"
+    ),
+    "a softcap": SPEC.format(128, "mask: causal, softcap: 30"),
+    "ALiBi of groups": SPEC.format(
+        128, "mask: causal, alibi: true, heads: {q_per_kv: 2}, lse: true"
+    ),
+    "a mask with two edges": SPEC.format(64, "mask: 'kv // 96 == q // 96'"),
+    "scores one by one": SPEC.format(64, "score: s - abs(q - kv) / 9, lse: true"),
+}
+
+STEM = "sm90_d128_bf16_causal_varlen_lse"
+FAULTS = {
+    "a length is the next sequence's": (
+        *("mixed", "end_kv - begin_kv, end_q"),
+        "end_kv - begin_kv + 1, end_q",
+    ),
+    "maps begin a row late": ("mixed", "(-total, 0, 0)", "(1 - total, 0, 0)"),
+    "no sequence ends with the tensor": ("plain", "total + 1)", "total)"),
+    "a sequence without tiles before it is taken": (
+        *("padded", "(through <= tile)"),
+        "(through < tile)",
+    ),
+    "tiles of a lane count before it": (
+        *("mixed", "first, more = through - tiles_of_sequence(seqlen_q, problem)"),
+        "first, more = through",
+    ),
+    "a lane's own tiles do not count": (
+        *("mixed", "through = before + sum_through("),
+        "through = before - tiles_of_sequence(sequence[0], problem) + sum_through(",
+    ),
+    "the first group is taken again": (
+        *("sequences_70", "group, before = group + WARP, end"),
+        "group, before = Int32(0), end",
+    ),
+    "a search begins with its group's first tile": (
+        *("sequences_70", "tiles_before=before"),
+        "tiles_before=Int32(0)",
+    ),
+    "a sequence without keys has no block": (
+        *("mixed", "return cutlass.max(end, 1)"),
+        "return end",
+    ),
+    "a CTA without a tile goes on": ("idle", "tile < end", "tile <= end"),
+    "offsets beyond the tensor": (
+        *(
+            "outside",
+            "end = cutlass.min(cutlass.max(cu_seqlens[number + 1], begin), total)",
+        ),
+        "end = cu_seqlens[number + 1]",
+    ),
+    "O ends where K does": (
+        *("mixed", "end, seqlen_q = problem.end_q, problem.seqlen_q"),
+        "end, seqlen_q = problem.end_kv, problem.seqlen_q",
+    ),
+    "LSE is from the tensor's first row on": (
+        *("mixed", "begin = problem.end_q - problem.seqlen_q"),
+        "begin = Int32(0)",
+    ),
+    "O is stored with the next tile's sequence": (
+        *("mixed", "store_o(out, sO, mma, q_tile, head, problem, warp_idx)"),
+        "store_o(out, sO, mma, q_tile, head, next_problem, warp_idx)",
+    ),
+    "the first tile waits for what is not loaded": (
+        "idle",
+        "if more:\n            attend(",
+        "if more | True:\n            attend(",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_varlen_beside_other_features(name: str, tmp_path: Path) -> None:
+    planned = plan.resolve(support.load_text(SPECS[name]))
+    path = written(tmp_path, render.render_kernel(planned))
+    _, ready = rehearsals(path, {"mixed", "few_keys", "sequences_33", "idle"})
+    assert len(ready) == 4
+    assert [each.run(SCHEDULE).findings for each in ready] == [[]] * len(ready)
+
+
+def run(kernel: Rehearsal) -> dict[str, np.ndarray]:
+    kernel.run(SCHEDULE)
+    return {x.name: x.view.copy() for x in kernel.problem.outputs}
+
+
+@pytest.mark.parametrize("poisoned", [0, 2])
+def test_no_value_of_a_sequence_enters_another(poisoned: int) -> None:
+    """All of a sequence is NaN, and the others' bits stay."""
+    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["mixed"])
+    before, rows = run(kernel), rows_of(kernel.case)
+    own = rows[poisoned]
+    for name, of in (("q", own.q), ("k", own.kv), ("v", own.kv)):
+        kernel.problem[name].view[of] = NAN16
+    after = run(kernel)
+    others = [each.q for number, each in enumerate(rows) if number != poisoned]
+    for at in others:
+        assert (before["out"][at] == after["out"][at]).all()
+        assert (before["lse"][:, at] == after["lse"][:, at]).all()
+    assert (before["out"][own.q] != after["out"][own.q]).any()
+
+
+WALKED = {
+    "a tile is dealt out twice": (
+        "find_sequence(wave * width + place, problem)",
+        "find_sequence((wave * width + place) // 2, problem)",
+    ),
+    "K ends a row early": (
+        "partition_rows(k, rings.sK, head, end, rows)",
+        "partition_rows(k, rings.sK, head, end - 1, rows)",
+    ),
+    "Q is of the sequence before": (
+        "rings.sQ, head, problem.end_q, problem.seqlen_q)",
+        "rings.sQ, head, problem.end_q - problem.seqlen_q, problem.seqlen_q)",
+    ),
+    "rows behind an end are stored": ("(total, head_dim,", "(total + 1, head_dim,"),
+}
+
+
+@pytest.mark.parametrize("fault", WALKED)
+def test_a_walk_finds_a_fault_of_the_schedule(fault: str, tmp_path: Path) -> None:
+    path = damaged(tmp_path, STEM, *WALKED[fault])
+    constants = read_constants(path.read_text(encoding="utf-8"))
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    (case,) = (each for each in walks_for(spec, tiles) if tag_of(each) == "sms_7")
+    text, (called,) = captured(path, [case])
+    (launch,) = called.launched
+    seen = walked(constants, case, launch, walk.prepare(ptx.parse(text)))
+    assert schedule_findings(seen, tiles, spec, case)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
+    tag, right, wrong = FAULTS[fault]
+    assert findings(damaged(tmp_path, STEM, right, wrong), tag)
