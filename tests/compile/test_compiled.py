@@ -163,6 +163,7 @@ def test_spec(stem: str) -> None:
     given |= {} if spec.score == "none" else {"score": spec.score}
     if spec.bias.dtype != "none":
         given["bias"] = {"shape": list(spec.bias.shape), "dtype": spec.bias.dtype}
+    given |= {} if spec.batch == "dense" else {"batch": spec.batch}
     if spec.params:
         given["params"] = as_said(spec.params)
     flags = ("alibi", "documents", "prefix")

@@ -42,7 +42,8 @@ def h200():
 
 
 # Made after the capture.
-_LATER = r"_(w|cap|chunk|first)\d|_(sink|alibi|bias|docs|prefix|warg|lists|near|distance|dilated)"
+_WORDS = "sink|alibi|bias|docs|prefix|warg|lists|near|distance|dilated|varlen"
+_LATER = rf"_(w|cap|chunk|first)\d|_({_WORDS})"
 NOT_CAPTURED = {
     *(path.stem for path in KERNELS if re.search(_LATER, path.stem)),
     "sm90_d128_bf16_causal_gqa4",

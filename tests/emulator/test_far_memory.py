@@ -10,6 +10,7 @@ from fmha_gen.build.calls import FIRST_ADDRESS, arguments
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory, MemoryFault
+from fmha_gen.evidence.coverage import tiles_of_case
 
 from .rehearsals import tagged
 from .walks import GENERATED
@@ -122,7 +123,7 @@ def test_a_kernel_computes_the_same_far_apart():
     assert ran.findings == ()
     near = machine.run(
         *(ready.programs, ready.launches, problem.memory()),
-        tiles=ready._tiles_of_tensors(),
+        tiles=tiles_of_case(ready.tiles, ready.spec, ready.case),
     )
     assert near.findings == ()
     for output in problem.outputs:
