@@ -33,6 +33,7 @@ few = settings(
 
 NUMBER = 12  # changed lines, each counted as removed and as added, for another number
 FEATURE = 120  # and for another feature
+WINDOW = 140  # a loop more, and other blocks; as in golden/test_diffs.py
 
 Fields = dict[str, Any]
 
@@ -503,7 +504,8 @@ def test_another_feature_changes_a_bounded_part(
     calls = (
         48 if field == "window" and {"alibi", "score", "bias"} & fields.keys() else 0
     )
-    assert len(removed) + len(added) <= FEATURE + calls, (removed, added)
+    budget = WINDOW if field == "window" else FEATURE
+    assert len(removed) + len(added) <= budget + calls, (removed, added)
 
 
 def q_stages(fields: Fields) -> int:
