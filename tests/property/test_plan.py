@@ -500,10 +500,9 @@ def test_another_feature_changes_a_bounded_part(
     # A window of few keys has tiles of its own.
     assume(tile_kv(fields) == tile_kv(edited))
     removed, added = changed(fields, edited)
-    # A window's own loop calls what makes exponents of scores, an argument a line.
-    calls = (
-        48 if field == "window" and {"alibi", "score", "bias"} & fields.keys() else 0
-    )
+    # A loop calls what makes exponents of scores, an argument a line: windows and lengths add one.
+    loops, scores = {"window", "seqlen"}, {"alibi", "score", "bias"}
+    calls = 48 if field in loops and scores & fields.keys() else 0
     budget = WINDOW if field == "window" else FEATURE
     assert len(removed) + len(added) <= budget + calls, (removed, added)
 
