@@ -28,7 +28,7 @@ FAR_FIRST_ADDRESS = 0x2_0000_0000
 FAR_ADDRESS_STEP = 1 << 42
 
 PROBES: Final = 48
-TMA_RANK: Final = 4  # of tensors that TMA moves; others have less modes
+TMA_RANK: Final = 4  # of tensors that TMA moves; others have fewer
 LAYOUTS: Final[tuple[cases.Layout, ...]] = get_args(cases.Layout)
 SCALES: Final = (1.0, 1.3, 2.0**-10, 30.0, 1e4)  # times 1 / sqrt(head_dim)
 

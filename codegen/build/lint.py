@@ -33,7 +33,7 @@ PUBLIC = frozenset({"SPEC", "__all__", "compile"}) | FUNCTIONS
 SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.
-STRUCTURAL_INTS = frozenset({0, 1, 2, 3, 4, 5})
+STRUCTURAL_INTS = frozenset({0, 1, 2, 3, 4})
 STRUCTURAL_FLOATS = frozenset({0.0, 1.0})
 
 # Functions of the SPEC's expressions, and those that know an argument by its place.

@@ -37,20 +37,8 @@ if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(
-        problem,
-        lse,
-        softcap,
-        bias,
-        score,
-        params,
-        mask,
-        chunk,
-        window,
-        documents,
-        prefix,
-        varlen,
-    ),
+    *(problem, lse, softcap, bias, score, params, mask, chunk, window, documents),
+    *(prefix, varlen),
     blocks,
     *(sink, gqa, cluster, tiling),
 )
