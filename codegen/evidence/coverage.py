@@ -72,13 +72,16 @@ def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, 
     if not is_packed(spec):
         return tiles_of_tensors(tiles, spec, addresses)
     taken: dict[int, tuple[int, ...]] = {}
+    group = (1,) if tiles.packed > 1 else ()
     for tensor in operation_of(spec).tensors(spec):
         if tensor.tma:
             at = located[tensor.name]
             rows = at.placed.shape[0]
-            behind = 1 if tensor.cached else tiles.q
             early = at.address - rows * at.strides[0] * at.itemsize
-            taken[early] = (1, rows + behind)
+            if tensor.cached:
+                taken[early] = (1, rows + 1)
+            else:
+                taken[early] = (1, *group, rows + tiles.positions)
     return taken
 
 

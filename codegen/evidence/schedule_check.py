@@ -210,9 +210,11 @@ class _PackedPlan(_Plan):
     def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
         super().__init__(tiles, spec, sizes)
         self._sequences = rows_of(sizes)
-        counts = [-(-(x.q.stop - x.q.start) // tiles.q) for x in self._sequences]
+        counts = [
+            -(-(x.q.stop - x.q.start) // tiles.positions) for x in self._sequences
+        ]
         self._counts = np.array(counts, np.int64)
-        self._before = np.cumsum([0, *counts]) * self.heads
+        self._before = np.cumsum([0, *counts]) * (self.heads // tiles.heads)
         # Where each ends: of those that end there, a row before that is of the first.
         self._ends_q, self._ends_kv = (
             np.array([x.stop for x in each], np.int64)
@@ -224,7 +226,8 @@ class _PackedPlan(_Plan):
         """(Work tile, KV block) pairs."""
         tiles = enumerate(self._counts.tolist())
         works = (_Work(n, 0, tile) for n, count in tiles for tile in range(count))
-        return self.heads * sum(len(self.blocks(work)) for work in works)
+        pairs = sum(len(self.blocks(work)) for work in works)
+        return self.heads // self.tiles.heads * pairs
 
     @property
     def rows(self) -> NDArray[np.bool_]:
@@ -233,35 +236,34 @@ class _PackedPlan(_Plan):
             found[:, each.q] = True
         return found
 
-    def _derived(self, work: _Work) -> list[int]:
+    def blocks(self, work: _Work) -> Sequence[int]:
         rows = self._sequences[work.batch]
         lengths = Lengths(rows.q.stop - rows.q.start, rows.kv.stop - rows.kv.start)
-        first = work.tile * self.tiles.q
-        end = min(first + self.tiles.q, lengths.q)
+        first = work.tile * self.tiles.positions
+        end = min(first + self.tiles.positions, lengths.q)
         return self.mask.key_blocks(first, end, lengths, self.tiles.kv).taken()
 
     def numbers(self, batch: I64, row: I64, head: I64) -> I64:
         number = np.searchsorted(self._ends_q, row, side="right")
         begins = np.array([x.q.start for x in self._sequences], np.int64)
-        place: I64 = self._before[number] + head * self._counts[number]
-        return place + (row - begins[number]) // self.tiles.q
+        place: I64 = self._before[number]
+        place = place + head // self.tiles.heads * self._counts[number]
+        return place + (row - begins[number]) // self.tiles.positions
 
     def work_of(self, number: int) -> _Work:
         at = int(np.searchsorted(self._before, number, side="right")) - 1
         head, tile = divmod(int(number - self._before[at]), int(self._counts[at]))
-        return _Work(at, head, tile)
+        return _Work(at, head * self.tiles.heads, tile)
 
     def query_tile(self, batch: int, row: int) -> tuple[int, int, int]:
+        positions = self.tiles.positions
         number = int(np.searchsorted(self._ends_q, row, side="right"))
         if number == len(self._sequences):
-            return number, 0, self.tiles.q
+            return number, 0, positions
         rows = self._sequences[number].q
-        tile = (row - rows.start) // self.tiles.q
-        return (
-            number,
-            tile,
-            min(self.tiles.q, rows.stop - rows.start - tile * self.tiles.q),
-        )
+        tile = (row - rows.start) // positions
+        left = rows.stop - rows.start - tile * positions
+        return number, tile, min(positions, left)
 
     def keys(self, work: _Work, block: int) -> tuple[int, slice]:
         rows = self._sequences[work.batch].kv

@@ -65,8 +65,6 @@ BATCH: Final = Feature(
         Relation(["dense"], {"arch": ["sm100"]}),
         # CTAs of a cluster would have to have tiles of one sequence.
         Relation(["dense"], {"cluster": [[2, 1], [1, 2]]}),
-        # Possible with all five dimensions of TMA, and O by rows; not generated so far.
-        Relation(["dense"], {"pack_gqa": [True]}),
         # Inputs along a batch or a row, of which a call has one length each.
         Relation(["dense"], {"blocks": ["lists"]}),
         Relation(["dense"], {"documents": [True]}),

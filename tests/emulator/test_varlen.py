@@ -33,6 +33,12 @@ SPECS = {
         128, "mask: causal, alibi: true, heads: {q_per_kv: 2}, lse: true"
     ),
     "a mask with two edges": SPEC.format(64, "mask: 'kv // 96 == q // 96'"),
+    "packed heads, O from registers": SPEC.format(
+        64, "heads: {q_per_kv: 4}, pack_gqa: true, lse: true, tile: {q: 64, kv: 128}"
+    ),
+    "packed heads": SPEC.format(
+        128, "mask: causal, heads: {q_per_kv: 8}, pack_gqa: true, sink: true, lse: true"
+    ),
     "scores one by one": SPEC.format(64, "score: s - abs(q - kv) / 9, lse: true"),
 }
 
@@ -145,14 +151,23 @@ WALKED = {
 
 @pytest.mark.parametrize("fault", WALKED)
 def test_a_walk_finds_a_fault_of_the_schedule(fault: str, tmp_path: Path) -> None:
-    path = damaged(tmp_path, STEM, *WALKED[fault])
+    assert walk_findings(damaged(tmp_path, STEM, *WALKED[fault]))
+
+
+@pytest.mark.parametrize("name", ["a window and sinks", "packed heads"])
+def test_a_walk_of_a_right_kernel_finds_nothing(name: str, tmp_path: Path) -> None:
+    planned = plan.resolve(support.load_text(SPECS[name]))
+    assert not walk_findings(written(tmp_path, render.render_kernel(planned)))
+
+
+def walk_findings(path: Path) -> list[str]:
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
     (case,) = (each for each in walks_for(spec, tiles) if tag_of(each) == "sms_7")
     text, (called,) = captured(path, [case])
     (launch,) = called.launched
     seen = walked(constants, case, launch, walk.prepare(ptx.parse(text)))
-    assert schedule_findings(seen, tiles, spec, case)
+    return schedule_findings(seen, tiles, spec, case)
 
 
 @pytest.mark.parametrize("fault", FAULTS)

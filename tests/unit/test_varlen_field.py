@@ -35,7 +35,6 @@ ROWS, KEYS, HEADS = 16, 13, 4
         ("arch: sm90\nbias: bf16\n", "bias.dtype is bf16"),
         ("arch: sm90\nblocks: lists\n", "blocks is lists"),
         ("arch: sm90\ncluster: [2, 1]\nmulticast: kv\n", "cluster is [2, 1]"),
-        ("arch: sm90\nheads: {q_per_kv: 8}\npack_gqa: true\n", "pack_gqa is true"),
         ("arch: sm90\nseqlen: {kv: 512}\n", "seqlen.kv: 512"),
         ("arch: sm90\nwindow: {left: argument}\n", "window: an argument"),
         ("arch: sm90\nscore: s - b / 9\n", "it reads b"),
