@@ -7,6 +7,7 @@ from typing import Final
 
 from .forward import FORWARD
 from .operation import Operation, Spec
+from .paged import PAGED_FORWARD, is_paged
 from .varlen import PACKED_FORWARD, is_packed
 
 OPERATIONS: Final = {each.name: each for each in (FORWARD,)}
@@ -16,4 +17,6 @@ FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
 def operation_of(spec: Spec) -> Operation:
     """Return the operation of a SPEC; raises KeyError for one that is not generated."""
     operation = OPERATIONS[spec["op"]]
+    if is_paged(spec):
+        return PAGED_FORWARD
     return PACKED_FORWARD if is_packed(spec) else operation

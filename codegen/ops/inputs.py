@@ -8,7 +8,7 @@ bits. A layout is data: storages by name and size, and every tensor's offset and
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from . import masks, operation_of, scores
 from .cases import Case, Tiles
 from .masks import Lengths, Mask
 from .operation import Tensor
+from .paged import PAGES, is_paged, slots_of
 from .params import Declared, declared
 from .varlen import dense, is_packed, rows_of
 
@@ -95,6 +96,7 @@ def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
     ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
     and strides of its own; those that TMA does not move step over elements. ``fused``: inputs with
     as many rows are slices of one tensor. ``cache``: K and V are the first rows of longer ones.
+    Of paged K and V, ``fused`` has both in one row of a head, and ``cache`` rows between pages.
     ``far``: strides and addresses are beyond 2^31; ``farther``: beyond 2^33, where nothing runs.
     ``plain``: contiguous, and the kernel's function makes the outputs.
     """
@@ -126,6 +128,11 @@ class _Sized(NamedTuple):
     def width(self) -> int:
         """Elements of the innermost axis, up to where TMA can take the next."""
         return -(-self.dims["d"] // GUARD) * GUARD if "d" in self.dims else 1
+
+    @property
+    def dims_of_rows(self) -> tuple[int, int]:
+        """Batches, or pages, and rows."""
+        return self.dims.get("b", 1), self.dims["s"]
 
     @property
     def has_heads(self) -> bool:
@@ -184,15 +191,19 @@ def _stacked(
 def _fused(tensors: list[_Sized], shared: list[_Sized]) -> Layout:
     placed: dict[str, Placed] = {}
     storages: dict[str, int] = {}
-    for rows in dict.fromkeys(x.dims["s"] for x in shared):
-        group = [x for x in shared if x.dims["s"] == rows]
+    for batches, rows in dict.fromkeys(x.dims_of_rows for x in shared):
+        group = [x for x in shared if x.dims_of_rows == (batches, rows)]
         storage = "".join(x.tensor.name for x in group)
-        row, start = sum(x.dims["h"] * x.dims["d"] for x in group), 0
-        for x in group:
-            strides = {"b": rows * row, "s": row, "h": x.dims["d"], "d": 1}
+        # Heads of paged K and V are apart, with a row of V beside each of K.
+        paged = group[0].tensor.axes[0] == PAGES
+        widths = [x.dims["d"] * (1 if paged else x.dims["h"]) for x in group]
+        row, start = sum(widths), 0
+        for x, width in zip(group, widths, strict=True):
+            step, heads = (rows * row, x.dims["h"]) if paged else (x.dims["d"], 1)
+            strides = {"b": rows * row * heads, "s": row, "h": step, "d": 1}
             placed[x.tensor.name] = x.placed(storage, start, strides)
-            start += x.dims["h"] * x.dims["d"]
-        storages[storage] = group[0].dims.get("b", 1) * rows * row
+            start += width
+        storages[storage] = batches * rows * row * heads
     for number, x in enumerate(tensors):
         if (name := x.tensor.name) not in placed:
             placed[name], storages[name] = _place(x, number, "fused")
@@ -210,6 +221,7 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
         # So few rows may be far apart, so many lie as far as that together. So do heads of the
         # query: K, the second one, has few.
         many = far == "s" or (far == "h" and number > 1)
+        many |= far == "b" and x.tensor.axes[0] == PAGES
         parts = max(dims[far] - 1, 1) if many else 1
         step = distance // parts // GUARD * GUARD
         step += GUARD * (number + 1)
@@ -389,29 +401,43 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
 
 
 def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:
-    """Sequences with the values of dense problems, of heads those of the first; beside them NaN."""
+    """Sequences with the values of dense problems, of heads those of the first; beside them NaN.
+
+    Of a page that two of them have in common the second one's.
+    """
     operation = operation_of(spec)
     found: dict[str, Any] = {
         x.name: np.full(x.shape(spec, case), np.nan, np.float32)
         for x in operation.inputs(spec)
     }
     of_heads: dict[str, F32] = {}
-    for number, rows in enumerate(rows_of(case)):
-        q, kv = rows.q.stop - rows.q.start, rows.kv.stop - rows.kv.start
+    keys = _places_of_keys(spec, case)
+    for number, (rows, (at, there)) in enumerate(zip(rows_of(case), keys, strict=True)):
+        q, kv = rows.q.stop - rows.q.start, len(there)
         # Data is about rows and keys: of none of them a row is drawn and left out.
         name, counts = f"{case.name}_{number}", {"q": max(q, 1), "kv": max(kv, 1)}
         one = replace(case, name=name, batch=1, lengths=(), **counts)
         drawn = values(dense(spec), tiles, one)
-        for tensor, own, count in (
-            ("q", rows.q, q),
-            ("k", rows.kv, kv),
-            ("v", rows.kv, kv),
-        ):
-            found[tensor][own] = drawn[tensor][0, :count]
+        found["q"][rows.q] = drawn["q"][0, :q]
+        for tensor in "kv":
+            found[tensor][at] = drawn[tensor][0, :kv][there]
         of_heads = of_heads or {
             name: drawn[name] for name in ("sink", "slopes") if name in drawn
         }
     return {**found, **of_heads, **operation.indices(spec, case)}
+
+
+def _places_of_keys(
+    spec: Mapping[str, Any], case: Case
+) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
+    """Of each sequence: an index of those of its keys that the tensors have, and which have one."""
+    if not is_paged(spec):
+        for rows in rows_of(case):
+            yield rows.kv, np.ones(rows.kv.stop - rows.kv.start, np.bool_)
+        return
+    for slots in slots_of(spec, case):
+        there = slots.page < PAGES.size(spec, case)
+        yield (slots.page[there], slots.row[there]), there
 
 
 def _edges(

@@ -51,7 +51,7 @@ def is_packed(spec: Spec) -> bool:
 
 def dense(spec: Spec) -> dict[str, Any]:
     """The SPEC of what is computed for each sequence."""
-    return {name: x for name, x in spec.items() if name != "batch"}
+    return {name: x for name, x in spec.items() if name not in ("batch", "kv")}
 
 
 CU_SEQLENS_Q: Final = Tensor(
@@ -212,7 +212,7 @@ class One:
 
 def each_of(sizes: Sizes) -> list[One]:
     """The dense problems of a packed one, where there are scores."""
-    return [One(sizes.kv_heads, q, kv) for q, kv in sizes.lengths if q and kv]
+    return [One(sizes.kv_heads, q, kv) for q, kv in sizes.lengths if q > 0 and kv > 0]
 
 
 PACKED_FORWARD: Final = replace(

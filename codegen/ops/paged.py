@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha_fwd` over packed queries and a paged cache: K and V of a sequence are in pages of a pool.
+
+Key j of sequence i is row j % page of the page block_table[i, j // page]; a page outside the pool
+has keys of zeros. Slots of the pool and entries of the table behind a sequence's last key are not
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .forward import BATCH, HEAD_DIM_QK, HEAD_DIM_V, HEADS_KV, SINK, SLOPES, K, V
+from .operation import Array, Axis, Given, Sizes, Spec, Tensor
+from .scores import namespace
+from .varlen import CU_SEQLENS_K, CU_SEQLENS_Q, PACKED_FORWARD, is_packed
+
+I64 = NDArray[np.int64]
+Lengths = Sequence[tuple[int, int]]  # (q, kv) of each sequence
+
+LAST: Final = 2**31 - 1  # of int32
+NO_KEYS: Final = (0, -1, -LAST - 1)  # that seqused_k has for a sequence without any
+# More than a table holds, by how much, for a sequence that fills its row of it.
+EXCESS: Final = (0, 1, LAST)
+
+
+def is_paged(spec: Spec) -> bool:
+    """Whether K and V of a SPEC's packed sequences are in pages of a pool."""
+    return is_packed(spec) and bool(spec.get("kv"))
+
+
+def page_of(spec: Spec) -> int:
+    """Rows of a page."""
+    return int(spec["kv"]["paged"]["page"])
+
+
+def packed(spec: Spec) -> dict[str, Any]:
+    """The SPEC of the same sequences with packed K and V."""
+    return {name: x for name, x in spec.items() if name != "kv"}
+
+
+def _blocks(spec: Spec, sizes: Sizes) -> int:
+    """Those of the longest sequence; two more where its last one is not filled."""
+    page, most = page_of(spec), max((kv for _, kv in sizes.lengths), default=sizes.kv)
+    return max(-(-most // page) + 2 * (most % page > 0), 1)
+
+
+PAGES: Final = Axis(
+    "pages", "p", "b", lambda spec, sizes: max(sizes.kv // page_of(spec), 1)
+)
+PAGE: Final = Axis(
+    *("page", "r", "s", lambda spec, sizes: page_of(spec)),
+    fixed=page_of,
+    constant=True,
+    cached=True,
+)
+BLOCKS: Final = Axis("blocks", "n", "d", _blocks)
+
+SEQUSED_K: Final = Tensor(
+    *("seqused_k", (BATCH,), "int32"),
+    tma=False,
+    when="kv",
+    about=lambda spec: (
+        "counts the keys of each sequence, cut to what its row of block_table holds"
+    ),
+)
+BLOCK_TABLE: Final = Tensor(
+    *("block_table", (BATCH, BLOCKS), "int32"),
+    tma=False,
+    when="kv",
+    about=lambda spec: (
+        f"names the page of every {page_of(spec)} keys; pages beyond k read as zeros"
+    ),
+)
+
+
+class Slots(NamedTuple):
+    """Where the keys of a sequence are, one by one: pages, and rows of these."""
+
+    page: I64
+    row: I64
+
+
+def slots_of(spec: Spec, sizes: Sizes) -> list[Slots]:
+    """The slots of each sequence of a case; of a page outside the pool the number is too large."""
+    page, pages = page_of(spec), PAGES.size(spec, sizes)
+    owned = _pages(spec, sizes.lengths, pages)
+    counts = [np.arange(kv) for _, kv in sizes.lengths]
+    each = zip(counts, owned, strict=True)
+    return [Slots(own[keys // page], keys % page) for keys, own in each]
+
+
+def _pages(spec: Spec, lengths: Lengths, pages: int) -> list[I64]:
+    """The pages of each sequence, in any order in a pool of so many.
+
+    The pool's last one is the last of a sequence, which leaves rows of it unused if any does. Of
+    sequences that fill a page the third begins with the page of the second. Where the pool is too
+    small for all, the largest numbers are outside.
+    """
+    page, keys = page_of(spec), np.array([kv for _, kv in lengths], np.int64)
+    counts = -(-keys // page)
+    ends = np.cumsum(counts)
+    total = int(counts.sum())
+    found = np.random.default_rng(total).permutation(max(pages, total))[:total]
+    whole = np.flatnonzero(keys >= page)
+    if len(whole) > 2:
+        second, third = (ends - counts)[whole[1:3]]
+        found[third] = found[second]
+    if total:
+        ragged = ends[keys % page > 0]
+        last = found[(ragged[-1] if len(ragged) else total) - 1]
+        exchanged = np.where(found == pages - 1, last, found)
+        found = np.where(found == last, pages - 1, exchanged)
+    return np.split(found, ends[:-1])
+
+
+def _indices(spec: Spec, sizes: Sizes) -> dict[str, NDArray[np.int32]]:
+    """As an adversary has them, where they may be anything.
+
+    Entries of the table behind a sequence's last page are outside the pool, page 0, or pages that
+    another sequence has, or none.
+    """
+    pages, blocks = PAGES.size(spec, sizes), BLOCKS.size(spec, sizes)
+    lengths = sizes.lengths or [(0, 0)] * sizes.batch
+    owned = _pages(spec, lengths, pages)
+    free = np.setdiff1d(np.arange(pages), np.concatenate(owned))[:2]
+    outside = np.array([-1, LAST, pages])
+    garbage = np.array([*outside, 0, pages - 1, *free])
+    table = garbage[np.arange(sizes.batch * blocks) % len(garbage)]
+    table = table.reshape(sizes.batch, blocks)
+    for row, own in zip(table, owned, strict=True):
+        row[: len(own)] = np.where(own < pages, own, outside[own % 3])
+    used = np.array([kv for _, kv in lengths], np.int64)
+    kinds = np.arange(sizes.batch) % len(NO_KEYS)
+    full = used == blocks * page_of(spec)
+    used += np.where(full, np.array(EXCESS)[kinds], 0)
+    used = np.where(used > 0, np.minimum(used, LAST), np.array(NO_KEYS)[kinds])
+    name, indices = CU_SEQLENS_Q.name, PACKED_FORWARD.indices(packed(spec), sizes)
+    return {
+        name: indices[name],
+        SEQUSED_K.name: used.astype(np.int32),
+        BLOCK_TABLE.name: table.astype(np.int32),
+    }
+
+
+def _gathered(given: Given) -> Given:
+    """The call with packed K and V, and a row of zeros behind them."""
+    page = page_of(given.spec)
+    table = given.inputs[BLOCK_TABLE.name].tolist()
+    parts: dict[str, list[Array]] = {K.name: [], V.name: []}
+    counts = []
+    for row, used in zip(table, given.inputs[SEQUSED_K.name].tolist(), strict=True):
+        counts.append(min(max(used, 0), len(row) * page))
+        for name, found in parts.items():
+            found.append(_taken(given.inputs[name], row, counts[-1]))
+    inputs: dict[str, Array] = {**given.inputs}
+    for name, found in parts.items():
+        x = given.inputs[name]
+        zeros = namespace(x).zeros_like(x[:1, 0])
+        inputs[name] = namespace(x).concatenate((*found, zeros))
+    inputs[CU_SEQLENS_K.name] = np.cumsum([0, *counts])
+    return replace(given, spec=packed(given.spec), inputs=inputs)
+
+
+def _taken(pool: Array, row: list[int], count: int) -> Array:
+    """The first `count` keys of a row of the table."""
+    page = pool.shape[1]
+    ids = row[: -(-count // page)]
+    inside = [number if 0 <= number < len(pool) else 0 for number in ids]
+    found = pool[inside]
+    for at, number in enumerate(ids):
+        if number != inside[at]:
+            found[at] = 0
+    return found.reshape(len(ids) * page, *pool.shape[2:])[:count]
+
+
+def _exact(given: Given) -> Mapping[str, Array]:
+    return PACKED_FORWARD.exact(_gathered(given))
+
+
+def _truth(given: Given, wanted: Array | None = None) -> Any:
+    return PACKED_FORWARD.truth(_gathered(given), wanted)
+
+
+def _flops(
+    spec: Spec, sizes: Sizes, inputs: Mapping[str, Array] | None = None
+) -> float:
+    return PACKED_FORWARD.flops(packed(spec), sizes)
+
+
+PAGED_FORWARD: Final = replace(
+    PACKED_FORWARD,
+    noun="Attention in packed sequences with a paged cache",
+    reads=(
+        PACKED_FORWARD.reads[0],
+        replace(K, axes=(PAGES, PAGE, HEADS_KV, HEAD_DIM_QK)),
+        replace(V, axes=(PAGES, PAGE, HEADS_KV, HEAD_DIM_V)),
+        CU_SEQLENS_Q,
+        SEQUSED_K,
+        BLOCK_TABLE,
+        SINK,
+        SLOPES,
+    ),
+    exact=_exact,
+    truth=_truth,
+    flops=_flops,
+    indices=_indices,
+)
