@@ -21,6 +21,7 @@ from . import (
     gqa,
     lse,
     mask,
+    paged,
     params,
     prefix,
     problem,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 _FILES: Final = (
     *(problem, lse, softcap, bias, score, params, mask, chunk, window, documents),
-    *(prefix, varlen),
+    *(prefix, varlen, paged),
     blocks,
     *(sink, gqa, cluster, tiling),
 )

@@ -10,6 +10,7 @@ from ..errors import Violation
 from ..expressions.language import names_in
 from .bias import has_bias
 from .feature import Accepts, Feature, Relation
+from .paged import page_of
 from .problem import DYNAMIC
 from .score import score_of
 
@@ -20,7 +21,7 @@ Batch = Annotated[
     Literal["dense", "varlen"],
     Accepts(
         "dense: sequences of one length; varlen: packed sequences, of which cu_seqlens_q and"
-        " cu_seqlens_k of a call say where each begins"
+        " cu_seqlens_k of a call say where each begins, or where pages have K and V the first"
     ),
 ]
 
@@ -78,7 +79,7 @@ BATCH: Final = Feature(
         "Sequence i has the rows from cu_seqlens_q[i] on, before cu_seqlens_q[i + 1], and the\n"
         "keys of cu_seqlens_k alike; positions count from its first, and it sees no other's keys.\n"
         "Rows of no sequence are neither read nor written."
-        if is_packed(spec)
+        if is_packed(spec) and page_of(spec) is None
         else ""
     ),
 )

@@ -17,7 +17,6 @@ Words = Mapping[str, str]
 NOT_YET: Final = "not generated; the README's Limits list what is not"
 
 KEYS: Final[Words] = {
-    r"page(d|s|_size)?|paged_kv|kv_cache|(block|page)_tables?": f"a paged KV cache is {NOT_YET}",
     r"(attn_)?bias": f"a bias is {NOT_YET}",
     r"dropout(_p)?": f"dropout is {NOT_YET}",
     r"(q_|k_|v_)?descale|fp8|kv_dtype": f"FP8 is {NOT_YET}",

@@ -35,6 +35,7 @@ def given(traits: Traits) -> Iterator[Number]:
             "window.right",
         ),
         ("Q_PER_KV", spec.heads.q_per_kv, "query heads per KV head", "heads.q_per_kv"),
+        ("PAGE", traits.page, "keys of a page", "kv.paged.page"),
         ("CLUSTER_SIZE", traits.cluster_size, f"CTAs: {ctas}", "cluster"),
     ):
         if value is not None and (name, value) not in (

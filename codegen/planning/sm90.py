@@ -358,6 +358,9 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.packed and along_q:
         tile = "CLUSTER_POSITIONS"
         yield tile, "query positions per cluster", "TILE_POSITIONS * CLUSTER_SIZE"
+    if traits.page is not None:
+        yield "BOX_ROWS", "keys of a box, in one page", "math.gcd(PAGE, TILE_KV)"
+        yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
     if traits.seqlen_q is not None:
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"

@@ -144,9 +144,11 @@ def template_context(
     spec = spec_file.spec
     traits = Traits(spec, sizes)
     last_warp = 4 * (sizes.tile_q // 64) + 3
+    loaders = "warp 0 loads by TMA; "
+    if traits.page is not None:
+        loaders = "warp 0 loads Q and K by TMA; warp 1 loads V by TMA;\n"
     roles = (
-        f"Roles: warp 0 loads by TMA; warps 4 to {last_warp} compute QK, softmax and PV and"
-        " store O.",
+        f"Roles: {loaders}warps 4 to {last_warp} compute QK, softmax and PV and store O.",
         *_pipelines(traits, barriers),
         f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM.",
     )
@@ -172,6 +174,11 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
         name: f"{name.upper()} by TMA{by_all if is_sliced else ''}"
         for name, is_sliced in sliced.items()
     }
+    if traits.page is not None:
+        rows = math.gcd(traits.page, traits.sizes.tile_kv)
+        boxes = traits.sizes.tile_kv // rows
+        for name in "kv":
+            fills[name] += f", {boxes} box{'es' * (boxes > 1)} of {rows} keys"
     if traits.bias:
         fills["bias"] = "bias of a warpgroup's rows by TMA"
     name_width, width = max(map(len, fills)), max(map(len, fills.values()))

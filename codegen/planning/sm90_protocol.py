@@ -20,7 +20,17 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
     split = sm90.REGISTERS[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
-        yield Lane("producer", "warp 0", split.producer, produce)
+        if traits.page is None:
+            yield Lane("producer", "warp 0", split.producer, produce)
+        else:
+            by_v = [any(x.barrier == "v_full" for x in y.signals) for y in produce]
+            for number, name in enumerate(("Q and K", "V")):
+                steps = tuple(
+                    y for y, of_v in zip(produce, by_v, strict=True) if of_v == number
+                )
+                yield Lane(
+                    f"producer of {name}", f"warp {number}", split.producer, steps
+                )
         for index in warpgroups:
             first = _WARPS * (index + 1)
             steps = _Consumer(traits, index)

@@ -14,6 +14,7 @@ from ..features.bias import has_bias
 from ..features.blocks import has_lists
 from ..features.gqa import heads_of_tile
 from ..features.mask import keys_of
+from ..features.paged import page_of
 from ..features.score import score_of, tests_exponents
 from ..features.softcap import cap_of
 from ..ops.masks import Lengths, Mask
@@ -89,6 +90,11 @@ class Traits:
     def tests_exponents(self) -> bool:
         """Rows are rescaled where exponents are too large."""
         return tests_exponents(self.spec)
+
+    @property
+    def page(self) -> int | None:
+        """Keys of a page; None where K and V have none."""
+        return page_of(self.spec)
 
     @property
     def bias(self) -> bool:

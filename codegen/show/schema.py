@@ -91,7 +91,8 @@ def _among(path: str, values: Sequence[Any]) -> _Schema:
     if inner and expand:  # the short form says all of the fields inside
         among = {"anyOf": [among, {"type": "object", **has(inner, among)}]}
     elif inner:
-        among = has(inner, among)
+        for part in reversed(inner.split(".")):
+            among = has(part, among)
     return has(name, among)
 
 

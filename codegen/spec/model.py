@@ -37,6 +37,7 @@ from ..features.feature import Model, accepts_of, did_you_mean
 from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
 from ..features.mask import Mask
+from ..features.paged import Cache, Kv
 from ..features.params import Params
 from ..features.prefix import Prefix
 from ..features.problem import Arch, Dtype, HeadDim, Lengths, Op, Seqlen
@@ -63,6 +64,7 @@ class Spec(Model):
     head_dim: HeadDim
     seqlen: Seqlen = Lengths()
     batch: Batch = "dense"
+    kv: Kv = Cache()
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"

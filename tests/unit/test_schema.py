@@ -67,6 +67,7 @@ PACKED: dict[str, tuple[Any, ...]] = {
     "heads": ({"q_per_kv": 4},),
     "mask": ("causal",),
     "batch": (None, "dense", "varlen"),
+    "kv": (None, {"paged": {"page": 16}}),
     "documents": (None, True),
     "prefix": (None, True),
     "bias": (None, "fp32"),
@@ -175,11 +176,12 @@ def test_every_relation_is_about_fields_and_values_that_there_are() -> None:
     assert relations
     for path, relation in relations:
         for name, values in {path: relation.takes, **relation.beside}.items():
-            model, _, inner = name.partition(".")
             for value in values:
-                fields = (
-                    {} if value is None else {model: {inner: value} if inner else value}
-                )
+                fields: dict[str, Any] = {}
+                if value is not None:
+                    inner: Any = value
+                    for part in reversed(name.split(".")):
+                        inner = fields = {part: inner}
                 base = {
                     "arch": "sm90",
                     "op": "fmha_fwd",

@@ -29,6 +29,7 @@ def test_defaults() -> None:
         "head_dim": {"qk": 128, "v": 128},
         "seqlen": {"q": "dynamic", "kv": "dynamic"},
         "batch": "dense",
+        "kv": {"paged": {"page": "none"}},
         "heads": {"q_per_kv": 1},
         "pack_gqa": False,
         "softcap": "none",

@@ -46,7 +46,7 @@ def told(**fields: str) -> str:
         ("learnable_sink", "true", "write sink: true"),
         ("attention_sink", "true", "write sink: true"),
         ("s_aux", "true", "write sink: true"),
-        ("page_size", "16", "a paged KV cache is not generated"),
+        ("page_size", "16", "write batch: varlen and kv: {paged: {page: 16}}"),
         ("varlen", "true", "write batch: varlen"),
         ("cu_seqlens", "true", "write batch: varlen"),
         ("is_causal", "true", "write mask: causal"),
