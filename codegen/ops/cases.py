@@ -21,6 +21,7 @@ from ..arch import ARCHITECTURES
 from . import masks
 from .lists import AXES, BY_MASK, PATTERNS, Drawn
 from .masks import Lengths
+from .paged import is_paged, page_of
 
 Data = Literal[
     "normal",
@@ -80,6 +81,7 @@ EVEN_TILES_LENGTH = 1000
 
 Packed = tuple[tuple[int, int], ...]
 OUTSIDE = 9  # rows of packed tensors that are before all sequences, or behind
+SPARE_PAGES = 2  # of a pool, which no sequence has, or which are missing
 
 # (q, kv), (batch, kv_heads): either side the longer one, by little and by much
 _LONGER = (
@@ -149,9 +151,10 @@ class Case:
     scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
     params: what the mask reads, see `inputs.params`. layout: see `inputs.place_tensors`. lists: of
     blocks, if the SPEC has them. lengths: (q, kv) of each packed sequence, of which batch is the
-    number; q and kv are then rows of the tensors, more than those of all, or less where offsets
-    leave the tensors. timing: whether its schedule matters, because it is about rings, waves and
-    warps without rows. repeats: launches on a GPU that must agree bit for bit.
+    number, negative where offsets fall; q and kv are then rows of the tensors, more than those of
+    all, or less where offsets leave the tensors, and kv those of all pages where K and V have some.
+    timing: whether its schedule matters, because it is about rings, waves and warps without rows.
+    repeats: launches on a GPU that must agree bit for bit.
     """
 
     name: str
@@ -227,7 +230,8 @@ def work_tiles(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     """Work tiles of a case: what a cluster works on at a time."""
     heads = case.kv_heads * int(spec["q_per_kv"]) // tiles.heads
     if case.lengths:
-        return heads * sum(math.ceil(q / tiles.cluster_rows) for q, _ in case.lengths)
+        rows = (max(q, 0) for q, _ in case.lengths)
+        return heads * sum(math.ceil(q / tiles.cluster_rows) for q in rows)
     return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
 
 
@@ -734,7 +738,7 @@ def _fitted(
 
 def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Packed sequences of all lengths, many and few, and offsets that leave the tensors."""
-    rows, block, group = tiles.q, tiles.kv, spec["q_per_kv"]
+    rows, block, group = tiles.positions, tiles.kv, spec["q_per_kv"] // tiles.heads
     few = min(rows, 33)
 
     def case(tag: str, lengths: Packed, kv_heads: int = 1, **options: Any) -> Case:
@@ -780,6 +784,10 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     # Offsets before the first row and behind the last: sequences are cut.
     out = ((few, 70), (0, 3), (64, few), (few, block))
     yield case("outside", out, outside=-20, layout="bhsd")
+    # Offsets fall: the first sequence and the third have no rows, the fourth is before the second.
+    back = rows + block + 40
+    falling = (-9, -9), (rows + 3, block + 5), (-back, -back), (few, few)
+    yield case("falling", falling, outside=4 * back, data="edges")
     for layout in ("far", "plain", "cache"):
         outside = 0 if layout == "plain" else OUTSIDE
         pair = ((few, block // 2), (3, 5))
@@ -804,11 +812,14 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     kinds += ["slopes"] if spec.get("alibi") else []
     kinds += ["sinks"] if spec.get("sink") else []
     for data in kinds:
-        heads = math.ceil({"sinks": SINKS, "slopes": SLOPES}.get(data, 3) / group)
+        heads = {"sinks": SINKS, "slopes": SLOPES}.get(data, 3)
+        heads = math.ceil(heads / spec["q_per_kv"])
         pair = ((few, 2 * block - 5), (min(rows, 65), block + 3))
         yield case(data, pair, heads, data=data, clusters=2)
     for tag, factor in (("steep", STEEP), ("flat", FLAT), ("logits", LARGE_LOGITS)):
         yield case(tag, ((few, block + 9), (1, 2)), scale_factor=factor)
+    if is_paged(spec):
+        yield from _pages(spec, tiles)
     # On a whole GPU.
     lengths = tuple((n * 37 % 700, n * 53 % 900) for n in range(70))
     yield case("many", lengths, 2, fill=True, repeats=REPEATS)
@@ -817,9 +828,29 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield case("batch_1024", ((3, 40), (0, 0)) * 512, 1, fill=True, data="edges")
 
 
+def _pages(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
+    """Keys beside the ends of pages and of tiles, a full table, and one query of each sequence."""
+    page, block = page_of(spec), tiles.kv
+    ends = sorted({edge + n for edge in (page, block) for n in (-1, 0, 1)})
+    ragged = tuple((3 + 5 * n % 11, kv) for n, kv in enumerate((1, *ends)))
+    several = (tiles.positions + 2, 3 * block + page // 2 + 1)
+    options: dict[str, Any] = {"data": "edges", "clusters": 2}
+    yield _fitted_packed(
+        *(spec, tiles, "pages", (*ragged, several), 1), timing=True, **options
+    )
+    filled = -(-2 * block // page) * page
+    full = ((5, filled), (min(tiles.positions, 33), filled), (1, filled), (2, 0))
+    yield _fitted_packed(spec, tiles, "full", full, 1, layout="cache", **options)
+    count = 33 if spec["q_per_kv"] == tiles.heads else 9
+    decode = tuple((1, 1 + n * 37 % (2 * block)) for n in range(count))
+    yield _fitted_packed(
+        *(spec, tiles, "decode", decode, 1), layout="fused", clusters=3, timing=True
+    )
+
+
 def _packed_walks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """On GPUs of any size; more sequences than a warp reads at once, and one beside many."""
-    rows, block, sms = tiles.q, tiles.kv, ARCHITECTURES[spec["arch"]].sm_count
+    rows, block, sms = tiles.positions, tiles.kv, ARCHITECTURES[spec["arch"]].sm_count
 
     def walk(tag: str, lengths: Packed, kv_heads: int, sm_count: int = sms) -> Case:
         made = _fitted_packed(spec, tiles, tag, lengths, kv_heads, layout="mixed")
@@ -835,7 +866,7 @@ def _packed_walks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if tiles.sms_per_head:
         kv_heads, clusters = _sections(spec, tiles, 3)
         yield walk("three_sections", ((rows + 1, rows + 1), (5, 5)), kv_heads, clusters)
-    heads = math.ceil(MANY / 2 / spec["q_per_kv"])
+    heads = math.ceil(MANY * tiles.heads / 2 / spec["q_per_kv"])
     few = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
     many_tiles = walk("many_tiles", ((1, 1), (0, 9), (2, 2)), heads, MANY_CLUSTERS)
     yield replace(many_tiles, clusters=few)
@@ -854,12 +885,19 @@ def _fitted_packed(
     **options: Any,
 ) -> Case:
     """A case of packed sequences. outside: rows of none; clusters, fill: as of `_fitted`."""
+    if is_paged(spec):
+        lengths = tuple((q, max(kv, 0)) for q, kv in lengths)
     q, kv = (sum(each) + outside for each in zip(*lengths, strict=True))
+    if is_paged(spec):
+        page, spare = page_of(spec), SPARE_PAGES * ((outside > 0) - (outside < 0))
+        kv = max(sum(-(-kv // page) for _, kv in lengths) + spare, 1) * page
     name = f"{tag}_b{len(lengths)}_hkv{kv_heads}_q{q}_kv{kv}"
     made = Case(name, len(lengths), kv_heads, q, kv, lengths=lengths, **options)
     if fill:
         return made
-    apart = [replace(made, batch=1, q=q, kv=kv, lengths=()) for q, kv in lengths if q]
+    apart = [
+        replace(made, batch=1, q=q, kv=kv, lengths=()) for q, kv in lengths if q > 0
+    ]
     blocks = sum(
         work_tiles(one, spec, tiles) * _most_blocks(one, spec, tiles) for one in apart
     )

@@ -82,6 +82,10 @@ FAULTS = {
         ),
         "end = cu_seqlens[number + 1]",
     ),
+    "an end before its begin": (
+        *("falling", "cutlass.max(cu_seqlens[number + 1], begin)"),
+        "cutlass.max(cu_seqlens[number + 1], 0)",
+    ),
     "O ends where K does": (
         *("mixed", "end, seqlen_q = problem.end_q, problem.seqlen_q"),
         "end, seqlen_q = problem.end_kv, problem.seqlen_q",

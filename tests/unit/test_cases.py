@@ -30,6 +30,7 @@ from fmha_gen.ops.cases import (
     work_tiles,
 )
 from fmha_gen.ops.masks import Lengths
+from fmha_gen.ops.paged import PAGED_FORWARD, slots_of
 
 ALL = {stem: support.constants(stem) for stem in support.SHIPPED}
 PACKED = {stem: each for stem, each in ALL.items() if each["SPEC"].get("batch")}
@@ -426,6 +427,8 @@ def test_packed_lengths_of_every_kind(constants):
     outside = [case.q - sum(q for q, _ in case.lengths) for case in shown]
     assert min(outside) < 0 < max(outside) and 0 in outside
     assert all(case.batch == len(case.lengths) for case in cases)
+    falls = [case for case in shown if min(case.lengths)[0] < 0]
+    assert falls and all(case.lengths[-1][0] > 0 for case in falls)
     # A group of empty ones before the first tile, between two and behind the last.
     assert any(
         [q > 0 for q, _ in case.lengths[::33]].count(False) >= 3 for case in shown
@@ -465,6 +468,39 @@ def spec(q=DYNAMIC, kv=DYNAMIC, q_per_kv=1, mask="causal", arch="sm90"):
         "q_per_kv": q_per_kv,
         "mask": mask,
     }
+
+
+@pytest.mark.parametrize("page", [16, 32, 48, 64, 128, 256, 528])
+@pytest.mark.parametrize(("q_per_kv", "packed"), [(1, 1), (4, 1), (8, 8)])
+def test_paged_cases_have_every_length_and_table(page, q_per_kv, packed):
+    paged = {
+        **spec(q_per_kv=q_per_kv),
+        **{"batch": "varlen", "kv": {"paged": {"page": page}}, "dtype": "bf16"},
+        **{"op": "fmha_fwd", "head_dim": {"qk": 128, "v": 128}, "lse": True},
+    }
+    tiles = Tiles(128, 128, (1, 1), sms_per_head=4, packed=packed)
+    shown = emulated(cases_for(paged, tiles))
+    every = [lengths for case in shown for lengths in case.lengths]
+    assert {kv for _, kv in every} >= {0, 1, 127, 128, 129, page - 1, page, page + 1}
+    assert any(kv > 3 * tiles.kv for _, kv in every)
+    assert any(0 < kv < q for q, kv in every) and any(q and not kv for q, kv in every)
+    assert any({q for q, _ in case.lengths} == {1} for case in shown)
+    assert all(case.kv % page == 0 for case in shown)
+    assert sum(case.blocks for case in shown) <= MOST_BLOCKS
+    missing, spare, beyond, negative = set(), set(), set(), set()
+    for case in shown:
+        indices = PAGED_FORWARD.indices(paged, case)
+        table, used = indices["block_table"], indices["seqused_k"]
+        pages = {
+            page for slots in slots_of(paged, case) for page in slots.page.tolist()
+        }
+        missing.add(max(pages) >= case.kv // page)
+        spare.add(len(pages) < case.kv // page)
+        beyond |= {*(used.astype(int) - table.shape[1] * page).tolist()}
+        negative |= {*used[used < 0].tolist()}
+    assert missing == spare == {False, True}
+    assert {0, 1} <= beyond and max(beyond) > 2**30
+    assert negative == {-1, -(2**31)}
 
 
 def test_a_dynamic_kernel_meets_every_kind_of_problem():
