@@ -98,17 +98,22 @@ class Problem:
         return self.tensors[name]
 
     def memory(self) -> GlobalMemory:
-        """All storages at their addresses; inputs cannot be written, outputs hold nothing."""
+        """All storages at their addresses; inputs cannot be written, outputs hold nothing.
+
+        Of integers only the elements are there: what is read beside them might go unseen, as a page
+        of a table that no key uses.
+        """
         memory = GlobalMemory()
         added: set[str] = set()
         for tensor in self.tensors.values():
             output = tensor in self.outputs
             kind = {"writable": output, "uninitialised": output}
             placed, width = tensor.placed, tensor.view.itemsize
-            if tensor.storage is None:
+            if tensor.storage is None or placed.dtype == "int32":
                 strides = tuple(stride * width for stride in placed.strides)
+                elements = np.ascontiguousarray(tensor.view)
                 memory.add_strided(
-                    tensor.name, tensor.address, tensor.view, strides, **kind
+                    tensor.name, tensor.address, elements, strides, **kind
                 )
             elif placed.storage not in added:
                 added.add(placed.storage)

@@ -32,10 +32,11 @@ from ..ops.cases import (
     Case,
     Tiles,
     cases_for,
+    relaunched,
     smallest_ragged,
     tiles_of,
 )
-from ..ops.compare import note_errors, outside_touched, same_bits
+from ..ops.compare import Verdict, note_errors, outside_touched, same_bits
 from ..ops.inputs import Placed, numbers_of, place_tensors, values
 from ..ops.operation import Axis, Given, Operation, Tensor
 from ..ops.varlen import is_packed
@@ -295,13 +296,16 @@ def _check_case(
         result.findings += filter(None, found)
         return not any(found)
 
+    def judged() -> Mapping[str, Verdict]:
+        call = Given(spec, {**tensors.inputs, **numbers}, *scales.values())
+        written = {name: x.double() for name, x in tensors.into.items()}
+        return operation.judge(call, written, operation.truth(call), tiles.kv)
+
     poison()
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    call = Given(spec, {**tensors.inputs, **numbers}, *scales.values())
-    written = {name: x.double() for name, x in tensors.into.items()}
-    verdicts = operation.judge(call, written, operation.truth(call), tiles.kv)
+    verdicts = judged()
     note_errors(result, verdicts)
     result.findings += filter(None, (each.finding for each in verdicts.values()))
 
@@ -337,6 +341,17 @@ def _check_case(
         result.findings += filter(
             None, [same_bits("an input", "after the launches", bits(x), before)]
         )
+    if case.lengths and case.repeats == REPEATS:
+        for name, found in values(spec, tiles, relaunched(case)).items():
+            tensors.inputs[name].copy_(torch.from_numpy(found))
+        poison()
+        replay()
+        device.synchronize()
+        result.findings += [
+            f"under graph replay with other lengths: {each.finding}"
+            for each in judged().values()
+            if each.finding
+        ]
     return result
 
 

@@ -200,6 +200,11 @@ def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     return tuple(cases.values())
 
 
+def relaunched(case: Case) -> Case:
+    """Another case of packed sequences in the same tensors: they come in the opposite order."""
+    return replace(case, lengths=case.lengths[::-1])
+
+
 def tiles_of(constants: Mapping[str, Any]) -> Tiles:
     """How the kernel with these module-level constants cuts a problem."""
     spec = constants["SPEC"]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,8 @@ from fmha_gen.emulator import ptx, walk
 from fmha_gen.evidence.coverage import walked
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
 from fmha_gen.evidence.schedule_check import schedule_findings
-from fmha_gen.evidence.tensors import NAN16
-from fmha_gen.ops.cases import tiles_of, walks_for
+from fmha_gen.evidence.tensors import NAN16, make_problem
+from fmha_gen.ops.cases import relaunched, tiles_of, walks_for
 from fmha_gen.ops.varlen import rows_of
 from fmha_gen.planning import plan
 
@@ -118,6 +119,20 @@ def test_varlen_beside_other_features(name: str, tmp_path: Path) -> None:
 def run(kernel: Rehearsal) -> dict[str, np.ndarray]:
     kernel.run(SCHEDULE)
     return {x.name: x.view.copy() for x in kernel.problem.outputs}
+
+
+def test_a_launch_serves_other_lengths() -> None:
+    """Between two runs nothing changes but what the tensors hold."""
+    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["mixed"])
+    before = run(kernel)
+    other = relaunched(kernel.case)
+    problem = make_problem(kernel.spec, kernel.tiles, other)
+    assert {x.name: x.placed for x in problem.inputs} == {
+        x.name: x.placed for x in kernel.problem.inputs
+    }
+    again = replace(kernel, case=other, problem=problem, truths={})
+    assert again.run(SCHEDULE).findings == []
+    assert (problem["out"].view != before["out"]).any()
 
 
 @pytest.mark.parametrize("poisoned", [0, 2])
