@@ -141,6 +141,8 @@ def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
         return f"query tiles of one {head} side by side, odd waves backwards"
     if has["lpt_order"] and not has["lengths_known"]:
         return "those of all heads of a section side by side: how long they are is an input"
+    if has["lpt_order"] and has["varlen"]:
+        return "those of a section with most keys first, those of the next one last"
     if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

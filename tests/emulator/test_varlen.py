@@ -153,8 +153,8 @@ def test_no_value_of_a_sequence_enters_another(poisoned: int) -> None:
 
 WALKED = {
     "a tile is dealt out twice": (
-        "find_sequence(wave * width + place, problem)",
-        "find_sequence((wave * width + place) // 2, problem)",
+        "find_sequence(tile, problem)",
+        "find_sequence(tile // 2, problem)",
     ),
     "K ends a row early": (
         "partition_rows(k, rings.sK, head, end, rows)",
