@@ -23,11 +23,13 @@ from ..ops.cases import Case, Tiles, most_clusters, work_tiles
 from ..ops.inputs import params
 from ..ops.masks import KeyBlocks, Lengths
 from ..ops.operation import Sizes
+from ..ops.paged import PAGES, is_paged, slots_of
 from ..ops.varlen import is_packed, rows_of
 
 I64 = NDArray[np.int64]
 
 MOST_CTAS = 16  # of a cluster
+PAGE_ROWS = 16  # that pages, KV tiles and boxes of pages are multiples of
 NOTHING = -1  # in place of a KV block's number: a box that is outside
 MOST_FINDINGS = 8  # of each check, that are worded
 MOST_BLOCKS = 10_000
@@ -107,6 +109,8 @@ def schedule_findings(
 
 
 def _plan(tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> _Plan:
+    if is_paged(spec):
+        return _PagedPlan(tiles, spec, sizes)
     return (_PackedPlan if is_packed(spec) else _Plan)(tiles, spec, sizes)
 
 
@@ -191,8 +195,8 @@ class _Plan:
         tile = row // positions
         return batch, tile, min(positions, self.sizes.q - tile * positions)
 
-    def keys(self, work: _Work, block: int) -> tuple[int, slice]:
-        """Batch and rows of K where a work tile's block is."""
+    def keys(self, work: _Work, block: int) -> tuple[Any, Any]:
+        """Batch and rows of K where a work tile's block is: an index."""
         return work.batch, slice(block * self.tiles.kv, (block + 1) * self.tiles.kv)
 
     def block_at(self, batch: int, row: int) -> tuple[int, int]:
@@ -203,6 +207,14 @@ class _Plan:
         """As `block_at`, of the blocks of a work tile."""
         return [(work.batch, block) for block in self.blocks(work)]
 
+    def meets(self, found: set[Any], wanted: frozenset[Any]) -> bool:
+        """Whether boxes (batch, head, block) are those of a work tile."""
+        return found == wanted
+
+    def named(self, batch: int, block: int, head: int) -> str:
+        """A KV block for a finding."""
+        return f"KV block {block} of KV head {head}, batch {batch}"
+
 
 class _PackedPlan(_Plan):
     """Of packed sequences: boxes have the batch 0, and a work tile that of its sequence."""
@@ -210,6 +222,7 @@ class _PackedPlan(_Plan):
     def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
         super().__init__(tiles, spec, sizes)
         self._sequences = rows_of(sizes)
+        self._keys = [x.kv.stop - x.kv.start for x in self._sequences]
         counts = [
             -(-(x.q.stop - x.q.start) // tiles.positions) for x in self._sequences
         ]
@@ -238,7 +251,7 @@ class _PackedPlan(_Plan):
 
     def blocks(self, work: _Work) -> Sequence[int]:
         rows = self._sequences[work.batch]
-        lengths = Lengths(rows.q.stop - rows.q.start, rows.kv.stop - rows.kv.start)
+        lengths = Lengths(rows.q.stop - rows.q.start, self._keys[work.batch])
         first = work.tile * self.tiles.positions
         end = min(first + self.tiles.positions, lengths.q)
         return self.mask.key_blocks(first, end, lengths, self.tiles.kv).taken()
@@ -265,7 +278,7 @@ class _PackedPlan(_Plan):
         left = rows.stop - rows.start - tile * positions
         return number, tile, min(positions, left)
 
-    def keys(self, work: _Work, block: int) -> tuple[int, slice]:
+    def keys(self, work: _Work, block: int) -> tuple[Any, Any]:
         rows = self._sequences[work.batch].kv
         begin = rows.start + block * self.tiles.kv
         return 0, slice(begin, min(begin + self.tiles.kv, rows.stop))
@@ -281,6 +294,42 @@ class _PackedPlan(_Plan):
         rows = self._sequences[work.batch].kv
         return (
             super().wanted(work) if rows.start < rows.stop else [(rows.stop, NOTHING)]
+        )
+
+
+class _PagedPlan(_PackedPlan):
+    """Of pages: boxes of K and V have one for a batch, and for a block PAGE_ROWS rows of it."""
+
+    def __init__(self, tiles: Tiles, spec: Mapping[str, Any], sizes: Sizes) -> None:
+        super().__init__(tiles, spec, sizes)
+        self._slots, self._pages = slots_of(spec, sizes), PAGES.size(spec, sizes)
+        self._keys = [len(x.page) for x in self._slots]
+
+    def keys(self, work: _Work, block: int) -> tuple[Any, Any]:
+        begin = block * self.tiles.kv
+        page, row = (x[begin : begin + self.tiles.kv] for x in self._slots[work.batch])
+        there = page < self._pages
+        return page[there], row[there]
+
+    def block_at(self, batch: int, row: int) -> tuple[int, int]:
+        return batch, row // PAGE_ROWS
+
+    def wanted(self, work: _Work) -> list[tuple[int, int]]:
+        """Of a sequence without keys, none."""
+        found: dict[tuple[int, int], None] = {}
+        for block in self.blocks(work):
+            page, row = self.keys(work, block)
+            found |= dict.fromkeys(map(self.block_at, page.tolist(), row.tolist()))
+        return list(found)
+
+    def meets(self, found: set[Any], wanted: frozenset[Any]) -> bool:
+        """Boxes may have several blocks, of which the first is in `found`, or nothing."""
+        return {each for each in found if each[2] != NOTHING} <= wanted
+
+    def named(self, batch: int, block: int, head: int) -> str:
+        first = block * PAGE_ROWS
+        return (
+            f"rows {first} to {first + PAGE_ROWS - 1} of page {batch}, KV head {head}"
         )
 
 
@@ -480,7 +529,7 @@ class _Check:
             seen.add((batch, head, number))
             got = int(least[place] if least[place] < wanted[place] else most[place])
             yield (
-                f"KV block {number} of KV head {head}, batch {batch}: {who} receives "
+                f"{plan.named(batch, number, head)}: {who} receives "
                 f"{name} {got} times, and {wanted[place]} of its work tiles see it"
                 + self._seen_by(mine, batch, head, number)
             )
@@ -489,8 +538,8 @@ class _Check:
         """The first of these work tiles that sees a block, in words."""
         for number in mine.tolist():
             work = self.plan.work_of(number)
-            same = (work.batch, work.head // self.plan.group) == (batch, head)
-            if same and block in self.plan.blocks(work):
+            same = work.head // self.plan.group == head
+            if same and (batch, block) in self.plan.wanted(work):
                 first = work.tile * self.plan.tiles.cluster[0]
                 return f" (query tile {first} of head {work.head})"
         return ""
@@ -526,17 +575,17 @@ class _Check:
             blocks = self.plan.wanted(work)
             head = work.head // self.plan.group
             each = frozenset((batch, head, block) for batch, block in blocks)
-            wanted.append((len(blocks), each))
+            wanted.append((len(self.plan.blocks(work)), each))
         return wanted
 
     def _sequence(self, boxes: Boxes) -> list[tuple[int, int, int]]:
         """(batch, KV head, block) of boxes, in order."""
         if isinstance(self.plan, _PackedPlan):
             empty = (boxes.begin == boxes.end).any(axis=1).tolist()
-            rows, heads = boxes.begin[:, 1].tolist(), boxes.begin[:, 2].tolist()
+            pages, rows, heads = boxes.begin[:, :3].T.tolist()
             at = [
-                (row, NOTHING) if is_empty else self.plan.block_at(0, row)
-                for row, is_empty in zip(rows, empty, strict=True)
+                (row, NOTHING) if is_empty else self.plan.block_at(page, row)
+                for page, row, is_empty in zip(pages, rows, empty, strict=True)
             ]
             return [
                 (batch, head, n) for (batch, n), head in zip(at, heads, strict=True)
@@ -570,7 +619,7 @@ class _Check:
         for (count, each), number in zip(wanted, turns, strict=True):
             part = blocks[place : place + count * boxes_of_block]
             place += len(part)
-            if set(part) != each:
+            if not self.plan.meets(set(part), each):
                 work = self.plan.work_of(number)
                 tile = work.tile * self.plan.tiles.cluster[0]
                 yield (
