@@ -97,9 +97,9 @@ def run(
     of each launch only these run, numbered with x fastest, though the kernel sees the whole grid.
     `tiles`: for tensors of tensor maps, by address, the elements of a tile along each dimension,
     the contiguous one first. TMA fills with zeros in silence; a box that is wholly outside its
-    tensor is only right in the ragged last tile of a dimension, or where tiles are of 0 elements,
-    and is a finding in dimensions without tiles. `names`: by kernel, what findings call barriers,
-    tiles and warps. Raises KeyError for a launch of a kernel that is not among the programs.
+    tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
+    without tiles. `names`: by kernel, what findings call barriers, tiles and warps. Raises KeyError
+    for a launch of a kernel that is not among the programs.
     """
     machine = Machine(
         *(programs, memory, schedule or Schedule(), checks),

@@ -132,15 +132,12 @@ class TensorMap:
         """Why no element of a box can have been meant; empty when some lie in a tile of the tensor.
 
         tiles: [elements] along each dimension that the tensor is cut into, the last of them ragged;
-        a box may lie in its part beyond the end. 1, as in dimensions without one, allows none, and
-        0 a box anywhere: where a coordinate is data, as a page of a table is.
+        a box may lie in its part beyond the end. 1, as in dimensions without one, allows none.
         """
         for axis, (start, edge, limit) in enumerate(
             zip(coordinates, self.box, self.dimensions, strict=True)
         ):
             tile = tiles[axis] if axis < len(tiles) else 1
-            if not tile:
-                continue
             if start + edge <= 0 or start >= -(-limit // tile) * tile:
                 return (
                     f"a box at {tuple(coordinates)} is wholly outside the tensor: dimension "

@@ -29,7 +29,6 @@ from ..ops.cases import (
 from ..ops.compare import place, rows_named
 from ..ops.inputs import params, place_tensors
 from ..ops.operation import Spec
-from ..ops.paged import is_paged
 from ..ops.varlen import is_packed, rows_of
 from .schedule_check import blocks_of, extent
 from .tensors import Tensor, view_of
@@ -66,8 +65,7 @@ def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, 
 
     Maps of packed sequences begin as many rows early as there are. A sequence without keys has a
     block that begins right behind the last of them, and of a tile's rows warpgroups store some
-    which are all behind it. Maps of pages begin as many rows early as one has; a KV tile has boxes
-    behind the last row of a page, and of pages outside the pool.
+    which are all behind it. Each box of a page has rows of it.
     """
     located = locate(place_tensors(spec, case))
     addresses = {name: x.address for name, x in located.items()}
@@ -76,14 +74,11 @@ def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, 
     taken: dict[int, tuple[int, ...]] = {}
     group = (1,) if tiles.packed > 1 else ()
     for tensor in operation_of(spec).tensors(spec):
-        if tensor.tma:
+        if tensor.tma and "b" not in tensor.kinds:
             at = located[tensor.name]
-            axis = tensor.kinds.index("s")
-            rows = at.placed.shape[axis]
-            early = at.address - rows * at.strides[axis] * at.itemsize
-            if tensor.cached and is_paged(spec):
-                taken[early] = (1, rows + tiles.kv, 1, 0)
-            elif tensor.cached:
+            rows = at.placed.shape[0]
+            early = at.address - rows * at.strides[0] * at.itemsize
+            if tensor.cached:
                 taken[early] = (1, rows + 1)
             else:
                 taken[early] = (1, *group, rows + tiles.positions)

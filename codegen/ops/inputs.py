@@ -8,7 +8,7 @@ bits. A layout is data: storages by name and size, and every tensor's offset and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -403,7 +403,7 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
 def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:
     """Sequences with the values of dense problems, of heads those of the first; beside them NaN.
 
-    Of a page that two of them have in common the second one's.
+    Of a page that several of them have the last one's.
     """
     operation = operation_of(spec)
     found: dict[str, Any] = {
@@ -411,33 +411,23 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]
         for x in operation.inputs(spec)
     }
     of_heads: dict[str, F32] = {}
-    keys = _places_of_keys(spec, case)
-    for number, (rows, (at, there)) in enumerate(zip(rows_of(case), keys, strict=True)):
-        q, kv = rows.q.stop - rows.q.start, len(there)
+    packed = rows_of(case)
+    keys: list[Any] = [x.kv for x in packed]
+    if is_paged(spec):
+        keys = [*slots_of(spec, case)]
+    for number, (rows, at) in enumerate(zip(packed, keys, strict=True)):
+        q, kv = rows.q.stop - rows.q.start, len(found["k"][at])
         # Data is about rows and keys: of none of them a row is drawn and left out.
         name, counts = f"{case.name}_{number}", {"q": max(q, 1), "kv": max(kv, 1)}
         one = replace(case, name=name, batch=1, lengths=(), **counts)
         drawn = values(dense(spec), tiles, one)
         found["q"][rows.q] = drawn["q"][0, :q]
         for tensor in "kv":
-            found[tensor][at] = drawn[tensor][0, :kv][there]
+            found[tensor][at] = drawn[tensor][0, :kv]
         of_heads = of_heads or {
             name: drawn[name] for name in ("sink", "slopes") if name in drawn
         }
     return {**found, **of_heads, **operation.indices(spec, case)}
-
-
-def _places_of_keys(
-    spec: Mapping[str, Any], case: Case
-) -> Iterator[tuple[Any, NDArray[np.bool_]]]:
-    """Of each sequence: an index of those of its keys that the tensors have, and which have one."""
-    if not is_paged(spec):
-        for rows in rows_of(case):
-            yield rows.kv, np.ones(rows.kv.stop - rows.kv.start, np.bool_)
-        return
-    for slots in slots_of(spec, case):
-        there = slots.page < PAGES.size(spec, case)
-        yield (slots.page[there], slots.row[there]), there
 
 
 def _edges(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`fmha_fwd` over packed queries and a paged cache: K and V of a sequence are in pages of a pool.
 
-Key j of sequence i is row j % page of the page block_table[i, j // page]; a page outside the pool
-has keys of zeros. Slots of the pool and entries of the table behind a sequence's last key are not
-read.
+Key j of sequence i is row j % page of the page block_table[i, j // page], of one outside the pool
+the first or the last. Slots of the pool and entries of the table behind a sequence's last key have
+no meaning.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ BLOCK_TABLE: Final = Tensor(
     tma=False,
     when="kv",
     about=lambda spec: (
-        f"names the page of every {page_of(spec)} keys; pages beyond k read as zeros"
+        f"names the page of every {page_of(spec)} keys; one beyond k is its first or last"
     ),
 )
 
@@ -87,12 +87,17 @@ class Slots(NamedTuple):
 
 
 def slots_of(spec: Spec, sizes: Sizes) -> list[Slots]:
-    """The slots of each sequence of a case; of a page outside the pool the number is too large."""
-    page, pages = page_of(spec), PAGES.size(spec, sizes)
-    owned = _pages(spec, sizes.lengths, pages)
-    counts = [np.arange(kv) for _, kv in sizes.lengths]
-    each = zip(counts, owned, strict=True)
-    return [Slots(own[keys // page], keys % page) for keys, own in each]
+    """The slots of each sequence of a case."""
+    page, table = page_of(spec), pages_of(spec, sizes)
+    keys = [np.arange(kv) for _, kv in sizes.lengths]
+    each = zip(table, keys, strict=True)
+    return [Slots(row[own // page], own % page) for row, own in each]
+
+
+def pages_of(spec: Spec, sizes: Sizes) -> I64:
+    """[batch, blocks]: the page of the pool that each entry of a case's table means."""
+    table = _indices(spec, sizes)[BLOCK_TABLE.name].astype(np.int64)
+    return np.clip(table, 0, PAGES.size(spec, sizes) - 1)
 
 
 def _pages(spec: Spec, lengths: Lengths, pages: int) -> list[I64]:
@@ -100,7 +105,7 @@ def _pages(spec: Spec, lengths: Lengths, pages: int) -> list[I64]:
 
     The pool's last one is the last of a sequence, which leaves rows of it unused if any does. Of
     sequences that fill a page the third begins with the page of the second. Where the pool is too
-    small for all, the largest numbers are outside.
+    small for all, those that are missing are outside.
     """
     page, keys = page_of(spec), np.array([kv for _, kv in lengths], np.int64)
     counts = -(-keys // page)
@@ -169,14 +174,9 @@ def _gathered(given: Given) -> Given:
 
 def _taken(pool: Array, row: list[int], count: int) -> Array:
     """The first `count` keys of a row of the table."""
-    page = pool.shape[1]
-    ids = row[: -(-count // page)]
-    inside = [number if 0 <= number < len(pool) else 0 for number in ids]
-    found = pool[inside]
-    for at, number in enumerate(ids):
-        if number != inside[at]:
-            found[at] = 0
-    return found.reshape(len(ids) * page, *pool.shape[2:])[:count]
+    pages, page = pool.shape[:2]
+    ids = [min(max(number, 0), pages - 1) for number in row[: -(-count // page)]]
+    return pool[ids].reshape(len(ids) * page, *pool.shape[2:])[:count]
 
 
 def _exact(given: Given) -> Mapping[str, Array]:

@@ -30,7 +30,7 @@ from fmha_gen.ops.cases import (
     work_tiles,
 )
 from fmha_gen.ops.masks import Lengths
-from fmha_gen.ops.paged import PAGED_FORWARD, slots_of
+from fmha_gen.ops.paged import PAGED_FORWARD
 
 ALL = {stem: support.constants(stem) for stem in support.SHIPPED}
 PACKED = {stem: each for stem, each in ALL.items() if each["SPEC"].get("batch")}
@@ -491,10 +491,9 @@ def test_paged_cases_have_every_length_and_table(page, q_per_kv, packed):
     for case in shown:
         indices = PAGED_FORWARD.indices(paged, case)
         table, used = indices["block_table"], indices["seqused_k"]
-        pages = {
-            page for slots in slots_of(paged, case) for page in slots.page.tolist()
-        }
-        missing.add(max(pages) >= case.kv // page)
+        rows = zip(table, case.lengths, strict=True)
+        pages = {at for row, (_, kv) in rows for at in row[: -(-kv // page)].tolist()}
+        missing.add(not pages <= {*range(case.kv // page)})
         spare.add(len(pages) < case.kv // page)
         beyond |= {*(used.astype(int) - table.shape[1] * page).tolist()}
         negative |= {*used[used < 0].tolist()}
