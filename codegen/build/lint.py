@@ -29,7 +29,7 @@ FORBIDDEN_NAMES: Mapping[str, str] = {
     "const_expr": "decides at trace time what the generator has decided already",
 }
 # Used by the file's readers.
-PUBLIC = frozenset({"SPEC", "__all__", "compile"}) | FUNCTIONS
+PUBLIC = frozenset({"SPEC", "__all__", "compile"}) | FUNCTIONS | {f"{x}_check" for x in FUNCTIONS}
 SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.

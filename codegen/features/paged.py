@@ -87,7 +87,7 @@ PAGED: Final = Feature(
     contract=lambda spec: (
         "Sequence i has the rows from cu_seqlens_q[i] on, before cu_seqlens_q[i + 1], and\n"
         "seqused_k[i] keys, of which key j is in row j % page of page block_table[i, j // page].\n"
-        "It has no more keys than its row of the table; a page beyond the pool is its last one.\n"
+        "It has no more keys than its row of the table; a page outside the pool is its first or last.\n"
         "Positions count from its first. Rows of no sequence are neither read nor written."
         if page_of(spec)
         else ""
