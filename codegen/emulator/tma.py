@@ -189,13 +189,15 @@ def load(
     """Move a box to the same address of each target: (bytes that each received, bytes written).
 
     Those are one range: a swizzle permutes only inside 128-byte rows. MemoryFault when the box does
-    not fit there or what lies in bounds is not in one buffer.
+    not fit there or what lies in bounds is not in one buffer. For a box that is wholly outside the
+    H200 reads where the map begins, so that has to be in a buffer.
     """
     region = _region(tensor_map, targets, smem_address)
     _check_start(tensor_map, coordinates)
     part = _clip(tensor_map, coordinates)
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
     if part.empty:
+        memory.find(tensor_map.address, tensor_map.element_size)
         block = np.zeros(len(moved.offsets), _WORD[part.granule])
     elif part.full and not memory.strided(tensor_map.address + part.low):
         buffer, base = memory.find(tensor_map.address + part.low, part.high - part.low)

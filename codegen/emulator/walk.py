@@ -181,13 +181,17 @@ class _Mapped:
         extent[empty] = 0
         return begin, begin + extent
 
-    def check(self, coordinates: Sequence[int]) -> None:
-        """Raises Fault for a box that begins before the tensor, where the map does."""
+    def check(self, coordinates: Sequence[int], *, loaded: bool) -> None:
+        """Raises Fault for a box that reaches before the tensor, where the map begins: as a load
+        does that is wholly outside.
+        """
         if self.early[1]:
             begin, end = self.boxes(np.array([coordinates], np.int64))
-            if ((begin < 0) & (begin < end)).any():
+            outside = (begin == end).any()
+            if ((begin < 0) & (begin < end)).any() or (loaded and outside):
+                what = "reads" if outside else "begins"
                 problem = (
-                    f"a box at {tuple(coordinates)} begins before {self.tensor.name}"
+                    f"a box at {tuple(coordinates)} {what} before {self.tensor.name}"
                 )
                 raise Fault(Kind.OUT_OF_BOUNDS, problem)
 
@@ -226,7 +230,7 @@ class Walker(Machine):
     ) -> tuple[int, range]:
         """A TMA load completes its bytes; what each CTA receives is written down."""
         known = self._describes(tensor_map)
-        known.check(coordinates)
+        known.check(coordinates, loaded=True)
         record = self._loads[id(known.tensor_map)]
         for cta in receivers:
             cta.shared.check_region(place, tensor_map.box_bytes, SHARED_ALIGNMENT)
@@ -238,7 +242,7 @@ class Walker(Machine):
     ) -> range:
         """A TMA store: what it covers is written down."""
         known = self._describes(tensor_map)
-        known.check(coordinates)
+        known.check(coordinates, loaded=False)
         if min(coordinates) < 0:
             problem = f"a store at the negative coordinates {tuple(coordinates)}"
             raise Fault(Kind.OUT_OF_BOUNDS, problem)

@@ -63,9 +63,8 @@ def tiles_of_tensors(
 def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, ...]]:
     """As of `tiles_of_tensors`, by what the tensor maps of a case have for addresses.
 
-    Maps of packed sequences begin as many rows early as there are. A sequence without keys has a
-    block that begins right behind the last of them, and of a tile's rows warpgroups store some
-    which are all behind it. Each box of a page has rows of it.
+    Maps of packed sequences begin as many rows early as there are, and of a tile's rows warpgroups
+    store some which are all behind its sequence. Each box of K and V has rows of them.
     """
     located = locate(place_tensors(spec, case))
     addresses = {name: x.address for name, x in located.items()}
@@ -74,14 +73,11 @@ def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, 
     taken: dict[int, tuple[int, ...]] = {}
     group = (1,) if tiles.packed > 1 else ()
     for tensor in operation_of(spec).tensors(spec):
-        if tensor.tma and "b" not in tensor.kinds:
+        if tensor.tma and not tensor.cached:
             at = located[tensor.name]
             rows = at.placed.shape[0]
             early = at.address - rows * at.strides[0] * at.itemsize
-            if tensor.cached:
-                taken[early] = (1, rows + 1)
-            else:
-                taken[early] = (1, *group, rows + tiles.positions)
+            taken[early] = (1, *group, rows + tiles.positions)
     return taken
 
 

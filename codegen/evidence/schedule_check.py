@@ -283,7 +283,11 @@ class _PackedPlan(_Plan):
         return number, tile, min(positions, left)
 
     def keys(self, work: _Work, block: int) -> tuple[Any, Any]:
+        """Of a sequence without keys the row before its end, or the first one."""
         rows = self._sequences[work.batch].kv
+        if rows.start == rows.stop:
+            end = max(rows.stop, 1)
+            return 0, slice(end - 1, end)
         begin = rows.start + block * self.tiles.kv
         return 0, slice(begin, min(begin + self.tiles.kv, rows.stop))
 
@@ -294,11 +298,9 @@ class _PackedPlan(_Plan):
         return number, (row - self._sequences[number].kv.start) // self.tiles.kv
 
     def wanted(self, work: _Work) -> list[tuple[int, int]]:
-        """Of a sequence without keys: where it ends, and that nothing of K is there."""
-        rows = self._sequences[work.batch].kv
-        return (
-            super().wanted(work) if rows.start < rows.stop else [(rows.stop, NOTHING)]
-        )
+        """Of a sequence without keys: the block whose row it loads."""
+        places = [self.keys(work, block) for block in self.blocks(work)]
+        return [self.block_at(batch, rows.start) for batch, rows in places]
 
 
 class _PagedPlan(_PackedPlan):

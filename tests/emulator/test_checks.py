@@ -472,6 +472,16 @@ def test_boxes_wholly_outside_their_tensor():
     assert "at (0, 40) is wholly outside the tensor: dimension 1 has 32" in message
 
 
+def test_a_box_wholly_outside_is_read_where_the_map_begins():
+    """As the H200 does, with an illegal memory access where there is no memory."""
+    early = FIRST_INPUT - 4096
+    maps, tiles = (tensor_map(early, (16, 96), (16, 8)),), {early: (1, 200)}
+    body = LOAD.format(**RIGHT).replace("{0, 0}", "{0, 64}")
+    assert found(body.replace("{0, 8}", "{0, 72}"), DATA, maps=maps, tiles=tiles) == []
+    beyond = body.replace("{0, 8}", "{0, 96}")
+    assert found(beyond, DATA, maps=maps, tiles=tiles) == ["out-of-bounds"]
+
+
 def test_stores_wholly_outside_their_tensor():
     options = {"maps": STORED, "out": np.zeros(LANES, np.uint32)}
     head = "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;"

@@ -75,6 +75,10 @@ FAULTS = {
         *("mixed", "return cutlass.max(end, 1)"),
         "return end",
     ),
+    "a sequence without keys loads what is behind it": (
+        *("mixed", "rows = cutlass.max(problem.seqlen_kv, 1)"),
+        "rows = problem.seqlen_kv",
+    ),
     "a CTA without a tile goes on": ("idle", "tile < end", "tile <= end"),
     "offsets beyond the tensor": (
         *(
