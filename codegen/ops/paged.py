@@ -128,7 +128,7 @@ def _indices(spec: Spec, sizes: Sizes) -> dict[str, NDArray[np.int32]]:
     """As an adversary has them, where they may be anything.
 
     Entries of the table behind a sequence's last page are outside the pool, page 0, or pages that
-    another sequence has, or none.
+    another sequence has, or none; without keys, a sequence begins with those that none has.
     """
     pages, blocks = PAGES.size(spec, sizes), BLOCKS.size(spec, sizes)
     lengths = sizes.lengths or [(0, 0)] * sizes.batch
@@ -140,6 +140,8 @@ def _indices(spec: Spec, sizes: Sizes) -> dict[str, NDArray[np.int32]]:
     table = table.reshape(sizes.batch, blocks)
     for row, own in zip(table, owned, strict=True):
         row[: len(own)] = np.where(own < pages, own, outside[own % 3])
+        if not len(own):
+            row[: len(free)] = free[: len(row)]
     used = np.array([kv for _, kv in lengths], np.int64)
     kinds = np.arange(sizes.batch) % len(NO_KEYS)
     full = used == blocks * page_of(spec)
