@@ -844,7 +844,7 @@ def _pages(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         *(spec, tiles, "pages", (*ragged, several), 1), timing=True, **options
     )
     filled = -(-2 * block // page) * page
-    full = ((5, filled), (min(tiles.positions, 33), filled), (1, filled), (2, 0))
+    full = ((5, filled), (min(tiles.positions, 33), filled), (1, filled), (2, 9))
     yield _fitted_packed(spec, tiles, "full", full, 1, layout="cache", **options)
     count = 33 if spec["q_per_kv"] == tiles.heads else 9
     decode = tuple((1, 1 + n * 37 % (2 * block)) for n in range(count))

@@ -24,7 +24,7 @@ I64 = NDArray[np.int64]
 Lengths = Sequence[tuple[int, int]]  # (q, kv) of each sequence
 
 LAST: Final = 2**31 - 1  # of int32
-NO_KEYS: Final = (0, -1, -LAST - 1)  # that seqused_k has for a sequence without any
+NO_KEYS: Final = (-LAST - 1, -1, 0)  # that seqused_k has for a sequence without any
 # More than a table holds, by how much, for a sequence that fills its row of it.
 EXCESS: Final = (0, 1, LAST)
 

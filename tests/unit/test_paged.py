@@ -142,7 +142,7 @@ def test_metadata_are_what_a_kernel_must_not_trust() -> None:
     made, lengths = values(SPEC, TILES, case()), [kv for _, kv in case().lengths]
     table, used = made["block_table"], made["seqused_k"].tolist()
     assert table.dtype == np.int32 and table.shape == (7, 3)
-    assert used[2] == -(2**31) and used[6] == 0 and min(lengths) == 0
+    assert used[2] == 0 and used[6] == -(2**31) and min(lengths) == 0
     assert used[3] == 48 and [used[0], *used[4:6]] == [20, 1, 16]
     behind = np.concatenate(
         [row[-(-kv // PAGE) :] for row, kv in zip(table, lengths, strict=True)]
