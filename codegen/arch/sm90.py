@@ -34,7 +34,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=910,
+    mean_lines=930,
     mma_class="HGMMA",
     sass_classes={
         "HGMMA": "HGMMA",

@@ -103,7 +103,11 @@ PROMISED = {
 WAITING = frozenset(
     {
         "sm90_d128_bf16_causal_bias",
+        "sm90_d128_bf16_causal_gqa4_pack_page16_varlen_t64x128",
+        "sm90_d128_bf16_causal_gqa4_page128_varlen",
+        "sm90_d128_bf16_causal_gqa4_page16_varlen_lse",
         "sm90_d128_bf16_causal_gqa4_varlen",
+        "sm90_d128_bf16_causal_gqa8_pack_varlen",
         "sm90_d128_bf16_causal_varlen_lse",
         "sm90_d64_bf16_full_bias",
         "sm90_d64_bf16_full_distance",
