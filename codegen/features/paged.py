@@ -87,8 +87,9 @@ PAGED: Final = Feature(
     contract=lambda spec: (
         "Sequence i has the rows from cu_seqlens_q[i] on, before cu_seqlens_q[i + 1], and\n"
         "seqused_k[i] keys, of which key j is in row j % page of page block_table[i, j // page].\n"
-        "It has no more keys than its row of the table; a page outside the pool is its first or last.\n"
-        "Positions count from its first. Rows of no sequence are neither read nor written."
+        "It has no more keys than its row of the table, of which a page outside the pool is the\n"
+        "first or the last; positions count from its first key. Rows of no sequence are neither\n"
+        "read nor written."
         if page_of(spec)
         else ""
     ),

@@ -21,7 +21,7 @@ Batch = Annotated[
     Literal["dense", "varlen"],
     Accepts(
         "dense: sequences of one length; varlen: packed sequences, of which cu_seqlens_q and"
-        " cu_seqlens_k of a call say where each begins, or where pages have K and V the first"
+        " cu_seqlens_k of a call say where each begins"
     ),
 ]
 

@@ -23,14 +23,9 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
         if traits.page is None:
             yield Lane("producer", "warp 0", split.producer, produce)
         else:
-            by_v = [any(x.barrier == "v_full" for x in y.signals) for y in produce]
             for number, name in enumerate(("Q and K", "V")):
-                steps = tuple(
-                    y for y, of_v in zip(produce, by_v, strict=True) if of_v == number
-                )
-                yield Lane(
-                    f"producer of {name}", f"warp {number}", split.producer, steps
-                )
+                own = tuple(x for x in produce if _fills(x, "v") == (name == "V"))
+                yield Lane(f"producer of {name}", f"warp {number}", split.producer, own)
         for index in warpgroups:
             first = _WARPS * (index + 1)
             steps = _Consumer(traits, index)
@@ -120,6 +115,10 @@ def _load_bias(traits: Traits, what: str) -> Iterator[Step]:
         full = Signal("bias_full", 1, of, tx_bytes=nbytes)
         free = Wait("bias_empty", of, earlier=True)
         yield Step(f"load {what}, warpgroup {index}", "tma", (free,), (full,))
+
+
+def _fills(step: Step, ring: str) -> bool:
+    return any(signal.barrier == f"{ring}_full" for signal in step.signals)
 
 
 def _ctas(traits: Traits, ring: str) -> int:

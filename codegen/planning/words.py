@@ -142,7 +142,7 @@ def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     if has["lpt_order"] and not has["lengths_known"]:
         return "those of all heads of a section side by side: how long they are is an input"
     if has["lpt_order"] and has["varlen"]:
-        return "those of a section with most keys first, those of the next one last"
+        return "two of a head, with as many keys as any two, those with most first"
     if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

@@ -42,7 +42,7 @@ SPECS = {
 }
 
 STEM = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
-PAGE = "page = problem.block_table[problem.sequence, key // PAGE]"
+PAGE = "page_of_key = problem.block_table[problem.sequence, key // PAGE]"
 MAP = "(row, 1, head, page, row)"
 FAULTS = {
     "a table's row is the one before": (
@@ -55,36 +55,43 @@ FAULTS = {
         "    table = cute.make_tensor(\n"
         "        table.iterator, cute.make_layout(table.shape, stride=(width, 1))\n"
         "    )\n"
-        "    page = table[problem.sequence, key // PAGE]",
+        "    page_of_key = table[problem.sequence, key // PAGE]",
     ),
     "the page of the keys before": (
         *("pages", "key // PAGE]"),
         "cutlass.max(key // PAGE - 1, 0)]",
     ),
     "each box has the first one's page": (
-        *("pages", "shuffle_sync(page, i)"),
-        "shuffle_sync(page, 0)",
+        *("pages", "shuffle_sync(each, i) for each in places"),
+        "shuffle_sync(each, 0) for each in places",
     ),
     "a page outside the pool is one of TMA's": (
         *(
             "outside",
-            "page = cutlass.min(cutlass.max(page, 0), tma.tensor.shape[3] - 1)",
+            "page_of_key = cutlass.min(cutlass.max(page_of_key, 0), tma.tensor.shape[3] - 1)",
         ),
-        "page = cutlass.max(page, 0)",
+        "page_of_key = cutlass.max(page_of_key, 0)",
     ),
     "all of a page is in use": (
-        *("pages", "cutlass.min(last_key + 1 - key + row, PAGE)"),
+        *("pages", "cutlass.min(last_key + 1 - key + key % PAGE, PAGE)"),
         "Int32(PAGE)",
     ),
     "a row too many is in use": ("pages", "last_key + 1 - key", "last_key + 2 - key"),
     "boxes begin behind the last key": (
-        *("pages", "key = cutlass.min(first_key + i * BOX_ROWS, last_key)"),
-        "key = first_key + i * BOX_ROWS",
+        *(
+            "pages",
+            "key = cutlass.min(first_key + cute.arch.lane_idx() * BOX_ROWS, last_key)",
+        ),
+        "key = first_key + cute.arch.lane_idx() * BOX_ROWS",
     ),
     "more keys than the table has": (
         "full",
         "seqused_k[at], 0), most)",
         "seqused_k[at], 0), most + 1)",
+    ),
+    "less keys than none": (
+        *("mixed", "cutlass.max(problem.seqused_k[at], 0)"),
+        "problem.seqused_k[at]",
     ),
     "maps begin a row late": ("pages", "(0, -PAGE, 0, 0)", "(0, 1 - PAGE, 0, 0)"),
     "no page is in use to its end": (
@@ -102,8 +109,8 @@ FAULTS = {
 def test_pages_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     path = written(tmp_path, render.render_kernel(planned))
-    _, ready = rehearsals(path, {"pages", "full", "decode", "outside"})
-    assert len(ready) == 4
+    _, ready = rehearsals(path, {"mixed", "pages", "full", "outside", "padded"})
+    assert len(ready) == 5
     assert [each.run(SCHEDULE).findings for each in ready] == [[]] * len(ready)
 
 
@@ -147,10 +154,13 @@ WALKED = {
         "load_pages(k, rings.sK, rings.k, k_state, block + 1,",
     ),
     "each box has the first one's page": (
-        "shuffle_sync(page, i)",
-        "shuffle_sync(page, 0)",
+        "shuffle_sync(each, i) for each in places",
+        "shuffle_sync(each, 0) for each in places",
     ),
-    "a box a row late": ("(PAGE - used + row, 0)", "(PAGE - used + row + 1, 0)"),
+    "a box a row late": (
+        "domain_offset((row, 0), tma",
+        "domain_offset((row + 1, 0), tma",
+    ),
 }
 
 

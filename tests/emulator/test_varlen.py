@@ -157,8 +157,8 @@ def test_no_value_of_a_sequence_enters_another(poisoned: int) -> None:
 
 WALKED = {
     "a tile is dealt out twice": (
-        "find_sequence(tile, problem)",
-        "find_sequence(tile // 2, problem)",
+        "wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0], problem",
+        "(wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]) // 2, problem",
     ),
     "K ends a row early": (
         "partition_rows(k, rings.sK, head, end, rows)",
