@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters that `vendor --adapter` writes, called by PyTorch's and transformers' own code.
 
-Without a GPU each kernel's `fmha` is PyTorch's own attention, as in test_package.py.
+Without a GPU each kernel's `fmha` is PyTorch's own attention (standins.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fmha_gen.errors import CheckFailed
 from fmha_gen.vendoring import command, contents
 from support import GENERATED
 
-from .test_package import imported, strided, tensors
+from .standins import imported, strided, tensors
 
 torch = pytest.importorskip("torch", reason="the adapters are for PyTorch's tensors")
 
