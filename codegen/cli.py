@@ -434,7 +434,8 @@ def vendor(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Also the package, and how it fits into these: pytorch, transformers.",
+            help="Also the package, and how it fits into these: flash_attention, pytorch, sglang,"
+            " transformers, vllm.",
         ),
     ] = "",
 ) -> None:

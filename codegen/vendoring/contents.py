@@ -26,8 +26,13 @@ TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error over its 
 
 # By the name of what they are for: files of the package that fit it to somebody's interface.
 ADAPTERS = {
-    "pytorch": "pytorch_adapter.py",
-    "transformers": "transformers_adapter.py",
+    name: f"{name}_adapter.py"
+    for name in ("flash_attention", "pytorch", "sglang", "transformers", "vllm")
+}
+FUNCTIONS = {  # of adapters that stand in for somebody's functions
+    "flash_attention": "FlashAttention's functions",
+    "vllm": "the functions that vLLM's FlashAttention backend calls",
+    "sglang": "the functions that SGLang's FlashAttention backend calls",
 }
 CODE = frozenset({PACKAGE, *ADAPTERS.values()})  # Python that is no kernel
 
@@ -62,6 +67,7 @@ def readme(
         "package": package,
         "stem": kernels[0][0].stem,
         "adapters": adapters,
+        "functions": FUNCTIONS,
     }
     return render.render_template("vendor/readme.md.j2", values)
 
