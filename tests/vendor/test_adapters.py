@@ -18,7 +18,7 @@ from fmha_gen.errors import CheckFailed
 from fmha_gen.vendoring import command, contents
 from support import GENERATED
 
-from .standins import imported, strided, tensors
+from .standins import expected, imported, packed, source_of, strided, tensors
 
 torch = pytest.importorskip("torch", reason="the adapters are for PyTorch's tensors")
 
@@ -37,6 +37,25 @@ Loaded = tuple[ModuleType, list[str]]
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     folder = tmp_path_factory.mktemp("consumer")
     return imported(folder, STEMS, adapters=("transformers", "pytorch"))
+
+
+LSE: dict[str, Any] = {"q_per_kv": 2, "mask": "causal", "lse": True}
+W7: dict[str, Any] = {"window": {"left": 7, "right": "none"}}
+PAGES: dict[str, Any] = {"kv": {"paged": {"page": 16}}}
+PACKED: dict[str, dict[str, Any]] = {
+    "packed_lse": LSE,
+    "packed_w7": LSE | W7,
+    "paged_lse": LSE | PAGES,
+    "paged_w7": LSE | W7 | PAGES,
+}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A package of stand-ins for packed sequences."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = source_of(folder / "generated", PACKED)
+    return imported(folder, tuple(PACKED), ("transformers", "pytorch"), source)
 
 
 @pytest.fixture
@@ -162,15 +181,9 @@ def test_pytorch_s_backward_is_refused(forward: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("window_size_left", 16),
-        ("window_size_right", 0),
-        ("cu_seqlens_q", torch.zeros(3, dtype=torch.int32)),
-        ("cu_seqlens_k", torch.zeros(3, dtype=torch.int32)),
         ("max_seqlen_q", 79),
         ("max_seqlen_k", 79),
         ("seqused_k", torch.zeros(2, dtype=torch.int32)),
-        ("page_table", torch.zeros(2, 2, dtype=torch.int32)),
-        ("num_splits", 2),
         ("softcap", 30.0),  # none that PyTorch passes today
     ],
 )
@@ -186,13 +199,54 @@ def test_each_argument_of_pytorch_that_is_refused(
 def test_arguments_of_pytorch_that_ask_for_nothing(loaded: Loaded) -> None:
     run = adapter(loaded, "pytorch")._flash_attn_fwd
     q, k, v = tensors(80, 80)
-    idle = {"window_size_left": -1, "window_size_right": -1, "num_splits": 0}
+    idle = {"window_size_left": -1, "window_size_right": -1, "num_splits": 2}
     limits = {"max_seqlen_q": 80, "max_seqlen_k": 96}
     out = torch.empty_like(q)
     found = run(q, k, v, causal=True, out=out, return_lse=False, **idle, **limits)
     assert found[0] is not None and found[1] is None
     expected = loaded[0].fmha(q, k, v, causal=True)
     assert torch.equal(out, expected) and torch.equal(found[0], expected)
+
+
+@pytorch
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("window", [(-1, 0), (7, 0)])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_pytorch_s_packed_and_paged_sequences(
+    packages: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int | None,
+    window: tuple[int, int],
+    given_out: bool,
+) -> None:
+    """By the implementation that PyTorch registers for the operator behind varlen_attn."""
+    from torch.nn import attention
+    from torch.nn.attention import _fa4
+
+    package, calls = packages
+    adapter(packages, "pytorch").register(package.__name__)
+    attention.activate_flash_attention_impl(package.__name__)
+    monkeypatch.setattr(_fa4, "_fa4_forward_support_error", lambda *_: None)
+    given = packed(page=page, spare=0)
+    calls.clear()
+    rows = [given[name] for name in "qkv"]
+    starts = given["cu_seqlens_q"], given.get("cu_seqlens_k")
+    sizes: tuple[Any, ...] = (*starts, 60, 70, 0.0, window == (-1, 0), False)
+    more = {"window_size_left": window[0], "window_size_right": window[1]}
+    more |= {name: given[name] for name in ("seqused_k", "block_table") if page}
+    more["scale"] = 0.2
+    if given_out:
+        found = torch.empty_like(rows[0])
+        run = _fa4._fa4_flash_attention_forward_no_dropout_inplace_impl
+        lse = run(found, *rows, *sizes, **more)
+    else:
+        found, lse, *_ = _fa4._fa4_flash_attention_forward_impl(*rows, *sizes, **more)
+    attention.restore_flash_attention_impl()
+    out, logs = expected(given, causal=True, window=window, scale=0.2)
+    torch.testing.assert_close(found.double(), out, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), logs, atol=1e-3, rtol=1e-3)
+    layout = "paged" if page else "packed"
+    assert calls == [f"{layout}_w7" if window[0] == 7 else f"{layout}_lse"]
 
 
 # --- transformers ------------------------------------------------------------------------
