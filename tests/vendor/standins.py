@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import itertools
 import math
 import sys
@@ -62,8 +63,8 @@ def sequences(
     return found
 
 
-def reference(spec: dict[str, Any], calls: list[str]) -> Any:
-    """Attention in PyTorch for what a SPEC says, called as a kernel is."""
+def reference(spec: dict[str, Any], calls: list[str], shipped: Any = None) -> Any:
+    """Attention in PyTorch for what a SPEC says, called as a kernel is; shipped: the kernel's."""
     window = {"left": "none", "right": "none", **spec.get("window", {})}
 
     def fmha(
@@ -83,6 +84,20 @@ def reference(spec: dict[str, Any], calls: list[str]) -> Any:
     ) -> Any:
         assert not any(x.requires_grad for x in (q, k, v, out))
         calls.append(spec["name"])
+        if shipped is not None:
+            names = (
+                "cu_seqlens_q",
+                "cu_seqlens_k",
+                "seqused_k",
+                "block_table",
+                "lse",
+                "sink",
+            )
+            tensors = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, lse, sink)
+            given = {
+                name: x for name, x in zip(names, tensors, strict=True) if x is not None
+            }
+            inspect.signature(shipped).bind(q, k, v, out=out, **given, **sides)
         assert (sink is not None) == spec.get("sink", False)
         assert sink is None or (not sink.requires_grad and sink.dtype == torch.float32)
         assert (lse is not None) <= spec["lse"]
@@ -135,7 +150,8 @@ def imported(
         sys.path.remove(str(folder))
     calls: list[str] = []
     for kernel in map(package.load, package.KERNELS):
-        kernel.fmha = reference(kernel.SPEC, calls)
+        shipped = kernel.fmha if source == GENERATED else None
+        kernel.fmha = reference(kernel.SPEC, calls, shipped)
     package.arch_of = lambda device: "sm90"
     return package, calls
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -301,3 +302,26 @@ def test_the_nearest_are_told_the_layout(package: ModuleType) -> None:
     )
     kernel = package.select(**packed(page=16), causal=True, lse=True)
     assert kernel.SPEC["name"] == "paged16_lse"
+
+
+SHIPPED = {
+    "sm90_d128_bf16_causal_gqa4_varlen": (None, CAUSAL),
+    "sm90_d128_bf16_causal_gqa4_page16_varlen_lse": (16, CAUSAL | {"return_lse": True}),
+    "sm90_d128_bf16_causal_gqa4_page128_varlen": (128, CAUSAL),
+    "sm90_d128_bf16_causal_gqa4_pack_page16_varlen_t64x128": (
+        16,
+        CAUSAL | {"max_seqlen_q": 60},
+    ),
+}
+
+
+def test_shipped_kernels_are_called_by_their_own_names(tmp_path: Path) -> None:
+    package, calls = imported(tmp_path, tuple(SHIPPED))
+    for name, (page, asked) in SHIPPED.items():
+        given = packed(page=page, heads=8, head_dim=128, spare=0)
+        found = package.fmha(**given, **asked)
+        out = found[0] if "return_lse" in asked else found
+        assert calls.pop() == name
+        torch.testing.assert_close(
+            out.double(), expected(given, causal=True)[0], atol=1e-2, rtol=1e-2
+        )
