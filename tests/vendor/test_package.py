@@ -20,6 +20,7 @@ from .standins import imported, strided, tensors
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 STEMS = (
     "sm100_d128_bf16_causal",
@@ -406,6 +407,20 @@ def test_compile_takes_what_is_written(package: ModuleType, backend: str) -> Non
         torch.testing.assert_close(found, expected)
     assert torch.equal(*outs)
     assert outs[0].any()
+
+
+def test_a_call_is_an_operator_where_something_looks_on(package: ModuleType) -> None:
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return package.fmha(q, k, v, causal=True) + 1
+
+    given = tensors()
+    for mode in ("real", "fake"):
+        graph = make_fx(layer, tracing_mode=mode)(*given)
+        assert package.OPERATOR in [node.target for node in graph.graph.nodes]
+        assert torch.equal(graph(*given), layer(*given))
+    assert not package.is_traced(given[0])
+    meta = [x.to("meta") for x in given]
+    assert package.fmha(*meta, causal=True).is_meta
 
 
 def test_export_takes_what_is_written(package: ModuleType) -> None:
