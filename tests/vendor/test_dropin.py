@@ -331,6 +331,16 @@ def test_lengths_from_offsets(loaded: Loaded) -> None:
     close(found, expected(given, causal=True)[0])
 
 
+def test_transformers_finds_what_a_kernel_of_its_hub_may_have(loaded: Loaded) -> None:
+    """By the names of arguments: what is not among them it would not ask for."""
+    utils = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    wanted = {"dropout_p", "window_size", "deterministic", "softcap", "s_aux"}
+    wanted |= {"max_seqlen_q", "max_seqlen_k", "block_table"}
+    run = function(loaded, "flash_attention", "flash_attn_varlen_func")
+    found = utils._lazy_define_process_function(run).keywords["supports_mapping"]
+    assert wanted <= {name for name, has in found.items() if has}
+
+
 @pytest.mark.parametrize("lengths", ["tensor", "number", None])
 def test_a_cache_of_one_row_per_sequence(loaded: Loaded, lengths: str | None) -> None:
     run = function(loaded, "flash_attention", "flash_attn_with_kvcache")

@@ -472,6 +472,20 @@ def test_a_gradient_is_refused(package: ModuleType) -> None:
         assert torch.equal(package.fmha(q, k, v, causal=True, out=out * 0), out)
 
 
+def test_a_write_of_out_is_seen_by_autograd(package: ModuleType) -> None:
+    q, k, v = tensors()
+    out = torch.empty_like(q)
+    weight = torch.ones((), requires_grad=True)
+    product = out * weight  # keeps out for the backward pass
+    with torch.no_grad():
+        package.fmha(q, k, v, causal=True, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        found = package.fmha(q, k, v, causal=True)
+        assert torch.equal(package.fmha(q, k, v, causal=True, out=found * 0), out)
+
+
 def test_two_packages_in_one_process(package: ModuleType, tmp_path: Path) -> None:
     other, calls = imported(tmp_path, ("sm90_d128_bf16_causal",))
     arguments = tensors()
