@@ -434,11 +434,16 @@ def vendor(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Also the package, and how it fits into these: pytorch, transformers.",
+            help="Also the package, and how it fits into these: flash_attention, pytorch, sglang,"
+            " transformers, vllm.",
         ),
     ] = "",
+    jobs: Jobs = None,
 ) -> None:
-    """Copy kernels into another repository, with licence, evidence and a lock."""
+    """Copy kernels into another repository, with licence, evidence and a lock.
+
+    KERNEL is a name, a generated file, or a spec or a folder of specs, which are built first.
+    """
     folder = update or into
     if folder is None or (kernels is None) == (into is not None) or (into and update):
         raise typer.BadParameter("either KERNEL... --into DIR, or --update DIR")
@@ -446,6 +451,7 @@ def vendor(
         from .build import shipped
         from .vendoring import command as copies
 
+        kernels = _built(kernels, source or GENERATED, jobs) if kernels else None
         names = list(kernels) if kernels else copies.stems_in(folder)
         source = source or shipped.source(names, GENERATED, update=update is not None)
         adapters = tuple(adapter.split(",") if adapter else ())
@@ -453,6 +459,29 @@ def vendor(
         result = copies.vendor(options)
         print(copies.to_text(result, folder))
     raise typer.Exit(1 if result.refused else 0)
+
+
+def _built(kernels: list[str], out: Path, jobs: int | None) -> list[str]:
+    """KERNELs by name, once those that are specs, or folders of specs, are built."""
+    from .build import engine
+    from .errors import CheckFailed
+
+    names: list[str] = []
+    specs: list[Path] = []
+    for kernel in kernels:
+        path = Path(kernel)
+        found = sorted(path.glob("*.yaml")) if path.is_dir() else [path]
+        if not found:
+            raise CheckFailed(f"{path}: a folder without specs")
+        specs += [file for file in found if file.suffix == ".yaml"]
+        names += [x.stem if x.suffix == ".yaml" else kernel for x in found]
+    if specs:
+        with _executor(None, jobs) as executor, _progress() as progress:
+            result = engine.build(specs, out, executor=executor, progress=progress)
+        _print_build(result)
+        if not result.ok:
+            raise CheckFailed("\n".join(result.failures))
+    return names
 
 
 @app.command()

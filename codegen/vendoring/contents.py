@@ -26,11 +26,25 @@ TITLES = ("kernel", "made for", "rung", "GPU", "driver", "DSL", "error over its 
 
 # By the name of what they are for: files of the package that fit it to somebody's interface.
 ADAPTERS = {
-    "pytorch": "pytorch_adapter.py",
-    "transformers": "transformers_adapter.py",
+    name: f"{name}_adapter.py"
+    for name in ("flash_attention", "pytorch", "sglang", "transformers", "vllm")
+}
+FUNCTIONS = {  # of adapters that stand in for somebody's functions
+    "flash_attention": "FlashAttention's functions",
+    "vllm": "the functions that vLLM's FlashAttention backend calls",
+    "sglang": "the functions that SGLang's FlashAttention backend calls",
 }
 CODE = frozenset({PACKAGE, *ADAPTERS.values()})  # Python that is no kernel
 
+# What the package's `Problem` says by default: it stands for "nothing of the kind".
+_OFF: Mapping[str, str | int | bool] = {
+    "q_per_kv": 1,
+    "batch": "dense",
+    "seqlen_q": "dynamic",
+    "seqlen_kv": "dynamic",
+    **dict.fromkeys(("page", "mask", "window_left", "window_right", "softcap"), "none"),
+    **dict.fromkeys(("sink", "lse", "pack_gqa"), False),
+}
 _EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
 _DISTRIBUTION = "fmha-gen"
 _WORDS = re.compile(r"(\D*)(\d*)")
@@ -53,6 +67,7 @@ def readme(
         "package": package,
         "stem": kernels[0][0].stem,
         "adapters": adapters,
+        "functions": FUNCTIONS,
     }
     return render.render_template("vendor/readme.md.j2", values)
 
@@ -60,7 +75,9 @@ def readme(
 def package(kernels: Sequence[KernelState]) -> str:
     """The text of `__init__.py`, which chooses among the kernels."""
     made = [(state.stem, _problem(state)) for state in kernels]
-    values = {"kernels": [(stem, map(repr, fields)) for stem, fields in made if fields]}
+    values = {
+        "kernels": [(stem, _arguments(fields)) for stem, fields in made if fields]
+    }
     return render.format_source(render.render_template("vendor/init.py.j2", values))
 
 
@@ -72,7 +89,7 @@ def adapter(name: str, package: str) -> str:
 
 def gives_lse(state: KernelState) -> bool:
     """Whether a kernel, of a text of any kind, gives an LSE."""
-    return bool((_problem(state) or (False,))[-1])
+    return bool((_problem(state) or {}).get("lse"))
 
 
 def licence() -> str:
@@ -106,6 +123,8 @@ def made_for(spec: Mapping[str, Any]) -> str:
     ]
     words += ["block lists"] * bool(spec.get("blocks"))
     words += ["packed sequences"] * bool(spec.get("batch"))
+    if paged := spec.get("kv", {}).get("paged"):
+        words.append(f"K and V in pages of {paged['page']} keys")
     words += filter(None, [scores.word_of(spec)])
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
@@ -113,27 +132,54 @@ def made_for(spec: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _problem(state: KernelState) -> tuple[str | int | bool, ...] | None:
-    """The fields of the package's `Problem` for a kernel; None when its SPEC cannot be read."""
+def _problem(state: KernelState) -> dict[str, str | int | float | bool] | None:
+    """The fields of the package's `Problem` for a kernel that say something; None when its SPEC
+    cannot be read.
+    """
     try:
-        spec = state.spec
-        return (
-            *(spec["arch"], spec["dtype"]),
-            *(spec["head_dim"]["qk"], spec["head_dim"]["v"], spec["q_per_kv"]),
-            *(spec["seqlen"]["q"], spec["seqlen"]["kv"]),
-            *(_scores(spec), bool(spec.get("sink")), spec["lse"]),
-        )
+        return _made(state.spec)
     except _EDITED:
         return None
 
 
-def _scores(spec: Mapping[str, Any]) -> str:
-    """The mask; with a score, lists or packed sequences, which the package's functions do not take,
-    none that they name.
-    """
-    more = ["block lists"] * bool(spec.get("blocks"))
-    more += ["packed sequences"] * bool(spec.get("batch"))
-    return ", ".join(filter(None, [word_of(spec), scores.word_of(spec), *more]))
+def _arguments(fields: Mapping[str, Any]) -> list[str]:
+    """As Python writes them in a call of `Problem`: by name where they may be left out."""
+    return [f"{name}={x!r}" if name in _OFF else repr(x) for name, x in fields.items()]
+
+
+def _made(spec: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    window = spec.get("window", {})
+    right = window.get("right", "none")
+    mask = word_of({name: spec[name] for name in spec if name != "window"})
+    if mask == "none" and right == 0:
+        mask = "causal"
+    if mask == "causal":
+        right = "none"
+    elif mask != "none":
+        mask = word_of(spec)
+    cap = scores.of_spec(spec).cap
+    more = [scores.word_of(spec) if cap is None else ""]
+    more += ["block lists"] * bool(spec.get("blocks"))
+    made = {
+        "arch": spec["arch"],
+        "dtype": spec["dtype"],
+        "head_dim_qk": spec["head_dim"]["qk"],
+        "head_dim_v": spec["head_dim"]["v"],
+        "q_per_kv": spec["q_per_kv"],
+        "batch": spec.get("batch", "dense"),
+        "page": spec.get("kv", {}).get("paged", {}).get("page", "none"),
+        "seqlen_q": spec["seqlen"]["q"],
+        "seqlen_kv": spec["seqlen"]["kv"],
+        # A score or lists, which the package's functions do not take, are no mask that they name.
+        "mask": ", ".join(filter(None, [mask, *more])),
+        "window_left": window.get("left", "none"),
+        "window_right": right,
+        "softcap": "none" if cap is None else cap,
+        "sink": bool(spec.get("sink")),
+        "lse": spec["lse"],
+        "pack_gqa": bool(spec.get("pack_gqa")),
+    }
+    return {name: value for name, value in made.items() if value != _OFF.get(name)}
 
 
 def _words(state: KernelState) -> str:

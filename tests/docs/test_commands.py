@@ -62,7 +62,7 @@ class Spec(NamedTuple):
 def steps(text: str) -> Iterator[Command | Spec]:
     for language, block in _BLOCK.findall(text):
         if language == "yaml":
-            if match := re.match(r"# (specs/\w+\.yaml)\n", block):
+            if match := re.match(r"# (specs/[\w/]+\.yaml)\n", block):
                 yield Spec(match[1], block)
             continue
         lines = [line for line in block.splitlines() if line.strip()]
@@ -126,7 +126,9 @@ def test_commands_do_what_the_document_says(
     run, left_out = 0, []
     for step in steps((support.ROOT / name).read_text(encoding="utf-8")):
         if isinstance(step, Spec):
-            (checkout / step.path).write_text(step.text, encoding="utf-8")
+            file = checkout / step.path
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(step.text, encoding="utf-8")
             continue
         if step.line in NOT_RUN or (GPU.match(step.line) and not has_gpu()):
             left_out.append(step.line)

@@ -24,9 +24,12 @@ VENDOR = tuple(
     f"vendor/{name}.j2"
     for name in (
         "init.py",
+        "flash_attention_adapter.py",
         "pytorch_adapter.py",
         "readme.md",
+        "sglang_adapter.py",
         "transformers_adapter.py",
+        "vllm_adapter.py",
     )
 )
 PARTIALS_OF = {

@@ -10,6 +10,7 @@ float64, and bounded by twice those of PyTorch's attention in the same dtype.
 from __future__ import annotations
 
 import importlib
+import itertools
 import math
 import sys
 from collections.abc import Iterator
@@ -30,6 +31,9 @@ STEMS = (
     "sm90_d128_bf16_causal_lse",
     "sm90_d128_bf16_causal_s1024",
     "sm90_d128_bf16_full",
+    "sm90_d128_bf16_causal_gqa8_pack_varlen",
+    "sm90_d128_bf16_causal_varlen_lse",
+    "sm90_d128_bf16_causal_w1023",
     "sm90_d128_fp16_causal_lse_gqa4",
     "sm90_d64_bf16_causal_lse",
 )
@@ -184,6 +188,41 @@ def test_empty_problems(package: ModuleType) -> None:
             assert lse.shape == (batch, 4, queries)
 
 
+def test_packed_sequences_and_a_graph_of_any_lengths(
+    package: ModuleType, used: list[str]
+) -> None:
+    q, k, v = (x.flatten(0, 1) for x in tensors(700, 700))
+    starts = torch.tensor([0, 333, 333, 1400], dtype=torch.int32, device="cuda")
+    out, asked = torch.empty_like(q), {"causal": True, "return_lse": True}
+    asked |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "out": out}
+    package.fmha(q, k, v, **asked)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, lse = package.fmha(q, k, v, **asked)
+    assert used == ["sm90_d128_bf16_causal_varlen_lse"] * 2
+    for places in ([0, 333, 333, 1400], [0, 1, 2, 65], [7, 500, 501, 900]):
+        starts.copy_(torch.tensor(places, dtype=torch.int32))
+        out.fill_(math.nan)
+        graph.replay()
+        for begin, end in itertools.pairwise(places):
+            rows = [x[None, begin:end] for x in (q, k, v)]
+            truth, logs = exact(*rows, True)
+            if end > begin:
+                check(out[None, begin:end], sdpa(*rows, True), truth)
+            torch.testing.assert_close(
+                lse[:, begin:end].double(), logs[0], atol=1e-4, rtol=1e-4
+            )
+        assert out[: places[0]].isnan().all() and out[places[-1] :].isnan().all()
+
+
+def test_a_window(package: ModuleType, used: list[str]) -> None:
+    q, k, v = tensors(1500, 1500)
+    out = package.fmha(q, k, v, causal=True, window=(1023, 0))
+    assert used == ["sm90_d128_bf16_causal_w1023"]
+    last = [q[:, -1:], k[:, -1024:], v[:, -1024:]]
+    check(out[:, -1:], sdpa(*last, True), exact(*last, True)[0])
+
+
 def test_rows_that_see_no_key(package: ModuleType) -> None:
     q, k, v = tensors(200, 64)
     out, lse = package.fmha_lse(q, k, v, causal=True)
@@ -315,10 +354,15 @@ def test_sdpa_s_lse_and_refusals(package: ModuleType) -> None:
     with pytest.raises(ValueError, match="mask is causal, not none"):
         torch.nn.functional.scaled_dot_product_attention(*rows)
     starts = torch.tensor([0, 333], dtype=torch.int32, device="cuda")
-    with pytest.raises(NotImplementedError, match=r"^cu_seqlens_q: "):
-        torch.ops.aten._flash_attention_forward(
-            q[0], k[0], v[0], starts, starts, 333, 333, 0.0, True, False
-        )
+    found, lse, *_ = torch.ops.aten._flash_attention_forward(
+        q[0], k[0], v[0], starts, starts, 333, 333, 0.0, True, False
+    )
+    assert lse.shape == (4, 333)
+    check(
+        found[None],
+        sdpa(q[:1], k[:1], v[:1], True),
+        exact(q[:1], k[:1], v[:1], True)[0],
+    )
 
 
 # --- transformers ------------------------------------------------------------------------
@@ -385,9 +429,19 @@ def test_a_compiled_model_of_transformers(models: list[Any], used: list[str]) ->
 
 
 @torch.no_grad()
-def test_padding_is_refused(models: list[Any]) -> None:
+def test_a_padded_batch(models: list[Any], used: list[str]) -> None:
     ids = token_ids()
     mask = torch.ones_like(ids)
     mask[0, :7] = 0
-    with pytest.raises(NotImplementedError, match=r"^attention_mask: .* padding"):
-        models[0](ids, attention_mask=mask)
+    found, usual = (
+        model(ids, attention_mask=mask).logits[mask.bool()] for model in models[:2]
+    )
+    alone = [models[2](ids[i : i + 1, mask[i].bool()]).logits[0] for i in range(2)]
+    check(found, usual, torch.cat(alone))
+    assert used == ["sm90_d128_bf16_causal_gqa8_pack_varlen"] * 4
+    holes = mask.clone()
+    holes[0, 20:30] = 0
+    with pytest.raises(
+        NotImplementedError, match=r"^attention_mask: .* between tokens"
+    ):
+        models[0](ids, attention_mask=holes)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The adapters that `vendor --adapter` writes, called by PyTorch's and transformers' own code.
 
-Without a GPU each kernel's `fmha` is PyTorch's own attention, as in test_package.py.
+Without a GPU each kernel's `fmha` is PyTorch's own attention (standins.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fmha_gen.errors import CheckFailed
 from fmha_gen.vendoring import command, contents
 from support import GENERATED
 
-from .test_package import imported, strided, tensors
+from .standins import expected, imported, packed, source_of, strided, tensors
 
 torch = pytest.importorskip("torch", reason="the adapters are for PyTorch's tensors")
 
@@ -39,6 +39,35 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
     return imported(folder, STEMS, adapters=("transformers", "pytorch"))
 
 
+LSE: dict[str, Any] = {"q_per_kv": 2, "mask": "causal", "lse": True}
+GROUP: dict[str, Any] = {"q_per_kv": 8, "mask": "causal"}
+W3: dict[str, Any] = {"window": {"left": 3, "right": "none"}}
+W7: dict[str, Any] = {"window": {"left": 7, "right": "none"}}
+PAGES: dict[str, Any] = {"kv": {"paged": {"page": 16}}}
+FP16: dict[str, Any] = {"dtype": "fp16"}
+PACKED: dict[str, dict[str, Any]] = {
+    "fp16_dense": FP16 | GROUP | {"batch": "dense"},
+    "fp16_dense_w3": FP16 | GROUP | {"batch": "dense"} | W3,
+    "fp16_dense_w3_cap50": FP16 | GROUP | {"batch": "dense", "softcap": 50.0} | W3,
+    "fp16_dense_cap50": FP16 | GROUP | {"batch": "dense", "softcap": 50.0},
+    "fp16_packed": FP16 | GROUP,
+    "fp16_packed_w3": FP16 | GROUP | W3,
+    "packed_full": {},
+    "packed_lse": LSE,
+    "packed_w7": LSE | W7,
+    "paged_lse": LSE | PAGES,
+    "paged_w7": LSE | W7 | PAGES,
+}
+
+
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
+    """A package of stand-ins for packed sequences."""
+    folder = tmp_path_factory.mktemp("packed")
+    source = source_of(folder / "generated", PACKED)
+    return imported(folder, tuple(PACKED), ("transformers", "pytorch"), source)
+
+
 @pytest.fixture
 def calls(loaded: Loaded) -> list[str]:
     loaded[1].clear()
@@ -56,7 +85,9 @@ def test_adapters_come_with_the_package_and_stay(tmp_path: Path) -> None:
     into = tmp_path / "attention"
     options = command.Options(into, GENERATED, STEMS, adapters=("pytorch",))
     command.vendor(options)
-    file, other = (into / contents.ADAPTERS[name] for name in contents.ADAPTERS)
+    file, other = (
+        into / contents.ADAPTERS[name] for name in ("pytorch", "transformers")
+    )
     assert (into / contents.PACKAGE).exists() and not other.exists()
     assert "pytorch_adapter" in (into / contents.README).read_text()
     assert "transformers_adapter" not in (into / contents.README).read_text()
@@ -76,7 +107,7 @@ def test_adapters_come_with_the_package_and_stay(tmp_path: Path) -> None:
 
 def test_what_no_adapter_is_for(tmp_path: Path) -> None:
     vendor = functools.partial(command.Options, tmp_path / "attention", GENERATED)
-    with pytest.raises(CheckFailed, match=r"^jax: .* only: pytorch, transformers"):
+    with pytest.raises(CheckFailed, match=r"^jax: .* only: flash_attention, pytorch, "):
         command.vendor(vendor(STEMS, adapters=("jax",)))
     without = ("sm90_d64_bf16_full",)
     with pytest.raises(CheckFailed, match="wants an lse, and no kernel gives one"):
@@ -160,15 +191,9 @@ def test_pytorch_s_backward_is_refused(forward: Any) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("window_size_left", 16),
-        ("window_size_right", 0),
-        ("cu_seqlens_q", torch.zeros(3, dtype=torch.int32)),
-        ("cu_seqlens_k", torch.zeros(3, dtype=torch.int32)),
         ("max_seqlen_q", 79),
         ("max_seqlen_k", 79),
         ("seqused_k", torch.zeros(2, dtype=torch.int32)),
-        ("page_table", torch.zeros(2, 2, dtype=torch.int32)),
-        ("num_splits", 2),
         ("softcap", 30.0),  # none that PyTorch passes today
     ],
 )
@@ -184,13 +209,54 @@ def test_each_argument_of_pytorch_that_is_refused(
 def test_arguments_of_pytorch_that_ask_for_nothing(loaded: Loaded) -> None:
     run = adapter(loaded, "pytorch")._flash_attn_fwd
     q, k, v = tensors(80, 80)
-    idle = {"window_size_left": -1, "window_size_right": -1, "num_splits": 0}
+    idle = {"window_size_left": -1, "window_size_right": -1, "num_splits": 2}
     limits = {"max_seqlen_q": 80, "max_seqlen_k": 96}
     out = torch.empty_like(q)
     found = run(q, k, v, causal=True, out=out, return_lse=False, **idle, **limits)
     assert found[0] is not None and found[1] is None
     expected = loaded[0].fmha(q, k, v, causal=True)
     assert torch.equal(out, expected) and torch.equal(found[0], expected)
+
+
+@pytorch
+@pytest.mark.parametrize("page", [None, 16])
+@pytest.mark.parametrize("window", [(-1, 0), (7, 0)])
+@pytest.mark.parametrize("given_out", [False, True])
+def test_pytorch_s_packed_and_paged_sequences(
+    packages: Loaded,
+    monkeypatch: pytest.MonkeyPatch,
+    page: int | None,
+    window: tuple[int, int],
+    given_out: bool,
+) -> None:
+    """By the implementation that PyTorch registers for the operator behind varlen_attn."""
+    from torch.nn import attention
+    from torch.nn.attention import _fa4
+
+    package, calls = packages
+    adapter(packages, "pytorch").register(package.__name__)
+    attention.activate_flash_attention_impl(package.__name__)
+    monkeypatch.setattr(_fa4, "_fa4_forward_support_error", lambda *_: None)
+    given = packed(page=page, spare=0)
+    calls.clear()
+    rows = [given[name] for name in "qkv"]
+    starts = given["cu_seqlens_q"], given.get("cu_seqlens_k")
+    sizes: tuple[Any, ...] = (*starts, 60, 70, 0.0, window == (-1, 0), False)
+    more = {"window_size_left": window[0], "window_size_right": window[1]}
+    more |= {name: given[name] for name in ("seqused_k", "block_table") if page}
+    more["scale"] = 0.2
+    if given_out:
+        found = torch.empty_like(rows[0])
+        run = _fa4._fa4_flash_attention_forward_no_dropout_inplace_impl
+        lse = run(found, *rows, *sizes, **more)
+    else:
+        found, lse, *_ = _fa4._fa4_flash_attention_forward_impl(*rows, *sizes, **more)
+    attention.restore_flash_attention_impl()
+    out, logs = expected(given, causal=True, window=window, scale=0.2)
+    torch.testing.assert_close(found.double(), out, atol=1e-2, rtol=1e-2)
+    torch.testing.assert_close(lse.double(), logs, atol=1e-3, rtol=1e-3)
+    layout = "paged" if page else "packed"
+    assert calls == [f"{layout}_w7" if window[0] == 7 else f"{layout}_lse"]
 
 
 # --- transformers ------------------------------------------------------------------------
@@ -319,17 +385,19 @@ def test_a_whole_model_compiles(hub: ModuleType, loaded: Loaded) -> None:
 def test_what_models_ask_for_and_no_kernel_has(hub: ModuleType, loaded: Loaded) -> None:
     ours, *_ = models(hub, loaded, "Llama", **GQA, attention_dropout=0.1)
     ids = token_ids()
-    padded = torch.ones_like(ids)
-    padded[0, :3] = 0
-    packed = torch.tensor([[*range(9), *range(8)]])
+    holes = torch.ones_like(ids)
+    holes[0, 4:7] = 0
     for message, asked in (
-        ("attention_mask: .* padding", {"attention_mask": padded}),
+        ("attention_mask: .* between tokens", {"attention_mask": holes}),
         ("attention_mask: ", {"attention_mask": torch.zeros(2, 1, 17, 17)}),
-        ("mask_function: .* packed", {"position_ids": packed, "use_cache": False}),
         ("output_attentions: ", {"output_attentions": True}),
     ):
         with pytest.raises(NotImplementedError, match=f"^{message}"):
             ours(ids, **asked)
+    left = torch.ones_like(ids)
+    left[0, :3] = 0
+    with pytest.raises(ValueError, match=r"no kernel takes .*batch varlen"):
+        ours(ids, attention_mask=left)  # of kernels for dense batches alone
     with pytest.raises(NotImplementedError, match=r"^(past_key_values|attention_mask)"):
         ours.generate(ids, cache_implementation="static", max_new_tokens=4)
     cache = hub.StaticCache(config=ours.config, max_cache_len=32)
@@ -339,7 +407,7 @@ def test_what_models_ask_for_and_no_kernel_has(hub: ModuleType, loaded: Loaded) 
     with pytest.raises(NotImplementedError, match=r"^dropout: .*\(0.1\)"):
         ours.train()(ids)
     window, *_ = models(hub, loaded, "Mistral", **GQA, sliding_window=4)
-    with pytest.raises(NotImplementedError, match=r"^mask_function: .* window"):
+    with pytest.raises(ValueError, match=r"no kernel takes .*window_left 3"):
         window(ids)
     ours, *_ = models(hub, loaded, "Llama", **GQA | {"dtype": torch.float32})
     with pytest.raises(ValueError, match=r"dtype is fp16, not torch\.float32"):
@@ -355,14 +423,9 @@ def test_training_is_refused(hub: ModuleType, loaded: Loaded) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("sliding_window", 8),
-        ("softcap", 50.0),
         ("sinks", torch.zeros(8)),
         ("position_bias", torch.zeros(1, 8, 4, 4)),
-        ("cache", object()),
         ("block_table", torch.zeros(1, 1)),
-        ("cu_seq_lens_q", torch.zeros(2)),
-        ("max_length_k", 4),
         ("indices", torch.zeros(1)),
         ("something_new", "x"),
     ],
@@ -389,3 +452,221 @@ def test_the_call_decides_before_the_module(loaded: Loaded, calls: list[str]) ->
     attention(SimpleNamespace(), q, k, v, None, scaling=0.5)
     names = "sm90_d64_bf16_full", "sm90_d64_bf16_causal", "sm90_d64_bf16_causal"
     assert tuple(calls) == names
+
+
+def padded(ids: Any, side: str) -> Any:
+    """A mask of which all rows but the last have padding on a side, the second nothing else."""
+    real = torch.ones_like(ids)
+    for row, count in enumerate((3, ids.shape[1], 8)):
+        real[row, slice(count) if side == "left" else slice(-count, None)] = 0
+    return real
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch(hub: ModuleType, packages: Loaded, side: str) -> None:
+    package, calls = packages
+    adapter(packages, "transformers").register(package.__name__)
+    trio = models(hub, packages, "Llama", **GQA)
+    ids = token_ids(4)
+    real = padded(ids, side)
+    real[1] = real[0]
+    calls.clear()
+    found, sdpa = (
+        model(ids, attention_mask=real).logits[real.bool()] for model in trio[:2]
+    )
+    exact = [trio[2](ids[i : i + 1, real[i].bool()]).logits[0] for i in range(4)]
+    check_as_exact_as_sdpa(found, sdpa, torch.cat(exact))
+    assert calls == ["fp16_packed"] * 2
+    real[1] = 0  # no token at all: its rows mean nothing, and hurt no others
+    found = trio[0](ids, attention_mask=real).logits
+    real[1] = 1
+    assert torch.equal(
+        found[[0, 2, 3]], trio[0](ids, attention_mask=real).logits[[0, 2, 3]]
+    )
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral"])
+def test_a_padded_batch_generates(hub: ModuleType, packages: Loaded, name: str) -> None:
+    """With a cache of all keys, and of those in a window, from which the padding is soon gone."""
+    package, calls = packages
+    adapter(packages, "transformers").register(package.__name__)
+    more = {"sliding_window": 4} if name == "Mistral" else {}
+    ours, sdpa, _ = models(
+        hub, packages, name, **GQA | {"num_key_value_heads": 1}, **more
+    )
+    ids = token_ids(4)
+    real = padded(ids, "left")
+    real[1] = 1
+    asked = {"attention_mask": real, "do_sample": False, "max_new_tokens": 6}
+    calls.clear()
+    found, right = (
+        model.generate(ids, pad_token_id=0, **asked) for model in (ours, sdpa)
+    )
+    assert torch.equal(found, right)
+    assert calls[:2] == ["fp16_packed" + "_w3" * bool(more)] * 2
+
+
+def test_keys_of_a_cache_are_read_in_place(packages: Loaded) -> None:
+    module = adapter(packages, "transformers")
+    cache = torch.randn(3, 2, 10, 64)
+    for keys in (
+        cache,
+        cache[:, :, 2:9],
+        cache.transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        rows, pitch = module.as_rows(keys)
+        assert rows.data_ptr() == keys.data_ptr()
+        for b in range(3):
+            found = rows[b * pitch : b * pitch + keys.shape[2]]
+            assert torch.equal(found, keys[b].transpose(0, 1))
+    rows, pitch = module.as_rows(cache.transpose(2, 3))  # head_dim is not contiguous
+    assert pitch == 64 * 2 and rows.stride(-1) == 1
+    rows, pitch = module.as_rows(cache[:1])
+    assert pitch == 10
+
+
+@torch.no_grad()
+def test_packed_sequences(hub: ModuleType, packages: Loaded) -> None:
+    package, calls = packages
+    adapter(packages, "transformers").register(package.__name__)
+    for name in ("Llama", "Mistral"):
+        more = {"sliding_window": 4} if name == "Mistral" else {}
+        trio = models(hub, packages, name, **GQA, **more)
+        ids = token_ids(2, 17)
+        places = torch.tensor([[*range(9), *range(8)], [*range(2), 0, *range(14)]])
+        asked: dict[str, Any] = {"position_ids": places, "use_cache": False}
+        calls.clear()
+        check_as_exact_as_sdpa(*(model(ids, **asked).logits for model in trio))
+        assert calls == ["fp16_packed" + "_w3" * bool(more)] * 2
+        # What a collator of packed training batches also says.
+        starts = torch.tensor([0, 9, 17], dtype=torch.int32)
+        more = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts}
+        more |= {"max_length_q": 9, "max_length_k": 9}
+        found, right = (
+            trio[0](ids[:1], position_ids=places[:1], use_cache=False, **each).logits
+            for each in (more, {})
+        )
+        assert torch.equal(found, right)
+
+
+@torch.no_grad()
+def test_windows_and_soft_caps_of_models(hub: ModuleType, packages: Loaded) -> None:
+    package, calls = packages
+    adapter(packages, "transformers").register(package.__name__)
+    window = models(hub, packages, "Mistral", **GQA, sliding_window=4)
+    for length, kernel in ((17, "fp16_dense_w3"), (4, "fp16_dense")):
+        calls.clear()
+        check_as_exact_as_sdpa(
+            *(model(token_ids(2, length)).logits for model in window)
+        )
+        assert calls == [kernel] * 2
+    torch._dynamo.reset()
+    compiled = torch.compile(window[0], fullgraph=True, backend="aot_eager")
+    found, right = (
+        model(token_ids(), use_cache=True).logits for model in (compiled, window[0])
+    )
+    torch.testing.assert_close(found, right, atol=2e-3, rtol=2e-3)
+    caches = [
+        model(token_ids(2, 9), use_cache=True).past_key_values for model in window
+    ]
+    steps = [
+        model(token_ids(2, 1), past_key_values=cache).logits
+        for model, cache in zip(window, caches, strict=True)
+    ]
+    check_as_exact_as_sdpa(*steps)
+    gemma = GQA | {"query_pre_attn_scalar": 64, "attn_logit_softcapping": 50.0}
+    found = []
+    for attention in (package.__name__, "eager"):
+        torch.manual_seed(1)
+        config = hub.Gemma2Config(**gemma, sliding_window=4)
+        config._attn_implementation = attention
+        model = hub.Gemma2ForCausalLM(config).eval().half()
+        calls.clear()
+        found.append(model(token_ids()).logits.float())
+        if attention != "eager":
+            assert calls == ["fp16_dense_w3_cap50", "fp16_dense_cap50"]
+    torch.testing.assert_close(*found, atol=2e-3, rtol=2e-3)
+
+
+@pytest.mark.usefixtures("hub")
+def test_masks_that_are_none_of_these(packages: Loaded) -> None:
+    from transformers import masking_utils as masks
+
+    module = adapter(packages, "transformers")
+    q, k, v = (
+        x.half().transpose(1, 2)
+        for x in tensors(12, 12, heads=8, kv_heads=1, qk=64, v=64)
+    )
+    sizes = {"q_length": 12, "kv_length": 12, "batch_size": 2}
+    layer = SimpleNamespace(is_causal=True)
+    window = masks.sliding_window_causal_mask_function(4)
+    blocks = masks.or_masks(
+        masks.causal_mask_function,
+        masks.blockwise_overlay(torch.tensor([[0] * 6 + [1] * 6] * 2)),
+    )
+    for function, asked in (
+        (window, {}),  # which the layer does not name
+        (window, {"sliding_window": 5}),
+        (blocks, {}),
+        (lambda b, h, q, kv: (kv <= q) & (kv > 0), {}),
+        (lambda b, h, q, kv: (kv <= q) & (q - kv != 6), {}),
+    ):
+        tokens = module.mask(mask_function=function, **sizes)
+        for _ in range(2):
+            with pytest.raises(
+                NotImplementedError, match=r"^mask_function: these kernels"
+            ):
+                module.attention(layer, q, k, v, tokens, **asked)
+    with pytest.raises(
+        NotImplementedError, match=r"^mask_function: .* none of a model's own"
+    ):
+        module.mask(mask_function=blocks, use_vmap=True, **sizes)
+    known = {"config": SimpleNamespace(sliding_window=4), "allow_is_causal_skip": True}
+    for more in ({}, known):
+        tokens = module.mask(mask_function=window, local_size=4, **sizes, **more)
+        starts = torch.tensor([0, 12, 24])
+        with pytest.raises(NotImplementedError, match=r"^mask_function: these kernels"):
+            module.attention(
+                layer, q, k, v, tokens, cu_seq_lens_q=starts, cu_seq_lens_k=starts
+            )
+        out, _ = module.attention(layer, q, k, v, tokens, sliding_window=4)
+    # Chunks are packed sequences.
+    chunks = masks.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.int64))
+    tokens = module.mask(mask_function=chunks, **sizes)
+    out, _ = module.attention(layer, q, k, v, tokens)
+    assert tokens.starts.tolist() == [0, 5, 10, 12, 17, 22, 24]
+    rows = {
+        name: x.transpose(1, 2).flatten(0, 1)
+        for name, x in zip("qkv", (q, k, v), strict=True)
+    }
+    wanted, _ = expected(
+        rows | {"cu_seqlens_q": tokens.starts, "cu_seqlens_k": tokens.starts},
+        causal=True,
+    )
+    torch.testing.assert_close(out.flatten(0, 1).double(), wanted, atol=2e-3, rtol=2e-3)
+
+
+def test_continuous_batching(hub: ModuleType, packages: Loaded) -> None:
+    package, calls = packages
+    name = f"flash_{package.__name__}"
+    adapter(packages, "transformers").register(name)
+    adapter(packages, "transformers").register(package.__name__)
+    torch.manual_seed(3)
+    ours, sdpa, _ = models(hub, packages, "Llama", **GQA)
+    ours.set_attn_implementation(name)
+    prompts = [token_ids(1, n)[0].tolist() for n in (5, 11, 3)]
+    asked = {
+        "do_sample": False,
+        "max_new_tokens": 4,
+        "eos_token_id": -1,
+        "pad_token_id": 0,
+    }
+    config = hub.GenerationConfig(**asked)
+    calls.clear()
+    found = ours.generate_batch(prompts, generation_config=config).values()
+    assert set(calls) == {"fp16_packed"} and len(found) == 3
+    for result in found:
+        prompt = result.prompt_ids
+        right = sdpa.generate(torch.tensor([prompt]), generation_config=config)
+        assert result.generated_tokens == right[0, len(prompt) :].tolist()

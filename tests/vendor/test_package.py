@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The package that `vendor --init` writes: its choice, and its operators under PyTorch.
-
-Without a GPU each kernel's `fmha` is replaced by PyTorch's own attention; all else is as shipped.
-"""
+"""The package that `vendor --init` writes: its choice, and its operator under PyTorch."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import itertools
 import math
 import shutil
 import sys
@@ -21,8 +16,11 @@ from fmha_gen.build import export
 from fmha_gen.vendoring import command
 from support import GENERATED
 
+from .standins import imported, strided, tensors
+
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 STEMS = (
     "sm100_d128_bf16_causal",
@@ -35,69 +33,11 @@ STEMS = (
     "sm90_d64_bf16_causal_gqa8_sink_lse",
     "sm90_d64_fp16_causal_gqa8",
 )
-_names = (f"attention{number}" for number in itertools.count())
-
-
-def reference(spec: dict[str, Any], calls: list[str]) -> Any:
-    """Attention in PyTorch for what a SPEC says, called as a kernel is."""
-
-    def fmha(
-        q: Any,
-        k: Any,
-        v: Any,
-        *,
-        softmax_scale: Any = None,
-        out: Any,
-        lse: Any = None,
-        sink: Any = None,
-    ) -> Any:
-        assert not any(x.requires_grad for x in (q, k, v, out))
-        calls.append(spec["name"])
-        assert (sink is not None) == spec.get("sink", False)
-        assert (lse is not None) <= spec["lse"]
-        scale = softmax_scale or 1 / math.sqrt(q.shape[3])
-        k, v = (x.repeat_interleave(spec["q_per_kv"], dim=2) for x in (k, v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * scale
-        if spec["mask"] == "causal":
-            queries, keys = scores.shape[2:]
-            seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
-            scores = scores.masked_fill(~seen, -math.inf)
-        if sink is not None:
-            assert not sink.requires_grad and sink.dtype == torch.float32
-            column = sink[:, None, None].expand(*scores.shape[:3], 1)
-            scores = torch.cat([scores, column], -1)
-        if lse is not None:
-            lse.copy_(scores.logsumexp(-1))
-        weights = scores.softmax(-1).nan_to_num(0.0)  # of a row that sees no key
-        weights = weights[..., : k.shape[1]]
-        out.copy_(torch.einsum("bhqk,bkhd->bqhd", weights, v.float()))
-        return out
-
-    return fmha
-
-
-def imported(
-    folder: Path, stems: tuple[str, ...] = STEMS, adapters: tuple[str, ...] = ()
-) -> tuple[ModuleType, list[str]]:
-    """Vendor and import a package; the names of the kernels that it then calls."""
-    name = next(_names)
-    options = command.Options(folder / name, GENERATED, stems, True, adapters)
-    command.vendor(options)
-    sys.path.insert(0, str(folder))
-    try:
-        package = importlib.import_module(name)
-    finally:
-        sys.path.remove(str(folder))
-    calls: list[str] = []
-    for kernel in map(package.load, package.KERNELS):
-        kernel.fmha = reference(kernel.SPEC, calls)
-    package.arch_of = lambda device: "sm90"
-    return package, calls
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModuleType, list[str]]:
-    return imported(tmp_path_factory.mktemp("consumer"))
+    return imported(tmp_path_factory.mktemp("consumer"), STEMS)
 
 
 @pytest.fixture
@@ -109,21 +49,6 @@ def package(loaded: tuple[ModuleType, list[str]]) -> ModuleType:
 def calls(loaded: tuple[ModuleType, list[str]]) -> list[str]:
     loaded[1].clear()
     return loaded[1]
-
-
-def tensors(
-    queries: int = 48,
-    keys: int = 80,
-    *,
-    heads: int = 2,
-    kv_heads: int = 2,
-    qk: int = 128,
-    v: int = 128,
-    dtype: Any = torch.bfloat16,
-) -> tuple[Any, Any, Any]:
-    make = functools.partial(torch.randn, generator=torch.Generator().manual_seed(1))
-    shapes = (queries, heads, qk), (keys, kv_heads, qk), (keys, kv_heads, v)
-    return tuple(make(2, *shape).to(dtype) for shape in shapes)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize(
@@ -159,19 +84,22 @@ def test_what_is_said_of_kernels_is_in_their_files(package: ModuleType) -> None:
     assert sorted(package.KERNELS) == sorted(STEMS)
     for name, made in package.KERNELS.items():
         spec = package.load(name).SPEC
-        assert made == (
+        assert made == package.Problem(
             *(spec["arch"], spec["dtype"], *spec["head_dim"].values()),
-            *(spec["q_per_kv"], *spec["seqlen"].values(), spec["mask"]),
-            *(spec.get("sink", False), spec["lse"]),
+            *(spec["q_per_kv"], spec.get("batch", "dense"), "none"),
+            *(*spec["seqlen"].values(), spec["mask"], "none", "none", "none"),
+            *(spec.get("sink", False), spec["lse"], spec["pack_gqa"]),
         )
 
 
 def test_the_device_decides(
     package: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    package.kernel_for.cache_clear()  # a device's architecture does not change
     monkeypatch.setattr(package, "arch_of", lambda device: "sm100")
     kernel = package.select(*tensors(), causal=True)
     assert kernel.SPEC["name"] == "sm100_d128_bf16_causal"
+    package.kernel_for.cache_clear()
 
 
 def test_a_kernel_with_block_lists_is_chosen_by_no_call(tmp_path: Path) -> None:
@@ -186,7 +114,7 @@ def test_where_none_fits_the_nearest_are_named(package: ModuleType) -> None:
         package.select(*tensors(1024, 512, heads=12, kv_heads=4), causal=True, lse=True)
     assert str(error.value) == (
         "no kernel takes arch sm90, dtype bf16, head_dim_qk 128, head_dim_v 128,"
-        " q_per_kv 3, seqlen_q 1024, seqlen_kv 512, mask causal, sink False, lse True; nearest:\n"
+        " q_per_kv 3, seqlen_q 1024, seqlen_kv 512, mask causal, lse True; nearest:\n"
         "  sm90_d128_bf16_causal_lse: q_per_kv is 1, not 3\n"
         "  sm90_d128_bf16_causal: q_per_kv is 1, not 3; lse is False, not True\n"
         "  sm90_d128_bf16_causal_t64x64: q_per_kv is 1, not 3; lse is False, not True"
@@ -235,11 +163,6 @@ def test_results_are_the_kernels(package: ModuleType, calls: list[str]) -> None:
     expected = scores.masked_fill(~seen, -math.inf).logsumexp(-1)
     torch.testing.assert_close(lse, expected)
     assert calls == ["sm90_d128_bf16_causal", "sm90_d128_bf16_causal_lse"]
-
-
-def strided(tensor: Any) -> Any:
-    """The same tensor, in memory [batch, heads, seqlen, head_dim]."""
-    return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 @pytest.mark.parametrize("layout", [torch.clone, strided])
@@ -353,25 +276,28 @@ def test_an_empty_problem_is_zeros_and_minus_infinity(
         package.fmha(q.float(), k.float(), v.float(), causal=causal)
 
 
-@pytest.mark.parametrize("name", ["fmha_op", "fmha_lse_op"])
-@pytest.mark.parametrize("scale", [None, 0.5])
-def test_opcheck(package: ModuleType, name: str, scale: float | None) -> None:
-    q, k, v = tensors()
-    for query in (q, strided(q)):
-        torch.library.opcheck(getattr(package, name), (query, k, v, True, scale))
-    q, k, v = tensors(heads=16, kv_heads=2, qk=64, v=64)
-    given = (q, k, v, True, scale, torch.zeros(16))
-    torch.library.opcheck(getattr(package, name), given)
-
-
 @pytest.mark.parametrize("layout", [torch.clone, strided])
 @pytest.mark.parametrize("lse", [False, True])
-def test_opcheck_of_what_is_written(
-    package: ModuleType, layout: Any, lse: bool
+@pytest.mark.parametrize("scale", [None, 0.5])
+def test_opcheck(
+    package: ModuleType, layout: Any, lse: bool, scale: float | None
 ) -> None:
     q, k, v = tensors()
     written = layout(torch.zeros_like(q)), torch.zeros(2, 2, 48) if lse else None
-    torch.library.opcheck(package.fmha_out_op, (q, k, v, *written, True, None))
+    given = (
+        layout(q),
+        k,
+        v,
+        *written,
+        *[None] * 5,
+        *package.Options(causal=True),
+        scale,
+    )
+    torch.library.opcheck(package.OPERATOR, given)
+    q, k, v = tensors(heads=16, kv_heads=2, qk=64, v=64)
+    written = torch.zeros_like(q), torch.zeros(2, 16, 48) if lse else None
+    more = (*[None] * 4, torch.zeros(16), *package.Options(causal=True), scale)
+    torch.library.opcheck(package.OPERATOR, (q, k, v, *written, *more))
 
 
 UNFIT = [
@@ -483,6 +409,20 @@ def test_compile_takes_what_is_written(package: ModuleType, backend: str) -> Non
     assert outs[0].any()
 
 
+def test_a_call_is_an_operator_where_something_looks_on(package: ModuleType) -> None:
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return package.fmha(q, k, v, causal=True) + 1
+
+    given = tensors()
+    for mode in ("real", "fake"):
+        graph = make_fx(layer, tracing_mode=mode)(*given)
+        assert package.OPERATOR in [node.target for node in graph.graph.nodes]
+        assert torch.equal(graph(*given), layer(*given))
+    assert not package.is_traced(given[0])
+    meta = [x.to("meta") for x in given]
+    assert package.fmha(*meta, causal=True).is_meta
+
+
 def test_export_takes_what_is_written(package: ModuleType) -> None:
     class Layer(torch.nn.Module):
         def forward(self, q: Any, k: Any, v: Any, out: Any) -> Any:
@@ -532,6 +472,20 @@ def test_a_gradient_is_refused(package: ModuleType) -> None:
         assert torch.equal(package.fmha(q, k, v, causal=True, out=out * 0), out)
 
 
+def test_a_write_of_out_is_seen_by_autograd(package: ModuleType) -> None:
+    q, k, v = tensors()
+    out = torch.empty_like(q)
+    weight = torch.ones((), requires_grad=True)
+    product = out * weight  # keeps out for the backward pass
+    with torch.no_grad():
+        package.fmha(q, k, v, causal=True, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+    with torch.inference_mode():
+        found = package.fmha(q, k, v, causal=True)
+        assert torch.equal(package.fmha(q, k, v, causal=True, out=found * 0), out)
+
+
 def test_two_packages_in_one_process(package: ModuleType, tmp_path: Path) -> None:
     other, calls = imported(tmp_path, ("sm90_d128_bf16_causal",))
     arguments = tensors()
@@ -541,11 +495,11 @@ def test_two_packages_in_one_process(package: ModuleType, tmp_path: Path) -> Non
         other.fmha(*arguments, causal=True), package.fmha(*arguments, causal=True)
     )
     assert calls == ["sm90_d128_bf16_causal"]
-    assert other.fmha_op._qualname != package.fmha_op._qualname
+    assert other.OPERATOR.name() != package.OPERATOR.name()
 
 
 def test_an_object_of_the_text_spares_the_compile(tmp_path: Path) -> None:
-    stem, name = "sm90_d64_fp16_causal_gqa8", next(_names)
+    stem, name = "sm90_d64_fp16_causal_gqa8", "exported_attention"
     folder = tmp_path / name
     command.vendor(command.Options(folder, GENERATED, (stem,), True, ()))
     kernel = folder / f"{stem}.py"
