@@ -123,7 +123,10 @@ def _choose(spec_file: SpecFile) -> Sizes:
 
 def _query_rows(spec: Spec) -> int:
     """Rows of a query tile where the spec leaves them out: of three warpgroups where those fit."""
-    alone = not features.flags(spec)["by_element"] and not has_bias(spec)
+    has = features.flags(spec)
+    alone = not (has["by_element"] or has_bias(spec))
+    # Of packed sequences a warp keeps its place among the tiles; tanh has no registers left for it.
+    alone = alone and not (has["varlen"] and has["capped"])
     three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
     return 192 if three and alone and not cut_group(spec, 192) else 128
 

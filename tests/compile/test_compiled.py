@@ -164,6 +164,8 @@ def test_spec(stem: str) -> None:
     if spec.bias.dtype != "none":
         given["bias"] = {"shape": list(spec.bias.shape), "dtype": spec.bias.dtype}
     given |= {} if spec.batch == "dense" else {"batch": spec.batch}
+    if spec.kv.paged.page != "none":
+        given["kv"] = {"paged": {"page": spec.kv.paged.page}}
     if spec.params:
         given["params"] = as_said(spec.params)
     flags = ("alibi", "documents", "prefix")

@@ -30,6 +30,8 @@ WORDS = f"""
 def {specialise.INLINE}(function):
     return function
 """
+# Constants of what templates for both architectures have, and kernels of one.
+ELSEWHERE = frozenset({"PAGE"})
 # A field that only some kernels have stands under an `if`.
 ALLOWED = re.compile(
     r"Invalid statement in NamedTuple|Invalid type comment or annotation"
@@ -71,7 +73,7 @@ def unfolded(arch: str) -> str:
     there = {name: next(filter(None, (x.get(name) for x in specs))) for name in fields}
     spec = {**context["spec"], **there}
     text = render.render_template(MODULES[arch], {**context, "spec": spec})
-    names: set[str] = set()
+    names = {*ELSEWHERE}
     for each in every:
         flags, numbers = render.decided(each)
         names |= flags.keys() | numbers.keys()
