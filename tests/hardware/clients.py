@@ -176,8 +176,8 @@ class Setup:
     """A package, whose kernels are noted as they are chosen, and what parts share."""
 
     package: ModuleType
-    device: Any = field(default_factory=Gpu)
-    sizes: Sizes = field(default_factory=Sizes)
+    device: Any = field(default_factory=lambda: Gpu())
+    sizes: Sizes = field(default_factory=lambda: Sizes())
     used: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:

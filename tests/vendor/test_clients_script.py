@@ -108,6 +108,25 @@ def test_a_part(part: str, setup: clients.Setup) -> None:
     assert json.loads(json.dumps(found)) and part in found.line()
 
 
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It makes the folder; its own kernels take nothing of a CPU, so that a part fails."""
+    monkeypatch.setattr(clients, "Gpu", Cpu)
+    monkeypatch.setattr(clients, "Sizes", lambda: SMALL)
+    folder, file = tmp_path / "attention_of_clients", tmp_path / "found.json"
+    asked = [str(folder), "--only", "vllm,streams", "--json", str(file)]
+    assert clients.main(asked) == 1
+    assert (folder / "vllm_adapter.py").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("vllm:        FAILED; ValueError: no kernel takes arch")
+    assert lines[-1] == "0 passed, 2 FAILED, 0 absent"
+    assert [each["status"] for each in json.loads(file.read_text())] == ["FAILED"] * 2
+    with pytest.raises(SystemExit):
+        clients.main([str(folder), "--only", "nothing"])
+    assert "nothing: the parts are generate, " in capsys.readouterr().err
+
+
 def forgetting(kernel: Any, of: Callable[[Any], Any]) -> Any:
     """A kernel that forgets the last keys of each sequence, so many of its length."""
 
