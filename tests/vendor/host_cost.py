@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,11 +24,11 @@ import torch
 from .standins import imported, packed, tensors
 
 STEMS = (
-    "sm90_d128_bf16_causal",
+    "sm90_d128_bf16_causal_gqa4",
     "sm90_d128_bf16_causal_gqa4_page16_varlen_lse",
     "sm90_d128_bf16_causal_gqa4_varlen",
-    "sm90_d128_bf16_causal_lse",
 )
+ADAPTERS = ("flash_attention", "sglang", "vllm")
 CALLS, REPEATS = 5000, 5
 
 
@@ -42,22 +43,21 @@ def cost(call: Callable[[], Any]) -> float:
     return min(found) / CALLS * 1e6
 
 
-@torch.no_grad()
-def main() -> None:
-    adapters = ("flash_attention", "sglang", "vllm")
-    with tempfile.TemporaryDirectory() as folder:
-        package, _ = imported(Path(folder), STEMS, adapters)
-        for name in package.KERNELS:
-            package.load(name).fmha = lambda *_, **__: None
-        flash, sglang, vllm = (
-            importlib.import_module(f"{package.__name__}.{name}_adapter")
-            for name in adapters
-        )
-    q, k, v = tensors()
-    given: dict[str, Any] = {"causal": True}
+def calls(package: ModuleType, device: str = "cpu") -> dict[str, Callable[[], Any]]:
+    """A call of each function of a package that has its adapters, by what it is."""
+    flash, sglang, vllm = (
+        importlib.import_module(f"{package.__name__}.{name}_adapter")
+        for name in ADAPTERS
+    )
+
+    def there(given: dict[str, Any]) -> dict[str, Any]:
+        return {name: x.to(device) for name, x in given.items()} | {"causal": True}
+
+    heads = {"heads": 8, "head_dim": 128}
+    q, k, v = (x.to(device) for x in tensors(heads=8, kv_heads=2))
+    dense = {"q": q, "k": k, "v": v, "causal": True}
     out = torch.empty_like(q)
-    rows = packed(heads=8, head_dim=128) | given
-    pages = packed(page=16, heads=8, head_dim=128) | given
+    rows, pages = there(packed(**heads)), there(packed(page=16, **heads))
     into = torch.empty_like(rows["q"])
     more = {"max_seqlen_q": 60, "max_seqlen_k": 70, "out": into}
     cache = {**pages, "k_cache": pages["k"], "v_cache": pages["v"], "out": into}
@@ -66,20 +66,28 @@ def main() -> None:
         "page_table": cache.pop("block_table"),
     }
     del cache["k"], cache["v"]
-    calls: dict[str, Callable[[], Any]] = {
-        "fmha": lambda: package.fmha(q, k, v, **given),
-        "fmha, out": lambda: package.fmha(q, k, v, out=out, **given),
-        "fmha, out, lse": lambda: package.fmha(
-            q, k, v, out=out, return_lse=True, **given
-        ),
+    return {
+        "fmha": lambda: package.fmha(**dense),
+        "fmha, out": lambda: package.fmha(**dense, out=out),
         "fmha, packed, out": lambda: package.fmha(**rows, out=into),
         "fmha, paged, out": lambda: package.fmha(**pages, out=into),
-        "flash_attn_func": lambda: flash.flash_attn_func(q, k, v, **given),
+        "fmha, paged, out, lse": lambda: package.fmha(
+            **pages, out=into, return_lse=True
+        ),
+        "flash_attn_func": lambda: flash.flash_attn_func(**dense),
         "vLLM's, paged, out": lambda: vllm.flash_attn_varlen_func(**pages, **more),
         "SGLang's, paged, out": lambda: sglang.flash_attn_with_kvcache(**cache),
     }
-    for name, call in calls.items():
-        print(f"{name:24}{cost(call):5.1f} us")
+
+
+@torch.no_grad()
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        package, _ = imported(Path(folder), STEMS, ADAPTERS)
+        for name in package.KERNELS:
+            package.load(name).fmha = lambda *_, **__: None
+        for name, call in calls(package).items():
+            print(f"{name:24}{cost(call):5.1f} us")
 
 
 if __name__ == "__main__":
