@@ -19,6 +19,7 @@ def alignment(instruction: Instruction) -> int:
     # lanes wait for the others of their warp first, which a deadlock would tell.
     collective = instruction.opcode in (
         "elect",
+        "redux",
         "shfl",
         "vote",
         "ldmatrix",

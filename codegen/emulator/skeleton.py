@@ -9,15 +9,16 @@ that is kept depends, the vote for a rescaling for instance, goes where both of 
 `st.global` stores becomes zero.
 
 Integers in global memory may decide the schedule, as lists of blocks do: an `ld.global` on which it
-depends is kept, and reads the memory that a walk is given. A kernel whose schedule depends on other
-data has no skeleton.
+depends is kept, and reads the memory that a walk is given. Warps may hand such integers on through
+shared memory: an `ld.shared` on which the schedule depends is kept, and with it every `st.shared`
+of what is computed without data. A kernel whose schedule depends on other data has no skeleton.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from .gates import ALIGNED_NONE, alignment, is_gate
@@ -42,7 +43,10 @@ _WITHOUT_RESULT = frozenset(
     ("st", "stmatrix", "bar", "barrier", "cp", "fence", "prefetch", "setmaxnreg")
 ) | frozenset(("griddepcontrol", "red", *_BRANCHES))
 _DATA = frozenset(("wgmma", "tcgen05", "ldmatrix", "mma", "atom"))
-"""Opcodes whose results are data; so are those of `ld`, but of parameters and global memory."""
+"""Opcodes whose results are data; so are those of `ld`, but of `_INTEGERS`."""
+
+_INTEGERS = frozenset(("param", "global", "shared"))
+"""State spaces in which a schedule may have its integers."""
 
 
 class DataDependence(Exception):
@@ -74,8 +78,30 @@ def _is_root(instruction: Instruction) -> bool:
 def _is_data(instruction: Instruction) -> bool:
     """Whether its results are data."""
     if instruction.opcode == "ld":
-        return instruction.modifiers[0] not in ("param", "global")
+        return instruction.modifiers[0] not in _INTEGERS
     return instruction.opcode in _DATA
+
+
+def _is_shared(instruction: Instruction, opcode: str) -> bool:
+    return instruction.opcode == opcode and instruction.modifiers[0] == "shared"
+
+
+def _data_registers(
+    instructions: Sequence[Instruction], splits: Sequence[tuple[list[str], list[str]]]
+) -> set[str]:
+    """Names of the registers whose values are computed from data, or from shared memory at all.
+
+    By iteration to the fixed point.
+    """
+    found: set[str] = set()
+    count = -1
+    while count < len(found):
+        count = len(found)
+        for instruction, (written, read) in zip(instructions, splits, strict=True):
+            loads = _is_data(instruction) or _is_shared(instruction, "ld")
+            if loads or not found.isdisjoint(read):
+                found.update(written)
+    return found
 
 
 def _names(operand: Operand) -> Iterator[str]:
@@ -152,16 +178,25 @@ class _Slice:
         for index, (written, _) in enumerate(splits):
             for name in written:
                 writers[name].append(index)
+        of_data = _data_registers(instructions, splits)
         waiting = [i for i, each in enumerate(instructions) if _is_root(each)]
+        handed_on = [
+            index
+            for index, each in enumerate(instructions)
+            if _is_shared(each, "st") and of_data.isdisjoint(splits[index][1])
+        ]
         while waiting:
             index = waiting.pop()
             if index in self.kept:
                 continue
             self.kept.add(index)
             waiting += block_of[index].depends
+            if _is_shared(instructions[index], "ld"):
+                waiting += handed_on
             for name in self._needed(index, splits[index][1]):
                 for writer in writers[name]:
-                    if _is_data(instructions[writer]):
+                    one = instructions[writer]
+                    if _is_data(one) or (_is_shared(one, "ld") and not handed_on):
                         raise DataDependence(
                             instructions[writer], instructions[self._users[name]]
                         )
@@ -170,7 +205,7 @@ class _Slice:
     def _needed(self, index: int, read: list[str]) -> Iterator[str]:
         """The registers that a kept instruction reads, those that nobody has asked for before."""
         instruction = self.module.instructions[index]
-        if instruction.opcode == "st":
+        if instruction.opcode == "st" and not _is_shared(instruction, "st"):
             read = list(_names(instruction.operands[0]))
             if instruction.guard:
                 read.append(instruction.guard.register.name)
@@ -356,8 +391,8 @@ def _ways(block: _Block, kept: set[int]) -> tuple[int, ...]:
 
 
 def _without_data(instruction: Instruction) -> Instruction:
-    """A store's values become zero."""
-    if instruction.opcode != "st":
+    """Values that leave the CTA become zero."""
+    if instruction.opcode != "st" or _is_shared(instruction, "st"):
         return instruction
     target, source = instruction.operands
     count = len(source.elements) if isinstance(source, Vector) else 0

@@ -601,6 +601,26 @@ def test_votes_are_per_warp():
     assert per_warp(body) == [0xFFFFFFFF, 0xFF, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("opcode", "dtype", "reduce"),
+    [
+        ("redux.sync.add.s32", np.int32, np.add.reduce),
+        ("redux.sync.add.u32", np.uint32, np.add.reduce),
+        ("redux.sync.min.s32", np.int32, np.min),
+        ("redux.sync.max.s32", np.int32, np.max),
+        ("redux.sync.min.u32", np.uint32, np.min),
+        ("redux.sync.max.u32", np.uint32, np.max),
+    ],
+)
+def test_reductions_are_per_warp(opcode, dtype, reduce):
+    a = WORDS[0].copy()
+    sums = [reduce(warp.astype(np.int64)) for warp in a.view(dtype).reshape(4, 32)]
+    expected = np.repeat(np.array(sums).astype(dtype).view(np.uint32), 32)
+    found = value(f"{opcode} %r20, %r10, -1;", a)
+    np.testing.assert_array_equal(found, expected)
+    assert value("redux.sync.add.s32 %r20, 3, -1;").tolist() == [96] * LANES
+
+
 def test_divergent_lanes_come_together_again():
     body = """
 mov.b32 %r20, 0; setp.lt.u32 %p1, %r1, 45; @%p1 bra THEN;

@@ -68,6 +68,28 @@ def test_a_schedule_that_depends_on_data_has_no_skeleton(body):
         left(body)
 
 
+HANDED_ON = "mov.b32 %r30, smem; st.shared.b32 [%r30], 7; bar.sync 0;"
+
+
+def test_integers_that_warps_hand_on_in_shared_memory_may_decide_the_schedule():
+    """The values that were stored are kept; those that come from data are not."""
+    body = f"""{HANDED_ON} ld.shared.b32 %r20, [%r30];
+    ld.shared.b32 %r21, [%r30+512]; mul.lo.u32 %r21, %r21, %r21; st.shared.b32 [%r30+512], %r21;
+    setp.lt.u32 %p1, %r1, %r20; @%p1 {STORE}"""
+    names = left(body)
+    assert names.count("st.shared.b32") == 1 and names.count("ld.shared.b32") == 1
+    seen = walked(body)
+    assert seen.findings == () and len(seen.stores["out"]) == 7
+
+
+def test_what_no_warp_handed_on_decides_no_schedule():
+    """A number in shared memory that only data was stored to is none that a walk has."""
+    body = f"""{HANDED_ON} ld.shared.b32 %r20, [%r30+512];
+    setp.lt.u32 %p1, %r1, %r20; @%p1 {STORE}"""
+    (finding, *_) = walked(body).findings
+    assert "shared" in finding.message
+
+
 def test_integers_in_global_memory_may_decide_the_schedule():
     """Whoever walks such a kernel gives them; without them there is no way to go."""
     body = f"""add.s64 %rd5, %rd1, {FIRST_INPUT - OUT}; ld.global.b32 %r20, [%rd5];

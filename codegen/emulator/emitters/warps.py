@@ -80,6 +80,30 @@ def _vote(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(destination, emitter.call(f"vote_{mode}", value), PTX_TYPES[kind])
 
 
+_REDUCTIONS = {"add": np.add, "min": np.minimum, "max": np.maximum}
+
+
+@emits("redux", modifiers="sync add min max s32 u32")
+def _reduce(emitter: Emitter, instruction: Instruction) -> None:
+    destination, value, members = instruction.operands
+    emitter.check_members(members)
+    mode, kind = instruction.modifiers[1:]
+    function = emitter.program.bind(f"reduce_{mode}", lambda: reduction(mode))
+    held = emitter.value(value, PTX_TYPES[kind])
+    emitter.assign(destination, f"{function}({held})", PTX_TYPES[kind])
+
+
+def reduction(mode: str) -> Any:
+    """What `redux.sync` makes of integers [128]: in each lane, those of its warp together."""
+    reduce = _REDUCTIONS[mode].reduce
+
+    def of_warps(values: Any) -> Any:
+        by_warp = np.broadcast_to(values, LANES).reshape(-1, WARP)
+        return np.repeat(reduce(by_warp, axis=1, dtype=by_warp.dtype), WARP)
+
+    return of_warps
+
+
 @emits("setmaxnreg", modifiers="dec inc sync aligned u32")
 def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
     direction = instruction.modifiers[0]
