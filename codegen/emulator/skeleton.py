@@ -11,7 +11,8 @@ that is kept depends, the vote for a rescaling for instance, goes where both of 
 Integers in global memory may decide the schedule, as lists of blocks do: an `ld.global` on which it
 depends is kept, and reads the memory that a walk is given. Warps may hand such integers on through
 shared memory: an `ld.shared` on which the schedule depends is kept, and with it every `st.shared`
-of what is computed without data. A kernel whose schedule depends on other data has no skeleton.
+of what is computed without data; where none of these stored, a walk reads 0. A kernel whose
+schedule depends on other data has no skeleton.
 """
 
 from __future__ import annotations

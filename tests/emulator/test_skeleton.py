@@ -82,14 +82,6 @@ def test_integers_that_warps_hand_on_in_shared_memory_may_decide_the_schedule():
     assert seen.findings == () and len(seen.stores["out"]) == 7
 
 
-def test_what_no_warp_handed_on_decides_no_schedule():
-    """A number in shared memory that only data was stored to is none that a walk has."""
-    body = f"""{HANDED_ON} ld.shared.b32 %r20, [%r30+512];
-    setp.lt.u32 %p1, %r1, %r20; @%p1 {STORE}"""
-    (finding, *_) = walked(body).findings
-    assert "shared" in finding.message
-
-
 def test_integers_in_global_memory_may_decide_the_schedule():
     """Whoever walks such a kernel gives them; without them there is no way to go."""
     body = f"""add.s64 %rd5, %rd1, {FIRST_INPUT - OUT}; ld.global.b32 %r20, [%rd5];
