@@ -14,6 +14,7 @@ from ..errors import SpecError
 from ..features.bias import has_bias
 from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..features.mask import keys_of
+from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from ..spec.specfile import FieldPath
@@ -29,7 +30,7 @@ from .kernel_plan import (
     total,
 )
 from .numbers import derived, given, of_bias, of_scores, regions, tuned
-from .sm90_context import Sizes, Traits, is_bounded, template_context
+from .sm90_context import K_WARPS, Sizes, Traits, is_bounded, template_context
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
 
@@ -49,8 +50,11 @@ REASONS: Final[Mapping[str, str]] = {
     "V_STAGES": "3 where they fit, else 2; 2 for a single block",
     "POLYNOMIAL_ELEMENTS": "of the MUFU's work, which tanh doubles, so much made loops fastest",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
+    "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
+    "TILE_STAGES": "the next work tile is found while this one is computed",
 }
 REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
+TILE_STAGES: Final = 2
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
@@ -125,8 +129,6 @@ def _query_rows(spec: Spec) -> int:
     """Rows of a query tile where the spec leaves them out: of three warpgroups where those fit."""
     has = features.flags(spec)
     alone = not (has["by_element"] or has_bias(spec))
-    # Of packed sequences a warp keeps its place among the tiles; tanh has no registers left for it.
-    alone = alone and not (has["varlen"] and has["capped"])
     three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
     return 192 if three and alone and not cut_group(spec, 192) else 128
 
@@ -229,8 +231,10 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
     bias = " + BIAS_STAGES" if traits.bias else ""
+    tiles = " + TILE_STAGES" if is_packed(traits.spec) else ""
     rows = [
-        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias})", 1, ""),
+        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles})", 1, ""),
+        *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
         (
             "sQ",
             "Q_TX_BYTES * Q_STAGES",
@@ -306,8 +310,14 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         rows.append(
             ("POLYNOMIAL_ELEMENTS", traits.polynomial_elements, f"of {beside}", "")
         )
-    if traits.uneven_tiles:
-        sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
+    sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
+    if is_packed(spec):
+        rows.append(("TILE_STAGES", TILE_STAGES, "work tiles", ""))
+    if is_packed(spec) and traits.uneven_tiles:
+        # The query heads of a KV head share K and V without that.
+        tiles = max(sms // (1 if traits.packed else spec.heads.q_per_kv), 1)
+        rows.append(("LEVEL_TILES", tiles, "query tiles of a head in a row", ""))
+    elif traits.uneven_tiles:
         rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
     yield from tuned(spec, rows, partial(_reason, spec))
 
@@ -364,6 +374,13 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.page is not None:
         yield "BOX_ROWS", "keys of a box, in one page", "math.gcd(PAGE, TILE_KV)"
         yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
+    loaders = "1" if traits.page is None else "2"
+    if traits.split_k:
+        loaders = "K_WARPS + 1"
+        yield "K_WARPS", "that load K", str(K_WARPS)
+        yield "K_BOXES", "per stage and warp", "BOXES // K_WARPS"
+    if is_packed(traits.spec):
+        yield "TILE_RELEASES", frees, f"{warps} + {loaders}"
     if traits.seqlen_q is not None:
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"
@@ -394,13 +411,24 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         freed = f"{warps}: every consumer warp" + (f" of {ctas} CTAs" if shared else "")
         full = f"1 + {name.upper()}_TX_BYTES {by_tma}"
         stages = sizes.k_stages if name == "k" else sizes.v_stages
-        yield Barrier(f"{name}_full", stages, 1, full, "consumers")
+        arrivals = K_WARPS if name == "k" and traits.split_k else 1
+        if arrivals > 1:
+            full = f"{arrivals} + K_TX_BYTES by TMA of {arrivals} warps"
+        yield Barrier(f"{name}_full", stages, arrivals, full, "consumers")
         yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
     if traits.bias:
         full = "1 + BIAS_TX_BYTES by TMA"
         yield Barrier("bias_full", warpgroups, 1, full, "the warpgroup")
         freed = "4: every warp of the warpgroup"
         yield Barrier("bias_empty", warpgroups, 4, freed, "producer")
+    if is_packed(traits.spec):
+        loaders = 1 if traits.page is None else K_WARPS + 1 if traits.split_k else 2
+        freed = f"{4 * warpgroups + loaders}: every warp that loads or computes"
+        full = "1: the scheduler"
+        yield Barrier("tile_full", TILE_STAGES, 1, full, "loaders, consumers")
+        yield Barrier(
+            "tile_empty", TILE_STAGES, 4 * warpgroups + loaders, freed, "scheduler"
+        )
     if traits.takes_turns:
         turn = "256 threads: a warpgroup and the one before it"
         yield Barrier("order", warpgroups, 256, turn, "the warpgroup")

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from ..arch.sm90 import WARPGROUP_ROWS
 from ..features.softcap import cap_of
+from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -17,6 +18,7 @@ from .context import bias_swizzle, common_context
 from .kernel_plan import ELEMENT_BYTES, Barrier, Number
 from .traits import P_LIMIT, Loops
 
+K_WARPS: Final = 2  # that load K where its boxes are small
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
 
 
@@ -120,6 +122,12 @@ class Traits(shared.Traits):
         return self.sizes.tile_q > 64
 
     @property
+    def split_k(self) -> bool:
+        """Two warps load K: one alone would issue its boxes for as long as a block takes."""
+        page = self.page
+        return page is not None and self.sizes.tile_kv // math.gcd(page, self.sizes.tile_kv) > 2
+
+    @property
     def early_wait(self) -> bool:
         """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
         if self.bounded:
@@ -145,8 +153,12 @@ def template_context(
     traits = Traits(spec, sizes)
     last_warp = 4 * (sizes.tile_q // 64) + 3
     loaders = "warp 0 loads by TMA; "
-    if traits.page is not None:
-        loaders = "warp 0 loads Q and K by TMA; warp 1 loads V by TMA;\n"
+    if traits.split_k:
+        loaders = "warps 0 and 2 load Q and K by TMA, warp 1 V; "
+    elif traits.page is not None:
+        loaders = "warp 0 loads Q and K by TMA, warp 1 V; "
+    if is_packed(spec):
+        loaders += "warp 3 finds work tiles;\n"
     roles = (
         f"Roles: {loaders}warps 4 to {last_warp} compute QK, softmax and PV and store O.",
         *_pipelines(traits, barriers),
@@ -179,6 +191,8 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
         boxes = traits.sizes.tile_kv // rows
         for name in "kv":
             fills[name] += f", {boxes} box{'es' * (boxes > 1)} of {rows} keys"
+    if is_packed(traits.spec):
+        fills["tile"] = "a work tile by warp 3"
     if traits.bias:
         fills["bias"] = "bias of a warpgroup's rows by TMA"
     name_width, width = max(map(len, fills)), max(map(len, fills.values()))
@@ -210,6 +224,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         or not traits.cross_tile,
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
+        "split_k": traits.split_k,
         "strips": traits.strips,
         "one_block": traits.one_block,
         "early_wait": traits.early_wait,

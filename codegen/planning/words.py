@@ -141,8 +141,9 @@ def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
         return f"query tiles of one {head} side by side, odd waves backwards"
     if has["lpt_order"] and not has["lengths_known"]:
         return "those of all heads of a section side by side: how long they are is an input"
-    if has["lpt_order"] and has["varlen"]:
-        return "two of a head, with as many keys as any two, those with most first"
+    if has["varlen"]:
+        what = "tiles" if has["lpt_order"] else "sequences"
+        return f"of 32 sequences at a time the {what} with most keys first, odd waves backwards"
     if has["lpt_order"]:
         return "those with most keys first, odd waves backwards"
     return f"query tiles of one {head} side by side"

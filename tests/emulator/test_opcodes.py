@@ -619,6 +619,8 @@ def test_reductions_are_per_warp(opcode, dtype, reduce):
     found = value(f"{opcode} %r20, %r10, -1;", a)
     np.testing.assert_array_equal(found, expected)
     assert value("redux.sync.add.s32 %r20, 3, -1;").tolist() == [96] * LANES
+    body = f"mov.b32 %r31, -1; {opcode} %r20, %r10, %r31;"
+    np.testing.assert_array_equal(value(body, a), expected)
 
 
 def test_divergent_lanes_come_together_again():

@@ -224,11 +224,15 @@ class Emitter:
 
     def check_members(self, operand: Operand) -> None:
         """Refuses member masks other than the whole warp: lanes are held until all are there."""
-        if (
-            not isinstance(operand, Immediate)
-            or operand.value & 0xFFFFFFFF != 0xFFFFFFFF
-        ):
+        found = self._moved(operand) if isinstance(operand, Register) else operand
+        if not isinstance(found, Immediate) or found.value & 0xFFFFFFFF != 0xFFFFFFFF:
             raise self.unsupported("a member mask other than the whole warp")
+
+    def _moved(self, register: Register) -> Operand | None:
+        """What a register is set to by the one instruction that writes it, if that is a `mov`."""
+        writers = [x for x in self.program.instructions if register in x.operands[:1]]
+        one = writers[0] if len(writers) == 1 else None
+        return one.operands[1] if one and one.opcode == "mov" and not one.guard else None
 
     def only(self, instruction: Instruction, allowed: Iterable[str]) -> None:
         """Refuses modifiers that the table lists for other forms of the opcode."""
