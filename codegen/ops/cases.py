@@ -105,7 +105,8 @@ class Tiles:
     """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
-    starts the next ones; 0 for other kernels. q_releases: arrivals that free each Q stage once.
+    starts the next ones; 0 for other kernels. level: query tiles of a head that a causal kernel of
+    packed sequences takes in a row, which have about as many keys; 0 for other kernels. q_releases: arrivals that free each Q stage once.
     packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
     number of SMs. slack: [log2] by which scores may exceed their reference, 0
     where that is constant.
@@ -115,6 +116,7 @@ class Tiles:
     kv: int  # [rows]
     cluster: tuple[int, int]
     sms_per_head: int = 0
+    level: int = 0
     q_releases: int = 2
     packed: int = 1
     single: bool = False
@@ -213,6 +215,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         constants["TILE_KV"],
         tuple(spec.get("cluster", [1, 1])),
         sms_per_head=constants.get("SMS_PER_HEAD", 0),
+        level=constants.get("LEVEL_TILES", 0),
         q_releases=constants["Q_STAGES"] * constants.get("Q_RELEASES", 1),
         packed=constants["TILE_Q"]
         // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
@@ -781,11 +784,11 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     many = ((few, 7), (0, 1), (1, 1), (few, few)) * math.ceil(MANY_TILES / 9 / group)
     yield case("tiles", many, 3, layout="mixed")
     yield case("long_kv", ((5, 9 * block), (rows + 5, 2 * block)), data="negative")
-    if tiles.sms_per_head:
-        # Heads of a sequence in two sections, the last one smaller.
-        kv_heads, clusters = _sections(spec, tiles, 2)
-        two = ((rows + 1, rows + 1), (1, 3), (2 * rows, 9))
-        yield case("sections", two, kv_heads, clusters=clusters, timing=True)
+    if tiles.level:
+        # Tiles of one, two and three levels, and more than one sequence of a level.
+        level, more = tiles.level * rows, rows // 2 + 1
+        several = ((rows + 1, 2 * level + 5), (level + more, level + more), (rows, level))
+        yield case("levels", ((1, 3), *several), clusters=3, timing=True)
     # Offsets before the first row and behind the last: sequences are cut.
     out = ((few, 70), (0, 3), (64, few), (few, block))
     yield case("outside", out, outside=-20, layout="bhsd")
@@ -868,9 +871,9 @@ def _packed_walks(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield walk("many", many, 1)
     ones = ((1, 1),) * 255
     yield walk("one_long", (*ones, (20 * rows, 9 * block)), 1)
-    if tiles.sms_per_head:
-        kv_heads, clusters = _sections(spec, tiles, 3)
-        yield walk("three_sections", ((rows + 1, rows + 1), (5, 5)), kv_heads, clusters)
+    longest = 5 * max(tiles.level, 1) * rows
+    levels = tuple((n * 97 % longest, n * 61 % (2 * longest)) for n in range(40))
+    yield walk("levels", levels, 2, 7)
     heads = math.ceil(MANY * tiles.heads / 2 / spec["q_per_kv"])
     few = (0, MANY_CLUSTERS // 2, MANY_CLUSTERS - 1)
     many_tiles = walk("many_tiles", ((1, 1), (0, 9), (2, 2)), heads, MANY_CLUSTERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from fmha_gen.evidence.coverage import walked
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
 from fmha_gen.evidence.schedule_check import schedule_findings
 from fmha_gen.evidence.tensors import NAN16, make_problem
-from fmha_gen.ops.cases import relaunched, tiles_of, walks_for
+from fmha_gen.ops.cases import Case, relaunched, tiles_of, walks_for
 from fmha_gen.ops.varlen import rows_of
 from fmha_gen.planning import plan
 
@@ -56,20 +57,44 @@ FAULTS = {
         "(through < tile)",
     ),
     "tiles of a lane count before it": (
-        *("mixed", "first, more = through - tiles_of_sequence(seqlen_q, problem)"),
-        "first, more = through",
+        *("mixed", "place = tile - (through - equal * problem.heads)"),
+        "place = tile - through",
     ),
     "a lane's own tiles do not count": (
-        *("mixed", "through = before + sum_through("),
-        "through = before - tiles_of_sequence(sequence[0], problem) + sum_through(",
+        *("mixed", "sum_through(equal, lane))"),
+        "sum_through(equal, lane) - equal)",
+    ),
+    "tiles of higher levels do not count": (
+        *("levels", "(sum_of_lanes(longer) + sum_through(equal, lane))"),
+        "sum_through(equal, lane)",
+    ),
+    "a tile is of the level below": (
+        *("levels", "level = cutlass.select_(tile < through, middle, level)"),
+        "level = cutlass.select_(tile < through - 1, middle, level)",
+    ),
+    "query tiles without keys are in no level": (
+        *("few_keys", "return cutlass.select_(level > 0, longer, tiles_of_head(sequence))"),
+        "return longer",
     ),
     "the first group is taken again": (
-        *("sequences_70", "group, before = group + WARP, end"),
-        "group, before = Int32(0), end",
+        *("sequences_70", "group, before = group + WARP, before + tiles"),
+        "group, before = Int32(0), before + tiles",
     ),
-    "a search begins with its group's first tile": (
-        *("sequences_70", "tiles_before=before"),
-        "tiles_before=Int32(0)",
+    "a search does not know the tiles before its group": (
+        *("sequences_70", "wave * width + place_of_wave, group, before, problem"),
+        "wave * width + place_of_wave, group, Int32(0), problem",
+    ),
+    "a work tile is overwritten": (
+        *("mixed", "        tiles.pipe.producer_acquire(state)\n"),
+        "",
+    ),
+    "a work tile is read before it is there": (
+        *("mixed", "    tiles.pipe.consumer_wait(state)\n"),
+        "",
+    ),
+    "the warp that loads does not free work tiles": (
+        *("mixed", "TILE_RELEASES = 9"),
+        "TILE_RELEASES = 8",
     ),
     "a sequence without keys has no block": (
         *("mixed", "return cutlass.max(end, 1)"),
@@ -79,7 +104,10 @@ FAULTS = {
         *("mixed", "rows = cutlass.max(problem.seqlen_kv, 1)"),
         "rows = problem.seqlen_kv",
     ),
-    "a CTA without a tile goes on": ("idle", "tile < end", "tile <= end"),
+    "a CTA without a tile goes on": (
+        *("idle", "more = tile < before + tiles"),
+        "more = tile <= before + tiles",
+    ),
     "offsets beyond the tensor": (
         *(
             "outside",
@@ -157,8 +185,8 @@ def test_no_value_of_a_sequence_enters_another(poisoned: int) -> None:
 
 WALKED = {
     "a tile is dealt out twice": (
-        "wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0], problem",
-        "(wave * cute.arch.grid_dim()[0] + cute.arch.block_idx()[0]) // 2, problem",
+        "wave * width + place_of_wave, group",
+        "(wave * width + place_of_wave) // 2, group",
     ),
     "K ends a row early": (
         "partition_rows(k, rings.sK, head, end, rows)",
@@ -184,13 +212,52 @@ def test_a_walk_of_a_right_kernel_finds_nothing(name: str, tmp_path: Path) -> No
 
 
 def walk_findings(path: Path) -> list[str]:
+    constants, case, seen = walk_of(path, "sms_7")
+    return schedule_findings(seen, tiles_of(constants), constants["SPEC"], case)
+
+
+def walk_of(path: Path, tag: str) -> tuple[dict[str, Any], Case, walk.Walk]:
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
-    (case,) = (each for each in walks_for(spec, tiles) if tag_of(each) == "sms_7")
+    (case,) = (each for each in walks_for(spec, tiles) if tag_of(each) == tag)
     text, (called,) = captured(path, [case])
     (launch,) = called.launched
     seen = walked(constants, case, launch, walk.prepare(ptx.parse(text)))
-    return schedule_findings(seen, tiles, spec, case)
+    return constants, case, seen
+
+
+@pytest.mark.parametrize("stem", [STEM, "sm90_d64_bf16_full_varlen"])
+def test_tiles_with_most_keys_come_first(stem: str) -> None:
+    """Of 32 sequences after 32, in waves of which odd ones go backwards."""
+    constants, case, seen = walk_of(support.GENERATED / f"{stem}.py", "levels")
+    loads, begins = seen.loads["q"], [each.q.start for each in rows_of(case)]
+    order: list[list[tuple[int, int]]] = [[] for _ in range(case.sm_count)]
+    for cta, (row, head, _) in zip(loads.cluster, loads.begin, strict=True):
+        if (row, head) not in order[cta][-1:]:  # a box for 64 columns each
+            order[cta].append((row, head))
+    assert order == dealt_out(case, begins, constants)
+
+
+def dealt_out(
+    case: Case, begins: list[int], constants: dict[str, Any]
+) -> list[list[tuple[int, int]]]:
+    """The first row and the head of each CTA's query tiles, in order."""
+    rows, level = constants["TILE_Q"], constants.get("LEVEL_TILES")
+    heads = range(case.kv_heads * constants["SPEC"]["q_per_kv"])
+    tiles = []
+    for number, (q, kv) in enumerate(case.lengths):
+        count, keys = -(-q // rows), -(-kv // rows)
+        for tile in range(count):
+            seen = max(keys - (count - tile), 0) // level if level else max(keys, 1)
+            at = begins[number] + tile * rows
+            tiles += [
+                (number // 32, -seen, number, head, -tile, at) for head in heads
+            ]
+    found: list[list[tuple[int, int]]] = [[] for _ in range(case.sm_count)]
+    for place, (*_, head, _, at) in enumerate(sorted(tiles)):
+        wave, cta = divmod(place, case.sm_count)
+        found[case.sm_count - 1 - cta if wave % 2 else cta].append((at, head))
+    return found
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -284,6 +284,8 @@ def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(consta
 def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
     spec, tiles, cases = taken(constants)
     uneven = masks.of_spec(spec).uneven and not spec.get("blocks")
+    if spec.get("batch"):  # see test_cases_of_packed_sequences_meet_several_levels
+        return
     assert (tiles.sms_per_head > 0) == uneven
     found = [case for case in emulated(cases) if case.name.startswith("sections")]
     asked = tiles.sms_per_head > 0 and is_dynamic(spec)
@@ -433,6 +435,18 @@ def test_packed_lengths_of_every_kind(constants):
     assert any(
         [q > 0 for q, _ in case.lengths[::33]].count(False) >= 3 for case in shown
     )
+
+
+@every_packed
+def test_packed_cases_have_tiles_of_several_levels(constants):
+    spec, tiles, cases = taken(constants)
+    assert (tiles.level > 0) == masks.of_spec(spec).uneven
+    for case in emulated(cases):
+        if case.name.startswith("levels"):
+            levels = [-(-kv // tiles.positions // tiles.level) for _, kv in case.lengths]
+            assert max(levels) == 3 and levels.count(2) == 1
+            return
+    assert not tiles.level
 
 
 @every_packed
