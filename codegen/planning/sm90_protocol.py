@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arch import sm90
+from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait
-from .sm90_context import Traits
+from .sm90_context import K_WARPS, Traits
 
 _WARPS = 4  # of a warpgroup
 
@@ -20,12 +21,18 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
     split = sm90.REGISTERS[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
+        taken = _take_tile(traits, 1) if end else ()
         if traits.page is None:
-            yield Lane("producer", "warp 0", split.producer, produce)
+            yield Lane("producer", "warp 0", split.producer, (*taken, *produce))
         else:
-            for number, name in enumerate(("Q and K", "V")):
-                own = tuple(x for x in produce if _fills(x, "v") == (name == "V"))
-                yield Lane(f"producer of {name}", f"warp {number}", split.producer, own)
+            for number, rings in enumerate(("qk", "v", "k" if traits.split_k else "")):
+                own = tuple(x for x in produce if any(_fills(x, ring) for ring in rings))
+                name = " and ".join(rings.upper())
+                role, warp = f"producer of {name}", f"warp {number}"
+                if rings:
+                    yield Lane(role, warp, split.producer, (*taken, *own))
+        if end and is_packed(traits.spec):
+            yield Lane("scheduler", "warp 3", split.producer, (_find_tile(),))
         for index in warpgroups:
             first = _WARPS * (index + 1)
             steps = _Consumer(traits, index)
@@ -85,18 +92,19 @@ def _load_tile(traits: Traits) -> Iterator[Step]:
 
 
 def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step:
-    """A stage of a ring; all of its bytes, whoever loads them."""
+    """A stage of a ring, or a warp's part; all of its bytes, whichever CTAs load them."""
     spec, sizes = traits.spec, traits.sizes
     rows = sizes.tile_q if ring == "q" else sizes.tile_kv
     columns = spec.head_dim.v if ring == "v" else spec.head_dim.qk
+    warps = K_WARPS if ring == "k" and traits.split_k else 1
     full = Signal(
         f"{ring}_full",
         1,
-        tx_bytes=rows * columns * ELEMENT_BYTES,
+        tx_bytes=rows * columns * ELEMENT_BYTES // warps,
         ctas=_ctas(traits, ring),
     )
     return Step(
-        f"load {what}",
+        f"load {'half of ' if warps > 1 else ''}{what}",
         "tma",
         waits=(Wait(f"{ring}_empty", earlier=earlier),),
         signals=(full,),
@@ -115,6 +123,20 @@ def _load_bias(traits: Traits, what: str) -> Iterator[Step]:
         full = Signal("bias_full", 1, of, tx_bytes=nbytes)
         free = Wait("bias_empty", of, earlier=True)
         yield Step(f"load {what}, warpgroup {index}", "tma", (free,), (full,))
+
+
+def _find_tile() -> Step:
+    """The scheduler is a ring ahead: what it waits for, a tile before this one freed."""
+    free = Wait("tile_empty", earlier=True)
+    return Step("find a work tile", "math", (free,), (Signal("tile_full", 1),))
+
+
+def _take_tile(traits: Traits, warps: int) -> tuple[Step, ...]:
+    """The next work tile of packed sequences, found while this one was computed."""
+    if not is_packed(traits.spec):
+        return ()
+    ready, freed = Wait("tile_full", earlier=True), Signal("tile_empty", warps)
+    return (Step("take the next work tile", "wait", (ready,), (freed,)),)
 
 
 def _fills(step: Step, ring: str) -> bool:
@@ -160,6 +182,7 @@ class _Consumer:
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""
+        yield from _take_tile(self._traits, _WARPS)
         if self._traits.cross_tile:
             yield from self._across()
         else:
