@@ -15,7 +15,7 @@ import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from support import GENERATED
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 
+SM_COUNT = 132
 _names = (f"attention{number}" for number in itertools.count())
 
 
@@ -134,13 +135,86 @@ def reference(spec: dict[str, Any], calls: list[str], shipped: Any = None) -> An
     return fmha
 
 
+def arguments_of(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """As `arguments` of a kernel for what its SPEC says: names are sizes of one symbol."""
+
+    def told(*shape: int | str, dtype: str = "Int32", align: int = 4) -> Any:
+        return SimpleNamespace(shape=shape, element_type=dtype, _assumed_align=align)
+
+    qk, v = spec["head_dim"].values()
+    packed = spec.get("batch") == "varlen"
+    page = spec["kv"]["paged"]["page"] if "kv" in spec else None
+    rows, keys = (("rows",), ("keys",)) if packed else (("b", "rows"), ("b", "keys"))
+    keys = ("pages", page) if page else keys
+    kind = {"dtype": {"bf16": "BFloat16", "fp16": "Float16"}[spec["dtype"]]}
+    found = {
+        "q": told(*rows, "heads", qk, **kind, align=16),
+        "k": told(*keys, "kv_heads", qk, **kind, align=16),
+        "v": told(*keys, "kv_heads", v, **kind, align=16),
+    }
+    if packed:
+        found["cu_seqlens_q"] = told("starts")
+    if page:
+        found |= {"seqused_k": told("b"), "block_table": told("b", "blocks")}
+    elif packed:
+        found["cu_seqlens_k"] = told("starts")
+    if spec.get("sink"):
+        found["sink"] = told("heads", dtype="Float32")
+    found["out"] = told(*rows, "heads", v, **kind, align=16)
+    if spec["lse"]:
+        found["lse"] = told(*rows[:-1], "heads", "rows", dtype="Float32")
+    return found
+
+
+def compiled(kernel: ModuleType) -> Any:
+    """In the place of a compiled function: compares what that compares, and calls `fmha`."""
+    described = kernel.arguments()
+    windows = kernel.SPEC.get("window", {})
+    sides = [f"window_{side}" for side, n in windows.items() if n == "argument"]
+
+    def function(*given: Any) -> None:
+        tensors = dict(zip(described, given, strict=False))
+        *numbers, sm_count = given[len(described) :]
+        assert sm_count == SM_COUNT and type(numbers[0]) is float
+        compare(tensors, described)
+        asked = dict(zip(["softmax_scale", *sides], numbers, strict=True))
+        kernel.fmha(**{name: x.detach() for name, x in tensors.items()}, **asked)
+
+    return function
+
+
+def compare(tensors: Mapping[str, Any], described: Mapping[str, Any]) -> None:
+    """Raises as TVM-FFI does where a tensor is not as a kernel's `arguments` describe it."""
+    sizes: dict[Any, int] = {}
+
+    def same(size: Any, n: int) -> bool:
+        """By name, or which symbol of the DSL it is: its symbols are all equal."""
+        name = size if isinstance(size, str) else id(size)
+        return bool(n == (size if type(size) is int else sizes.setdefault(name, n)))
+
+    for number, (name, x) in enumerate(tensors.items()):
+        told = described[name]
+        if not (
+            x.device == tensors["q"].device
+            and x.dtype == getattr(torch, str(told.element_type).lower())
+            and x.ndim == len(told.shape)
+            and all(map(same, told.shape, x.shape))
+            and x.data_ptr() % told._assumed_align == 0
+        ):
+            raise ValueError(f"Mismatched Tensor on argument #{number}")
+
+
 def imported(
     folder: Path,
     stems: tuple[str, ...],
     adapters: tuple[str, ...] = (),
     source: Path = GENERATED,
+    stand_in: bool = True,
 ) -> tuple[ModuleType, list[str]]:
-    """Vendor and import a package; the names of the kernels that it then calls."""
+    """Vendor and import a package; the names of the kernels that it then calls.
+
+    stand_in: kernels are PyTorch's own operations.
+    """
     name = next(_names)
     command.vendor(command.Options(folder / name, source, stems, True, adapters))
     sys.path.insert(0, str(folder))
@@ -149,9 +223,15 @@ def imported(
     finally:
         sys.path.remove(str(folder))
     calls: list[str] = []
-    for kernel in map(package.load, package.KERNELS):
+    for kernel in map(package.load, package.KERNELS if stand_in else ()):
         shipped = kernel.fmha if source == GENERATED else None
         kernel.fmha = reference(kernel.SPEC, calls, shipped)
+        if shipped is None:
+            kernel.arguments = functools.partial(arguments_of, kernel.SPEC)
+        kernel.compile = functools.partial(compiled, kernel)
+        kernel.sm_count = lambda _device: SM_COUNT
+    if stand_in:
+        package.current_device = lambda: -1  # of tensors on the CPU
     package.arch_of = lambda device: "sm90"
     return package, calls
 

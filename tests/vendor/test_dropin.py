@@ -299,6 +299,12 @@ def test_lengths_beside_one_another_are_refused(loaded: Loaded) -> None:
     with pytest.raises(NotImplementedError, match=r"^cache_seqlens: needs .* \(0\)"):
         sglang(**asked | {"cache_seqlens": 0})
 
+    for name in ("flash_attn_varlen_func", "flash_attn_with_kvcache"):
+        flash = function(loaded, "flash_attention", name)
+        asked, _ = call_of("flash_attention", name, 16)
+        with pytest.raises(NotImplementedError, match=r"^page_table: is block_table"):
+            flash(**asked, page_table=asked["block_table"])
+
 
 def test_vllm_s_cache_and_metadata(loaded: Loaded, calls: list[str]) -> None:
     """K and V side by side in rows of [blocks, kv_heads, block, 2 * head_dim], as views."""
