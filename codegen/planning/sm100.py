@@ -250,6 +250,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "LOAD_WARP", "warp", "CORRECTION_WARP + WARPGROUP_WARPS"
     yield "MMA_WARP", "warp", "LOAD_WARP + 1"
     yield "STORE_WARP", "warp", "LOAD_WARP + 2"
+    if traits.page is not None:
+        yield "LOAD_V_WARP", "warp", "LOAD_WARP + 3"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (HALVES + 2)"
     yield "Q_STAGES", "tiles" if by_block else "halves", "HALVES"
     if by_block:
@@ -260,6 +262,9 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     if traits.uneven:
         yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
+    if traits.page is not None:
+        yield "BOX_ROWS", "keys of a box, in one page", "math.gcd(PAGE, TILE_KV)"
+        yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
     if traits.multicast_k:
         yield "KV_RELEASES", "commits that free a stage", "CLUSTER_SIZE"
     threads = f"threads{whose}: "
