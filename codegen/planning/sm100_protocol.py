@@ -72,7 +72,14 @@ def _lanes(
     first = 4 * halves  # of the correction warps
     of = "of the leader" if roles.traits.pair else ""
     loading = roles.load_tile() if end else roles.load_block()
-    yield Lane("load", f"warp {first + 4}", others, tuple(loading))
+    if roles.traits.page is None:
+        yield Lane("load", f"warp {first + 4}", others, tuple(loading))
+    else:
+        steps = tuple(loading)
+        of_v = tuple(step for step in steps if _is_of_v(step))
+        rest = tuple(step for step in steps if not _is_of_v(step))
+        yield Lane("load Q and K", f"warp {first + 4}", others, rest)
+        yield Lane("load V", f"warp {first + 7}", others, of_v)
     multiplying = roles.multiply_tile() if end else roles.multiply_block()
     warps = f"warp {first + 5} {of}".rstrip()
     yield Lane("mma", warps, others, tuple(multiplying))
@@ -87,6 +94,10 @@ def _lanes(
     if end:
         storing = tuple(roles.store_tile())
         yield Lane("store", f"warp {first + 6}", others, storing)
+
+
+def _is_of_v(step: Step) -> bool:
+    return any(signal.place == "kv_full[V]" for signal in step.signals)
 
 
 class _Roles:

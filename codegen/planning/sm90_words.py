@@ -67,16 +67,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if has["lpt_order"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    if has["varlen"]:
-        yield (
-            "Each warp finds the sequence of its work tile, 32 sequences a step, and goes on from"
-            " where its last search ended."
-        )
-    if has["paged"]:
-        yield (
-            "A lane reads the page of a box from block_table; TMA clips boxes behind the last key"
-            " of a sequence."
-        )
+    yield from words.packed(has)
     if traits.packed:
         yield "Rows of a query tile are (position, head of the group), heads fastest."
     if has["cluster_size"] > 1:

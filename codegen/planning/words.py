@@ -134,6 +134,20 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
     return "rows before the end only" if has["q_tail"] else "unpredicated"
 
 
+def packed(has: Mapping[str, Any]) -> Iterator[str]:
+    """How a warp finds rows of packed sequences and pages, where there are such."""
+    if has["varlen"]:
+        yield (
+            "Each warp finds the sequence of its work tile, 32 sequences a step, and goes on from"
+            " where its last search ended."
+        )
+    if has["paged"]:
+        yield (
+            "A lane reads the page of a box from block_table; TMA clips boxes behind the last key"
+            " of a sequence."
+        )
+
+
 def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     """In which order CTAs that stay take the tiles of a head."""
     if has["lists"]:
