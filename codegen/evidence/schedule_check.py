@@ -260,7 +260,7 @@ class _PackedPlan(_Plan):
 
     @property
     def spare_queries(self) -> NDArray[np.bool_]:
-        """The last of a sequence, which a part of a tile behind it loads to be not wholly outside."""
+        """The last of a sequence: what a part of a tile loads that is behind it."""
         found = np.zeros((1, self.sizes.q, 1), np.bool_)
         found[:, [x.q.stop - 1 for x in self._sequences if x.q.stop > x.q.start]] = True
         return found
