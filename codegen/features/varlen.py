@@ -63,7 +63,8 @@ BATCH: Final = Feature(
         r"var_?len(gth)?s?|packed|ragged|thd|unpad(ded)?|cu_seq_?lens?(_q|_kv?)?": _WRITE
     },
     relations=[
-        Relation(["dense"], {"arch": ["sm100"]}),
+        # How many work tiles there are, the host cannot tell.
+        Relation(["dense"], {"schedule": ["single"]}),
         # CTAs of a cluster would have to have tiles of one sequence.
         Relation(["dense"], {"cluster": [[2, 1], [1, 2]]}),
         # Inputs along a batch or a row, of which a call has one length each.

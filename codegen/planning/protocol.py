@@ -149,6 +149,18 @@ class Load:
         return f"CTA {self.cta} loads {self.tensor}, {self.part}, for CTA {to}"
 
 
+def find_tile() -> Step:
+    """A work tile of packed sequences; the stage was freed a ring before."""
+    free = Wait("tile_empty", earlier=True)
+    return Step("find a work tile", "math", (free,), (Signal("tile_full", 1),))
+
+
+def take_tile(warps: int) -> Step:
+    """The next work tile, found while this one was computed, is taken by so many warps."""
+    ready, freed = Wait("tile_full", earlier=True), Signal("tile_empty", warps)
+    return Step("take the next work tile", "wait", (ready,), (freed,))
+
+
 def _place(barrier: str, of: str) -> str:
     return f"{barrier}[{of}]" if of else barrier
 

@@ -9,6 +9,7 @@ from typing import Final
 
 from ..arch import sm100
 from ..errors import SpecError
+from ..features.varlen import is_packed
 from ..spec.model import Spec, SpecFile
 from .kernel_plan import (
     Barrier,
@@ -32,6 +33,7 @@ TILE_KV: Final = 128
 # tile of K or V is worth.
 STAGES: Final = ((6, 2), (5, 2), (4, 2), (3, 2), (4, 1), (3, 1), (2, 2), (2, 1))
 SMS_PER_HEAD: Final = 4
+TILE_STAGES: Final = 2
 POLYNOMIAL_COLUMNS: Final = 2
 POLYNOMIAL_COLUMNS_CAPPED: Final = (
     12  # 16 have more instructions than the MUFU has time
@@ -47,6 +49,8 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_KV": "as many columns of S as a softmax thread has registers for",
     "KV_STAGES": "as many as fit beside O, at most 6",
     "O_STAGES": "one for each half where three tiles of K or V fit beside them, else one",
+    "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
+    "TILE_STAGES": "the next work tile is found while this one is computed",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "POLYNOMIAL_COLUMNS": "an eighth of the exponentials beside the MUFU: no GPU was asked",
     "SOFTMAX_REGS": "S of a row and what its exponentials need, without a spill",
@@ -167,9 +171,12 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     s_stages = "S_STAGES" if traits.by_block else "HALVES"
     stages = f"2 * HALVES + 3 * {s_stages} + KV_STAGES + O_STAGES"
     stages += " + BIAS_STAGES" if traits.bias else ""
+    packed = is_packed(traits.spec)
+    stages += " + TILE_STAGES" if packed else ""
     kv, o = sizes.kv_stages, sizes.o_stages
     rows = [
         ("barriers", f"2 * 8 * ({stages})", 1, ""),
+        *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if packed else []),
         ("address", "4", 1, ""),
         ("stats", f"4 * 128 * {s_stages}", 1, ""),
         ("sQ", f"Q_TX_BYTES{shared} * Q_STAGES", sizes.halves, "Q"),
@@ -214,6 +221,8 @@ def _chosen(traits: Traits) -> Iterator[Number]:
     spec, sizes = traits.spec, traits.sizes
     yield from given(traits)
     softmax, correction, _ = _registers(sizes)
+    packed = is_packed(spec)
+    level = max(SMS_PER_HEAD // spec.heads.q_per_kv, 1)
     columns, reasons = POLYNOMIAL_COLUMNS, {**REASONS}
     if traits.softcap is not None:
         columns, reasons = POLYNOMIAL_COLUMNS_CAPPED, {**REASONS, **CAPPED_REASONS}
@@ -222,13 +231,18 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("TILE_KV", sizes.tile_kv, "rows per stage", "tile.kv"),
         ("KV_STAGES", sizes.kv_stages, "tiles of K or V", "stages.kv"),
         ("O_STAGES", sizes.o_stages, "tiles" if traits.by_block else "halves", ""),
-        ("SMS_PER_HEAD", SMS_PER_HEAD, "SMs that work on a head at a time", ""),
+        (
+            ("LEVEL_TILES", level, "query tiles of a head in a row", "")
+            if packed
+            else ("SMS_PER_HEAD", SMS_PER_HEAD, "SMs that work on a head at a time", "")
+        ),
+        *([("TILE_STAGES", TILE_STAGES, "work tiles", "")] if packed else []),
         ("POLYNOMIAL_COLUMNS", columns, "of EX2_GROUP: exp2 by FFMA2", ""),
         ("SOFTMAX_REGS", softmax.per_thread, "per thread", ""),
         ("CORRECTION_REGS", correction.per_thread, "per thread", ""),
     ]
-    absent = "" if traits.uneven_tiles else "SMS_PER_HEAD"
-    rows = [row for row in rows if row[0] != absent]
+    absent = () if traits.uneven_tiles else ("SMS_PER_HEAD", "LEVEL_TILES")
+    rows = [row for row in rows if row[0] not in absent]
     yield from tuned(spec, rows, reasons.__getitem__)
 
 
@@ -250,6 +264,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "LOAD_WARP", "warp", "CORRECTION_WARP + WARPGROUP_WARPS"
     yield "MMA_WARP", "warp", "LOAD_WARP + 1"
     yield "STORE_WARP", "warp", "LOAD_WARP + 2"
+    if traits.page is not None:
+        yield "LOAD_V_WARP", "warp", "LOAD_WARP + 3"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (HALVES + 2)"
     yield "Q_STAGES", "tiles" if by_block else "halves", "HALVES"
     if by_block:
@@ -260,6 +276,13 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     if traits.uneven:
         yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
+    if traits.page is not None:
+        yield "BOX_ROWS", "keys of a box, in one page", "math.gcd(PAGE, TILE_KV)"
+        yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
+    if is_packed(traits.spec):
+        others = 3 if traits.page is None else 4
+        formula = f"WARPGROUP_WARPS * (HALVES + 1) + {others}"
+        yield "TILE_RELEASES", "warps that free it", formula
     if traits.multicast_k:
         yield "KV_RELEASES", "commits that free a stage", "CLUSTER_SIZE"
     threads = f"threads{whose}: "
@@ -311,6 +334,11 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier("bias_full", halves, 1, full, who)
         warps = "4: every warp of softmax"
         yield Barrier("bias_empty", halves, 4, warps, "load")
+    if is_packed(traits.spec):
+        warps = 4 * (halves + 1) + (3 if traits.page is None else 4)
+        freed = f"{warps}: every warp"
+        yield Barrier("tile_full", TILE_STAGES, 1, "1: the store warp", "every warp")
+        yield Barrier("tile_empty", TILE_STAGES, warps, freed, "store")
     commit, threads = "1: a commit", "128"
     users = 32 * (4 * halves + 5)
     if traits.pair:

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..arch import sm100
+from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS, Registers
-from .protocol import Lane, Load, Phase, Signal, Step, Wait
+from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
 from .sm100_context import Traits
 
 _WARP_THREADS = 32
@@ -72,21 +73,37 @@ def _lanes(
     first = 4 * halves  # of the correction warps
     of = "of the leader" if roles.traits.pair else ""
     loading = roles.load_tile() if end else roles.load_block()
-    yield Lane("load", f"warp {first + 4}", others, tuple(loading))
+    packed = end and is_packed(roles.traits.spec)
+    taken, taken_by_four = (
+        ((take_tile(n),) if packed else ()) for n in (1, _WARPS)
+    )
+    if roles.traits.page is None:
+        yield Lane("load", f"warp {first + 4}", others, (*taken, *loading))
+    else:
+        steps = tuple(loading)
+        of_v = tuple(step for step in steps if _is_of_v(step))
+        rest = tuple(step for step in steps if not _is_of_v(step))
+        yield Lane("load Q and K", f"warp {first + 4}", others, (*taken, *rest))
+        yield Lane("load V", f"warp {first + 7}", others, (*taken, *of_v))
     multiplying = roles.multiply_tile() if end else roles.multiply_block()
     warps = f"warp {first + 5} {of}".rstrip()
-    yield Lane("mma", warps, others, tuple(multiplying))
+    yield Lane("mma", warps, others, (*taken, *multiplying))
     for half in range(halves):
         steps = roles.softmax_tile(half) if end else roles.softmax_block(half)
         name = f"softmax {half}" if halves > 1 else "softmax"
         warps = f"warps {4 * half} to {4 * half + 3}"
-        yield Lane(name, warps, softmax, tuple(steps))
+        yield Lane(name, warps, softmax, (*taken_by_four, *steps))
     correcting = roles.correct_tile() if end else roles.correct_block()
     warps = f"warps {first} to {first + 3}"
-    yield Lane("correction", warps, correction, tuple(correcting))
+    yield Lane("correction", warps, correction, (*taken_by_four, *correcting))
     if end:
-        storing = tuple(roles.store_tile())
+        found = (find_tile(),) if packed else ()
+        storing = (*found, *taken, *roles.store_tile())
         yield Lane("store", f"warp {first + 6}", others, storing)
+
+
+def _is_of_v(step: Step) -> bool:
+    return any(signal.place == "kv_full[V]" for signal in step.signals)
 
 
 class _Roles:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from ..features.bias import has_bias
+from ..features.paged import page_of
 from ..spec.model import Spec
 from . import words
 from .traits import Traits
@@ -14,7 +15,7 @@ from .traits import Traits
 _ROLES: Final = """\
 A CTA works on a query tile of 256 rows, in halves of 128.
 Roles: warps 0 to 3 and 4 to 7 turn S of a half into P; warps 8 to 11 rescale and normalize O;
-warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 14 stores O.
+{others}
 Pipelines (what fills a stage; what frees it):
   q      load -> mma            Q of a half, TMA        commit, after QK of its last block
   kv     load -> mma            K, V, K, ... by TMA     {freed}
@@ -25,6 +26,14 @@ Pipelines (what fills a stage; what frees it):
                                 in the end the sum
   o      mma -> correction      O of a half, commit     {all} threads of correction
   out    correction -> store    O in shared memory      the store warp"""
+
+
+_OTHERS: Final = (
+    "warp 12 loads by TMA; warp 13 owns the tensor memory and issues QK and PV; warp 14 stores O."
+)
+_OTHERS_OF_PAGES: Final = """\
+warp 12 loads Q and K by TMA, and warp 15 loads V; warp 13 owns the tensor memory and issues QK
+and PV; warp 14 stores O."""
 
 
 _PAIR: Final = """\
@@ -58,9 +67,10 @@ def roles(
         if shared
         else "commit, after both halves"
     )
-    pair = spec.cta_group > 1
+    pair, paged = spec.cta_group > 1, page_of(spec) is not None
     threads = 256 if pair else 128
-    words = _ROLES.format(freed=freed, all=threads)
+    others = _OTHERS_OF_PAGES if paged else _OTHERS
+    words = _ROLES.format(others=others, freed=freed, all=threads)
     for line in (_ROLES_BY_BLOCK if by_block else words).splitlines():
         if has_bias(spec) and line.startswith("  s "):
             loaded = f"bias of a {'block' if by_block else 'half'}, TMA"
@@ -105,8 +115,9 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
     else:
         order = ", those with most keys first" if has["lpt_order"] else ""
         yield f"A {owner} for each tile{order}."
-    if has["lpt_order"]:
+    if has["lpt_order"] and not has["varlen"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
+    yield from words.packed(has, "The store warp")
     if has["cluster_size"] > 1:
         loads = "each loads for itself"
         if has["pair"]:

@@ -9,7 +9,7 @@ from ..arch import sm90
 from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS
-from .protocol import Lane, Load, Phase, Signal, Step, Wait
+from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
 from .sm90_context import K_WARPS, Traits
 
 _WARPS = 4  # of a warpgroup
@@ -21,7 +21,8 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
     split = sm90.REGISTERS[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
-        taken = _take_tile(traits, 1) if end else ()
+        packed = end and is_packed(traits.spec)
+        taken = (take_tile(1),) if packed else ()
         if traits.page is None:
             yield Lane("producer", "warp 0", split.producer, (*taken, *produce))
         else:
@@ -31,8 +32,8 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
                 role, warp = f"producer of {name}", f"warp {number}"
                 if rings:
                     yield Lane(role, warp, split.producer, (*taken, *own))
-        if end and is_packed(traits.spec):
-            yield Lane("scheduler", "warp 3", split.producer, (_find_tile(),))
+        if packed:
+            yield Lane("scheduler", "warp 3", split.producer, (find_tile(),))
         for index in warpgroups:
             first = _WARPS * (index + 1)
             steps = _Consumer(traits, index)
@@ -125,20 +126,6 @@ def _load_bias(traits: Traits, what: str) -> Iterator[Step]:
         yield Step(f"load {what}, warpgroup {index}", "tma", (free,), (full,))
 
 
-def _find_tile() -> Step:
-    """The scheduler is a ring ahead: what it waits for, a tile before this one freed."""
-    free = Wait("tile_empty", earlier=True)
-    return Step("find a work tile", "math", (free,), (Signal("tile_full", 1),))
-
-
-def _take_tile(traits: Traits, warps: int) -> tuple[Step, ...]:
-    """The next work tile of packed sequences, found while this one was computed."""
-    if not is_packed(traits.spec):
-        return ()
-    ready, freed = Wait("tile_full", earlier=True), Signal("tile_empty", warps)
-    return (Step("take the next work tile", "wait", (ready,), (freed,)),)
-
-
 def _fills(step: Step, ring: str) -> bool:
     return any(signal.barrier == f"{ring}_full" for signal in step.signals)
 
@@ -182,7 +169,8 @@ class _Consumer:
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""
-        yield from _take_tile(self._traits, _WARPS)
+        if is_packed(self._traits.spec):
+            yield take_tile(_WARPS)
         if self._traits.cross_tile:
             yield from self._across()
         else:

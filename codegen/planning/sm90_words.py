@@ -67,16 +67,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if has["lpt_order"] and not has["varlen"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    if has["varlen"]:
-        yield (
-            "Warp 3 finds work tiles, 32 sequences a step, and hands them to the others in shared"
-            " memory, a tile ahead."
-        )
-    if has["paged"]:
-        yield (
-            "A lane reads the page of a box from block_table; TMA clips boxes behind the last key"
-            " of a sequence."
-        )
+    yield from words.packed(has, "Warp 3")
     if has["split_k"]:
         yield "Two warps load K, whose ring is the shorter one, half of its boxes each."
     if traits.packed:

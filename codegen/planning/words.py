@@ -134,6 +134,23 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
     return "rows before the end only" if has["q_tail"] else "unpredicated"
 
 
+def packed(has: Mapping[str, Any], scheduler: str) -> Iterator[str]:
+    """How packed sequences are dealt out, and how pages are loaded, where there are such.
+
+    scheduler: the warp that finds work tiles, as the subject of a sentence.
+    """
+    if has["varlen"]:
+        yield (
+            f"{scheduler} finds work tiles, 32 sequences a step, and hands them to the others in"
+            " shared memory, a tile ahead."
+        )
+    if has["paged"]:
+        yield (
+            "A lane reads the page of a box from block_table; TMA clips boxes behind the last key"
+            " of a sequence."
+        )
+
+
 def order_of_tiles(has: Mapping[str, Any], head: str) -> str:
     """In which order CTAs that stay take the tiles of a head."""
     if has["lists"]:

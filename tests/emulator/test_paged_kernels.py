@@ -40,8 +40,24 @@ SPECS = {
         64, 128, "mask: causal, alibi: true, heads: {q_per_kv: 8}, pack_gqa: true"
     ),
 }
+SPEC_100 = SPEC.replace("sm90", "sm100")
+SPECS |= {
+    "sm100, boxes that are part of a page, a window and sinks": SPEC_100.format(
+        48, 64, "mask: causal, window: {left: 100}, sink: true, lse: true"
+    ),
+    "sm100, pages longer than a KV tile": SPEC_100.format(
+        528, 96, "mask: none, lse: true"
+    ),
+    "sm100, pages of several KV tiles, other values": SPEC_100.format(
+        256, "{qk: 192, v: 128}", "mask: causal"
+    ),
+    "sm100, keys apart": SPEC_100.format(
+        64, 128, "mask: 'kv <= q and (kv < 4 or q - kv < 128)', heads: {q_per_kv: 8}"
+    ),
+}
 
 STEM = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
+STEM_100 = "sm100_d128_bf16_causal_gqa4_page16_varlen_lse"
 PAGE = "page_of_key = problem.block_table[problem.sequence, key // PAGE]"
 MAP = "(row, 1, head, page, row)"
 FAULTS = {
@@ -105,6 +121,34 @@ FAULTS = {
 }
 
 
+SEARCH = "    wave, q_tile, head, more, problem = sequence_tile(Int32(-1)"
+FAULTS_100 = {
+    "V is in the stages of K": (
+        *("pages", f"    v_state.advance()\n{SEARCH}"),
+        SEARCH,
+    ),
+    "K is in every stage": (
+        "pages",
+        "            k_state.advance()\n            k_state.advance()\n",
+        "            k_state.advance()\n",
+    ),
+    "boxes begin behind the last key": FAULTS["boxes begin behind the last key"],
+    "a row too many is in use": FAULTS["a row too many is in use"],
+    "each box has the first one's page": FAULTS["each box has the first one's page"],
+    "a box is where the one before it was": (
+        *("pages", "boxes[None, None, i, state.index]"),
+        "boxes[None, None, i // 2, state.index]",
+    ),
+    "heads are side by side": FAULTS["heads are side by side"],
+    "V is K": FAULTS["V is K"],
+    "K is of the query's head": (
+        "pages",
+        "load_pages(k, sK, pipes.kv, k_state, block, head // Q_PER_KV, problem)",
+        "load_pages(k, sK, pipes.kv, k_state, block, head, problem)",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_pages_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
@@ -119,9 +163,10 @@ def run(kernel: Rehearsal) -> dict[str, np.ndarray]:
     return {x.name: x.view.copy() for x in kernel.problem.outputs}
 
 
-def test_no_key_of_a_sequence_enters_another() -> None:
+@pytest.mark.parametrize("stem", [STEM, STEM_100])
+def test_no_key_of_a_sequence_enters_another(stem: str) -> None:
     """All keys of a sequence are NaN, and the others' bits stay."""
-    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["pages"])
+    (kernel,) = tagged(support.GENERATED / f"{stem}.py", ["pages"])
     before, poisoned = run(kernel), 5
     own = slots_of(kernel.spec, kernel.case)[poisoned]
     for name in "kv":
@@ -133,9 +178,10 @@ def test_no_key_of_a_sequence_enters_another() -> None:
         assert same == (before["lse"][:, rows.q] == after["lse"][:, rows.q]).all()
 
 
-def test_a_launch_serves_other_lengths_and_tables() -> None:
+@pytest.mark.parametrize("stem", [STEM, STEM_100])
+def test_a_launch_serves_other_lengths_and_tables(stem: str) -> None:
     """Between two runs nothing changes but what the tensors hold."""
-    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["pages"])
+    (kernel,) = tagged(support.GENERATED / f"{stem}.py", ["pages"])
     before, other = run(kernel), relaunched(kernel.case)
     problem = make_problem(kernel.spec, kernel.tiles, other)
     assert {x.name: x.placed for x in problem.inputs} == {
@@ -164,12 +210,25 @@ WALKED = {
 }
 
 
+WALKED_100 = {
+    **WALKED,
+    "K is of the block behind": (
+        "load_pages(k, sK, pipes.kv, k_state, block,",
+        "load_pages(k, sK, pipes.kv, k_state, block + 1,",
+    ),
+}
+
+
+@pytest.mark.parametrize("stem", [STEM, STEM_100])
 @pytest.mark.parametrize("fault", WALKED)
-def test_a_walk_finds_a_fault_of_the_schedule(fault: str, tmp_path: Path) -> None:
+def test_a_walk_finds_a_fault_of_the_schedule(
+    stem: str, fault: str, tmp_path: Path
+) -> None:
     """The first of them is none."""
-    path = support.GENERATED / f"{STEM}.py"
+    path = support.GENERATED / f"{stem}.py"
     if fault:
-        path = damaged(tmp_path, STEM, *WALKED[fault])
+        faults = WALKED if stem == STEM else WALKED_100
+        path = damaged(tmp_path, stem, *faults[fault])
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = constants["SPEC"], tiles_of(constants)
     (case,) = (each for each in walks_for(spec, tiles) if tag_of(each) == "sms_7")
@@ -183,3 +242,9 @@ def test_a_walk_finds_a_fault_of_the_schedule(fault: str, tmp_path: Path) -> Non
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
+
+
+@pytest.mark.parametrize("fault", FAULTS_100)
+def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
+    tag, right, wrong = FAULTS_100[fault]
+    assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

@@ -43,8 +43,31 @@ SPECS = {
     ),
     "scores one by one": SPEC.format(64, "score: s - abs(q - kv) / 9, lse: true"),
 }
+SPEC_100 = SPEC.replace("sm90", "sm100")
+SPECS |= {
+    "sm100, a window and sinks": SPEC_100.format(
+        64, "mask: causal, window: {left: 100}, sink: true, lse: true"
+    ),
+    "sm100, a softcap": SPEC_100.format(
+        "{qk: 192, v: 128}", "mask: causal, softcap: 30"
+    ),
+    "sm100, ALiBi of groups": SPEC_100.format(
+        128, "mask: causal, alibi: true, heads: {q_per_kv: 2}, lse: true"
+    ),
+    "sm100, a mask with two edges": SPEC_100.format(
+        96, "mask: 'kv // 96 == q // 96', sink: true"
+    ),
+    "sm100, blocks of 64 keys": SPEC_100.format(128, "tile: {kv: 64}, lse: true"),
+    "sm100, keys apart": SPEC_100.format(
+        64, "mask: 'kv <= q and (kv < 4 or q - kv < 128)', lse: true"
+    ),
+    "sm100, scores one by one": SPEC_100.format(
+        64, "score: s - abs(q - kv) / 9, lse: true"
+    ),
+}
 
 STEM = "sm90_d128_bf16_causal_varlen_lse"
+STEM_100 = "sm100_d128_bf16_causal_varlen_lse"
 FAULTS = {
     "a length is the next sequence's": (
         *("mixed", "end_kv - begin_kv, end_q"),
@@ -139,6 +162,52 @@ FAULTS = {
 }
 
 
+NEXT = "wave, q_tile, _, more, problem = sequence_tile(wave, q_tile, problem)"
+FAULTS_100 = {
+    "half of a tile behind its sequence is loaded": (
+        *("mixed", "cutlass.max(left, 1)"),
+        "left",
+    ),
+    "both halves of Q are the first": (
+        "mixed",
+        "q_tile * HALVES + half) * HALF_ROWS\n        mQ",
+        "q_tile * HALVES) * HALF_ROWS\n        mQ",
+    ),
+    "a sequence without keys loads what is behind it": (
+        *("mixed", "cutlass.max(problem.seqlen_kv, 1)"),
+        "problem.seqlen_kv",
+    ),
+    "whether there are keys is the next tile's": (
+        *("mixed", f"has_keys = problem.seqlen_kv > 0\n        {NEXT}"),
+        f"{NEXT}\n        has_keys = problem.seqlen_kv > 0",
+    ),
+    "how many blocks there are is the next tile's": (
+        "mixed",
+        f"several = blocks > 1\n        {NEXT}",
+        f"{NEXT}\n        several = key_blocks((q_tile + 1) * TILE_Q, problem) > 1",
+    ),
+    "maps begin a row late": ("mixed", "(-total, 0, 0)", "(1 - total, 0, 0)"),
+    "no sequence ends with the tensor": ("plain", "total + 1)", "total)"),
+    "V is as far from its end as Q": (
+        *("mixed", "rows_before(v.tensor, head, end, rows, 1)"),
+        "rows_before(v.tensor, head, end, problem.seqlen_q, 1)",
+    ),
+    "O ends where K does": (
+        *("mixed", "out.tensor, head, problem.end_q, problem.seqlen_q"),
+        "out.tensor, head, problem.end_kv, problem.seqlen_q",
+    ),
+    "LSE is from the tensor's first row on": (
+        *("mixed", "at = problem.end_q - problem.seqlen_q + first_row + lane"),
+        "at = first_row + lane",
+    ),
+    "rows of the next sequence have an LSE": (
+        *("mixed", "if first_row + lane < problem.seqlen_q:"),
+        "if first_row + lane <= problem.seqlen_q:",
+    ),
+    "a CTA without a tile goes on": ("idle", "tile < end", "tile <= end"),
+}
+
+
 @pytest.mark.parametrize("name", SPECS)
 def test_varlen_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
@@ -153,9 +222,10 @@ def run(kernel: Rehearsal) -> dict[str, np.ndarray]:
     return {x.name: x.view.copy() for x in kernel.problem.outputs}
 
 
-def test_a_launch_serves_other_lengths() -> None:
+@pytest.mark.parametrize("stem", [STEM, STEM_100])
+def test_a_launch_serves_other_lengths(stem: str) -> None:
     """Between two runs nothing changes but what the tensors hold."""
-    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["mixed"])
+    (kernel,) = tagged(support.GENERATED / f"{stem}.py", ["mixed"])
     before = run(kernel)
     other = relaunched(kernel.case)
     problem = make_problem(kernel.spec, kernel.tiles, other)
@@ -167,20 +237,41 @@ def test_a_launch_serves_other_lengths() -> None:
     assert (problem["out"].view != before["out"]).any()
 
 
-@pytest.mark.parametrize("poisoned", [0, 2])
-def test_no_value_of_a_sequence_enters_another(poisoned: int) -> None:
-    """All of a sequence is NaN, and the others' bits stay."""
-    (kernel,) = tagged(support.GENERATED / f"{STEM}.py", ["mixed"])
+def entered(path: Path, poisoned: int) -> bool:
+    """Whether others' bits change where all of a sequence is NaN."""
+    (kernel,) = tagged(path, ["mixed"])
     before, rows = run(kernel), rows_of(kernel.case)
     own = rows[poisoned]
     for name, of in (("q", own.q), ("k", own.kv), ("v", own.kv)):
         kernel.problem[name].view[of] = NAN16
     after = run(kernel)
-    others = [each.q for number, each in enumerate(rows) if number != poisoned]
-    for at in others:
-        assert (before["out"][at] == after["out"][at]).all()
-        assert (before["lse"][:, at] == after["lse"][:, at]).all()
     assert (before["out"][own.q] != after["out"][own.q]).any()
+    others = [each.q for number, each in enumerate(rows) if number != poisoned]
+    return any(
+        (before["out"][at] != after["out"][at]).any()
+        or (before["lse"][:, at] != after["lse"][:, at]).any()
+        for at in others
+    )
+
+
+@pytest.mark.parametrize("stem", [STEM, STEM_100])
+@pytest.mark.parametrize("poisoned", [0, 2])
+def test_no_value_of_a_sequence_enters_another(stem: str, poisoned: int) -> None:
+    assert not entered(support.GENERATED / f"{stem}.py", poisoned)
+
+
+ZEROS = {
+    STEM: ("if problem.seqlen_kv == 0:", "if problem.seqlen_kv < 0:"),
+    STEM_100: ("has_keys = problem.seqlen_kv > 0", "has_keys = problem.seqlen_kv >= 0"),
+}
+
+
+@pytest.mark.parametrize("stem", ZEROS)
+def test_rows_without_keys_would_have_what_another_sequence_has(
+    stem: str, tmp_path: Path
+) -> None:
+    """The fourth sequence has no keys, and loads the last row of the third."""
+    assert entered(damaged(tmp_path, stem, *ZEROS[stem]), 2)
 
 
 WALKED = {
@@ -200,12 +291,35 @@ WALKED = {
 }
 
 
-@pytest.mark.parametrize("fault", WALKED)
-def test_a_walk_finds_a_fault_of_the_schedule(fault: str, tmp_path: Path) -> None:
-    assert walk_findings(damaged(tmp_path, STEM, *WALKED[fault]))
+WALKED_100 = {
+    "a tile is dealt out twice": WALKED["a tile is dealt out twice"],
+    "K ends a row early": (
+        "rows_before(k.tensor, head, end, rows)",
+        "rows_before(k.tensor, head, end - 1, rows)",
+    ),
+    "the last row of a tile, not of its sequence": (
+        "problem.end_q, cutlass.max(left, 1))",
+        "problem.end_q - cutlass.max(-left, 0), cutlass.max(left, 1))",
+    ),
+    "rows behind an end are stored": ("(total, head_dim,", "(total + 1, head_dim,"),
+}
 
 
-@pytest.mark.parametrize("name", ["a window and sinks", "packed heads"])
+@pytest.mark.parametrize(
+    ("stem", "fault"),
+    [*((STEM, fault) for fault in WALKED), *((STEM_100, x) for x in WALKED_100)],
+)
+def test_a_walk_finds_a_fault_of_the_schedule(
+    stem: str, fault: str, tmp_path: Path
+) -> None:
+    faults = WALKED if stem == STEM else WALKED_100
+    assert walk_findings(damaged(tmp_path, stem, *faults[fault]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*("a window and sinks", "packed heads"), "sm100, a window and sinks"],
+)
 def test_a_walk_of_a_right_kernel_finds_nothing(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     assert not walk_findings(written(tmp_path, render.render_kernel(planned)))
@@ -264,3 +378,9 @@ def dealt_out(
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
+
+
+@pytest.mark.parametrize("fault", FAULTS_100)
+def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
+    tag, right, wrong = FAULTS_100[fault]
+    assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

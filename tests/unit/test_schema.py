@@ -67,6 +67,7 @@ PACKED: dict[str, tuple[Any, ...]] = {
     "heads": ({"q_per_kv": 4},),
     "mask": ("causal",),
     "batch": (None, "dense", "varlen"),
+    "schedule": (None, "single"),
     "kv": (None, {"paged": {"page": 16}}),
     "documents": (None, True),
     "prefix": (None, True),

@@ -29,7 +29,9 @@ ROWS, KEYS, HEADS = 16, 13, 4
 @pytest.mark.parametrize(
     ("said", "names"),
     [
-        ("arch: sm100\n", "arch is sm100"),
+        ("arch: sm100\nschedule: single\n", "schedule is single"),
+        ("arch: sm100\ncluster: [2, 1]\nmulticast: kv\n", "cluster is [2, 1]"),
+        ("arch: sm100\ncluster: [2, 1]\ncta_group: 2\n", "cluster is [2, 1]"),
         ("arch: sm90\nmask: causal\ndocuments: true\n", "documents is true"),
         ("arch: sm90\nmask: causal\nprefix: true\n", "prefix is true"),
         ("arch: sm90\nbias: bf16\n", "bias.dtype is bf16"),
