@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from ..ops.masks import Lengths
+from ..ops.masks import Lengths, Mask
 from .problems import Problem
 from .results import Lines
 
@@ -70,12 +70,19 @@ class Fit:
 
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
-    rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
-    blocks = [
-        keys.key_blocks(rows, rows + ROWS, lengths, KEYS).total
-        for keys in problem.keys_of_heads()
-    ]
-    return problem.batch * problem.heads * len(rows), float(np.mean(blocks))
+    if problem.lengths:
+        (keys,) = problem.keys_of_heads()
+        each = [_blocks(keys, q, kv) for q, kv in problem.lengths]
+        blocks = np.concatenate(each)
+        return problem.heads * len(blocks), float(np.mean(blocks))
+    every = [_blocks(keys, problem.q, problem.kv) for keys in problem.keys_of_heads()]
+    return problem.batch * problem.heads * len(every[0]), float(np.mean(every))
+
+
+def _blocks(keys: Mask, q: int, kv: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The blocks of each tile of so many rows."""
+    rows = np.arange(0, q, ROWS)
+    return keys.key_blocks(rows, rows + ROWS, Lengths(q, kv), KEYS).total
 
 
 def block_flops(problem: Problem) -> float:
