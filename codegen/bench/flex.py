@@ -119,7 +119,7 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     last = [bound.plus(-1).node() for bound in keys.right_edges]
     gap_first, gap_end = ([x.node() for x in side] for side in keys.gap_edges)
     has_gap = not keys.gap.empty  # outside of what torch.compile traces
-    if not keys.edges and not problem.lengths:
+    if not keys.edges and not problem.sequences:
         return None
 
     def visible(b: Any, h: Any, row: Any, kv: Any) -> torch.Tensor:
@@ -163,7 +163,7 @@ def _names(
     lengths = {"seqlen_q": problem.q, "seqlen_kv": problem.kv}
     heads = {"b": b, "h": h, "h_kv": h // (problem.heads // problem.kv_heads)}
     more = {}
-    if problem.lengths:
+    if problem.sequences:
         number = tensors[_OF_ROW][row]
         more[_SAME] = number == tensors[_OF_KEY][kv]
         first_q, first_kv = (tensors[name][number] for name in _OFFSETS)
@@ -201,7 +201,7 @@ def launch(
     from torch.nn.attention import flex_attention as flex
 
     sink = by_name.get("sink")
-    if problem.lengths:
+    if problem.sequences:
         by_name = {**by_name, **numbered(by_name)}
         q, k, v = (x[None] for x in (q, k, v))
     if "bias" in by_name:  # with all elements along axes of which it has one
@@ -234,7 +234,7 @@ def launch(
         found = compiled(*turned)
         out: torch.Tensor = found[0] if problem.lse else found
         out = out.transpose(1, 2)
-        return out[0] if problem.lengths else out
+        return out[0] if problem.sequences else out
 
     return call
 
@@ -258,7 +258,7 @@ def block_mask(problem: Problem, tensors: Names, device: torch.device) -> Any:
     reads = {name for bound in edges for name in names_in(bound.node())}
     return create_block_mask(
         test,
-        B=problem.batch if "b" in reads and not problem.lengths else None,
+        B=problem.batch if "b" in reads and not problem.sequences else None,
         H=problem.heads if reads & {"h", "h_kv"} else None,
         Q_LEN=problem.q,
         KV_LEN=problem.kv,

@@ -446,7 +446,13 @@ def problems_for(
             some = batch or max(1, total // counts["q"])
             for seed in seeds:
                 yield problem_for(
-                    spec, batch=some, heads=heads, **counts, ranges=ranges, seed=seed
+                    spec,
+                    batch=some,
+                    heads=heads,
+                    q=counts["q"],
+                    kv=counts["kv"],
+                    ranges=ranges,
+                    seed=seed,
                 )
 
 

@@ -459,7 +459,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     one = asked(window={"left": 9, "right": 0}, softcap=30.0)
-    found = fa3.launch(one, *inputs.qkv, {"sink": torch.ones(4)})()
+    found = fa3.launches(one, *inputs.qkv, {"sink": torch.ones(4)})[""]()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls
