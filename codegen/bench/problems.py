@@ -26,7 +26,7 @@ from .lengths import Lengths
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
 DEFAULT_WIDTH = 2048  # heads * head_dim.v
-FEW_FLOPS = 64  # for a byte of K and V; an H200 does three times as many meanwhile
+FEW_ROWS = 64  # of Q for a KV head; MMAs of more take about as long as loads of its keys
 
 
 # What a SPEC says of how it is computed, or for whom; all else decides what is computed.
@@ -155,7 +155,8 @@ class Problem:
     @property
     def is_decoding(self) -> bool:
         """Whether so few rows of Q see a key that time is that of loading K and V."""
-        return bool(self.lengths) and self.flops < FEW_FLOPS * self.kv_bytes
+        most = max((q for q, _ in self.lengths), default=FEW_ROWS)
+        return most * int(self.spec["q_per_kv"]) < FEW_ROWS
 
     @property
     def hostile(self) -> bool:
