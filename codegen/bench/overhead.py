@@ -70,13 +70,14 @@ class Fit:
 
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
-    if problem.lengths:
-        (keys,) = problem.keys_of_heads()
-        each = [_blocks(keys, q, kv) for q, kv in problem.lengths]
-        blocks = np.concatenate(each)
-        return problem.heads * len(blocks), float(np.mean(blocks))
-    every = [_blocks(keys, problem.q, problem.kv) for keys in problem.keys_of_heads()]
-    return problem.batch * problem.heads * len(every[0]), float(np.mean(every))
+    each, copies = [x for x in problem.lengths if x[0]], 1
+    if not each:
+        each, copies = [(problem.q, problem.kv)], problem.batch
+    blocks = [
+        np.concatenate([_blocks(keys, q, kv) for q, kv in each])
+        for keys in problem.keys_of_heads()
+    ]
+    return copies * problem.heads * len(blocks[0]), float(np.mean(blocks))
 
 
 def _blocks(keys: Mask, q: int, kv: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

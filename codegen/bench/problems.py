@@ -26,7 +26,9 @@ from .lengths import Lengths
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
 DEFAULT_WIDTH = 2048  # heads * head_dim.v
-FEW_ROWS = 64  # of Q for a KV head; MMAs of more take about as long as loads of its keys
+FEW_ROWS = (
+    64  # of Q for a KV head; MMAs of more take about as long as loads of its keys
+)
 
 
 # What a SPEC says of how it is computed, or for whom; all else decides what is computed.

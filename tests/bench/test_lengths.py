@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fmha_gen.bench import lengths
+from fmha_gen.bench.overhead import tiles_and_blocks
 from fmha_gen.bench.problems import Problem, packed_problem_for, problems_for
 from fmha_gen.errors import UsageProblem
 
@@ -103,6 +104,14 @@ def test_counts_of_a_packed_problem() -> None:
     pairs = 3 * 40 - 3 * 3 / 2 + 33 * 33 / 2
     assert one.visible == pytest.approx(pairs / (3 * 40 + 33 * 33))
     assert one.kv_bytes == 80 * 2 * (64 + 32) * 2
+
+
+def test_tiles_and_blocks_are_those_of_the_sequences() -> None:
+    """Of 128 rows and keys; a block that the diagonal crosses counts whole."""
+    one = packed("300+100/500+0/7", heads=4)
+    assert tiles_and_blocks(one) == (4 * (3 + 1), (1 + 2 + 3 + 4) / 4)
+    equal, batch = packed("3x300"), problem(3, 4, 2, 300, 300, 64, 32, causal=True)
+    assert tiles_and_blocks(equal) == tiles_and_blocks(batch)
 
 
 def test_pages_are_another_problem_of_the_same_work() -> None:
