@@ -169,10 +169,6 @@ class Peer:
     packages: Mapping[str, frozenset[str]]
     launches: Callable[[Problem, Inputs], Mapping[str, Launch]]
 
-    def launch(self, problem: Problem, inputs: Inputs) -> Launch:
-        """A call of it in its first way."""
-        return next(iter(self.launches(problem, inputs).values()))
-
     @property
     def package(self) -> str | None:
         """What brings it here; None where nothing does."""
@@ -321,11 +317,6 @@ def right_of(problem: Problem, inputs: Inputs) -> Right:
         wanted[at] = True
     truth = operation.exact(inputs.given(problem), wanted)[out.name]
     return Right(shape, tuple((at, truth[at]) for at in places))
-
-
-def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
-    """See `Right.error_of`."""
-    return right_of(problem, inputs).error_of(launch)
 
 
 def versions() -> dict[str, str | int | None]:

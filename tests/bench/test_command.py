@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 from fmha_gen import cli
 from fmha_gen.bench import command, grid
 from fmha_gen.bench.command import Choice, cells_for
@@ -260,3 +262,48 @@ def test_lengths_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     sequences = ["8x2048", "64x1/8192+2048/8192"]
     assert choices == [Choice(sequences=sequences, pools=["nhd", "vllm"])]
+
+
+def test_the_commands_of_the_docs_time_the_rows_of_the_decisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each names kernels that there are, and these are beside each other."""
+    text = (Path(__file__).parents[2] / "codegen/docs/bench.md").read_text("utf-8")
+    block = next(x for x in text.split("```") if x.startswith("sh\nd128="))
+    script = 'fmha-gen() { echo "$@"; }\n' + block.removeprefix("sh\n")
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert said.stderr == ""
+    runs: list[tuple[Any, Choice]] = []
+    monkeypatch.setattr(command, "run", lambda x, choice, **_: runs.append((x, choice)))
+    for line in said.stdout.splitlines():
+        result = CliRunner().invoke(cli.app, line.split())
+        assert result.exit_code == 0, result.output
+    found = {}
+    for paths, choice in runs:
+        command.check_arguments(choice, None, 5, ["graph"], record=False)
+        assert all(path.parent.name == "generated" for path in paths)
+        specs = {x.stem: support.shipped_plan(x.stem).context["spec"] for x in paths}
+        cells, notes = cells_for(specs, choice, None)
+        assert notes == []
+        for cell in cells:
+            layouts = sorted({*cell.beside.values()})
+            found[f"{cell.problem.shape} {cell.problem}"] = layouts
+    packed = "causal packed"
+    assert found == {
+        f"d128 bf16 h16 8x2048 {packed}": ["dense"],
+        f"d128 bf16 h16 16x128:8192 {packed} seed 0": [],
+        f"d128 bf16 h16 zipf {packed}": [],
+        f"d128 bf16 h16 128x128 {packed}": ["dense"],
+        f"d192x128 bf16 h16 8x2048 {packed}": ["dense"],
+        **{
+            f"d128 bf16 GQA 4 h32/8 {x} causal page {page} vllm": ["dense", "packed"]
+            for x in ("8x2048", "4x4096", "2048/32768")
+            for page in (16, 128)
+        },
+        **{
+            f"d128 bf16 GQA 4 h32/8 {x} {packed}": ["dense"]
+            for x in ("8x2048", "4x4096", "2048/32768")
+        },
+        "d128 bf16 GQA 4 h32/8 32x1/8192 causal page 16 vllm": [],
+        "d128 bf16 GQA 4 h32/8 128x1/4096 causal page 16 vllm": [],
+    }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from .model import error_of, launch_of
 from .test_lengths import packed
 
 torch = pytest.importorskip(
@@ -275,16 +276,16 @@ def test_a_peer_that_got_other_lengths_is_found(
     one, other = (packed("5x40:80", seed, **KINDS[kind]) for seed in (0, 1))
     inputs, others = (contenders.make_inputs(each, "cpu") for each in (one, other))
     for name in ("fa3", "fa4"):
-        launch = contenders.PEERS[name].launch(other, others)
+        launch = launch_of(name, other, others)
         try:
-            error = contenders.error_of(launch, one, inputs)
+            error = error_of(launch, one, inputs)
         except RuntimeError as failure:
             assert "instead of" in str(failure)
         else:
             assert error > contenders.WRONG
     same = packed("+".join(f"{q}" for q, _ in one.lengths[::-1]), **KINDS[kind])
     launch = contenders.fa4(same, contenders.make_inputs(same, "cpu"))
-    assert contenders.error_of(launch, one, inputs) > contenders.WRONG
+    assert error_of(launch, one, inputs) > contenders.WRONG
 
 
 @pytest.mark.parametrize("lse", [False, True])
@@ -294,9 +295,9 @@ def test_our_kernels(kind: str, lse: bool) -> None:
     inputs = contenders.make_inputs(one, "cpu")
     spec = {**one.spec, "arch": "sm90"}
     launch = contenders.ours(kernel(spec), inputs)
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert 0 < error_of(launch, one, inputs) < 0.005
     wrong = contenders.ours(kernel(spec, swaps=True), inputs)
-    assert contenders.error_of(wrong, one, inputs) > contenders.WRONG
+    assert error_of(wrong, one, inputs) > contenders.WRONG
     calls: list[Any] = []
     module: Any = kernel(spec)
     module.compile = lambda: lambda *arguments: calls.append(arguments)
@@ -409,7 +410,7 @@ def test_fa3_s_own_package(monkeypatch: pytest.MonkeyPatch) -> None:
     one = packed(MIXED)
     inputs = contenders.make_inputs(one, "cpu")
     (launch,) = contenders.PEERS["fa3"].launches(one, inputs).values()
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert 0 < error_of(launch, one, inputs) < 0.005
 
 
 @pytest.mark.parametrize(
@@ -431,8 +432,8 @@ def test_flex_has_masks_and_scores_of_each_sequence(
     one: Problem = packed("40+70/90+20/75+33", **fields)
     inputs = contenders.make_inputs(one, "cpu")
     assert contenders.PEERS["flex"].refusal(one) == ""
-    launch = contenders.PEERS["flex"].launch(one, inputs)
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    launch = launch_of("flex", one, inputs)
+    assert 0 < error_of(launch, one, inputs) < 0.005
     other = packed("70/90+40+20/75+33", **fields)  # other lengths in the same tensors
     given = contenders.make_inputs(other, "cpu")
-    assert contenders.error_of(launch, other, given) > contenders.WRONG
+    assert error_of(launch, other, given) > contenders.WRONG
