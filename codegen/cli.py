@@ -302,6 +302,18 @@ def bench(
         str | None, typer.Option(help="batch * queries, such as 16384,65536.")
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="Whatever --seqlen.")] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LENGTHS,...",
+            help="Of packed sequences: 8x2048, 16x128:8192 (drawn), 2048/32768 (queries/keys),"
+            " 64x1/8192+2048/8192 (one batch) or zipf.",
+        ),
+    ] = None,
+    pool: Annotated[
+        str | None,
+        typer.Option(help="Of paged K and V, vllm,nhd: K beside V, or two tensors."),
+    ] = None,
     heads: Annotated[int | None, typer.Option(min=1, help="Query heads.")] = None,
     documents: Annotated[
         str | None,
@@ -334,7 +346,7 @@ def bench(
     ] = False,
 ) -> None:
     """Time kernels beside their peers in one run on this machine's GPU."""
-    lengths, totals = _counts("--seqlen", seqlen), _counts("--tokens", tokens)
+    seqlens, totals = _counts("--seqlen", seqlen), _counts("--tokens", tokens)
     ranges = dict(_range("--param", *each.partition("=")[::2]) for each in param or ())
     if documents is not None:
         ranges |= [_range("--documents", "documents", documents)]
@@ -345,7 +357,11 @@ def bench(
 
         race.run(
             paths,
-            choice=race.Choice(lengths, totals, batch, heads, grid, ranges, seeds),
+            choice=race.Choice(
+                *(seqlens, totals, batch, heads, grid, ranges, seeds),
+                sequences=() if lengths is None else _listed(lengths),
+                pools=() if pool is None else _listed(pool),
+            ),
             against=None if against is None else _listed(against),
             rounds=rounds,
             regimes=REGIMES if regime is None else _listed(regime),

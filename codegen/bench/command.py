@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,9 @@ from ..evidence.validate import require_gpu
 from ..host import tools
 from ..host.gpu import Gpu, find_gpu
 from . import contenders, draws, grid, overhead, plot, results, tables
+from . import lengths as spelled
 from .draws import Ranges
-from .problems import Problem, problems_for
+from .problems import PAGED, POOLS, Problem, layout_beside, layout_of, problems_for
 from .results import Cell, Machine, Report
 from .timing import (
     EAGER,
@@ -29,7 +31,9 @@ from .timing import (
     REGIMES,
     SEED,
     Gauge,
+    Launch,
     Timing,
+    fastest,
     host_seconds,
     measure,
     prepare,
@@ -77,6 +81,8 @@ class Choice:
     grid: Path | None = None
     ranges: Ranges = field(default_factory=dict)
     seeds: Sequence[int] = (0,)
+    sequences: Sequence[str] = ()
+    pools: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,13 @@ def check_arguments(
         raise UsageProblem("--grid says all sizes; leave the other options out")
     if choice.batch and choice.tokens:
         raise UsageProblem("--batch and --tokens exclude each other")
+    if choice.sequences and (choice.lengths or choice.tokens or choice.batch):
+        raise UsageProblem("--lengths excludes --seqlen, --tokens and --batch")
+    for said in choice.sequences:
+        spelled.in_words(said)
+    if unknown := [name for name in choice.pools if name not in POOLS]:
+        known = ", ".join(POOLS)
+        raise UsageProblem(f"--pool {','.join(unknown)}: the pools are {known}")
 
 
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
@@ -221,13 +234,17 @@ def cells_for(
     """A cell for every problem, with all the kernels (by stem) that compute it.
 
     Also notes on kernels without a problem, rows of a grid without a kernel, and problems larger
-    than asked for. Raises CheckFailed when there is no cell at all, and UsageProblem for a range of
-    what no kernel reads.
+    than asked for. Kernels of other layouts are beside in cells of packed sequences. Raises
+    CheckFailed when there is no cell at all, and UsageProblem for a range of what no kernel reads,
+    and for lengths or pools that no kernel has.
     """
     read = {name for spec in specs.values() for name in draws.limits_of(spec)}
     if unread := choice.ranges.keys() - read:
         options = ", ".join(map(draws.option, sorted(unread)))
         raise UsageProblem(f"{options}: no kernel reads it")
+    made = {layout_of(spec) for spec in specs.values()}
+    if choice.pools and PAGED not in made:
+        raise UsageProblem(f"--pool {','.join(choice.pools)}: no kernel has pages")
     cells: dict[Problem, Cell] = {}
     notes = []
 
@@ -246,6 +263,8 @@ def cells_for(
                 heads=choice.heads,
                 ranges=choice.ranges,
                 seeds=choice.seeds,
+                sequences=choice.sequences,
+                pools=choice.pools,
             ):
                 enter(problem, stem)
                 if problem.batch == 1 and problem.q > min(
@@ -262,13 +281,14 @@ def cells_for(
                     enter(found, stem, row.best_over_fa4)
             if not any(computed.values()):
                 notes.append(f"no kernel for {row}")
-    used = {stem for cell in cells.values() for stem in cell.ours}
+    for cell in cells.values():
+        layouts = {stem: layout_beside(cell.problem, specs[stem]) for stem in specs}
+        cell.beside = {stem: layout for stem, layout in layouts.items() if layout}
+    used = {stem for cell in cells.values() for stem in (*cell.ours, *cell.beside)}
     why = "no row of the grid" if rows else "fixed to other lengths"
-    notes += [
-        f"{stem} was not timed: {'packed sequences' if spec.get('batch') else why}"
-        for stem, spec in specs.items()
-        if stem not in used
-    ]
+    if choice.sequences:
+        why = "dense tensors, and no sequences of one length that are its work"
+    notes += [f"{stem} was not timed: {why}" for stem in specs if stem not in used]
     if not cells:
         raise CheckFailed("\n".join(["nothing to time", *notes]))
     return list(cells.values()), list(dict.fromkeys(notes))
@@ -285,6 +305,11 @@ def conclude(kernels: Sequence[Kernel], report: Report, *, record: bool) -> None
         failures.append("the GPU stopped working" + (", no records" if record else ""))
         record = False
     for kernel in kernels:
+        failures += [
+            f"{kernel.path}: beside {cell.problem}: {cell.missing[kernel.stem]}"
+            for cell in report.cells
+            if kernel.stem in cell.beside and kernel.stem in cell.missing
+        ]
         cells = [cell for cell in report.cells if kernel.stem in cell.ours]
         if not cells:
             continue  # said in the notes; its record is about other problems
@@ -402,30 +427,46 @@ def time_cell(
     turn: called with the contender before each use of the GPU.
     """
     inputs = contenders.make_inputs(cell.problem, device.name)
+    right = contenders.right_of(cell.problem, inputs)
 
-    def launch_of(name: str) -> Callable[[], object]:
+    @cache
+    def given(layout: str) -> contenders.Inputs:
+        return contenders.beside(cell.problem, inputs, layout) if layout else inputs
+
+    def launches_of(name: str) -> Mapping[str, Launch]:
         if name in modules:
-            return contenders.ours(modules[name], inputs)
-        return contenders.PEERS[name].launch(cell.problem, inputs)
+            layout = cell.beside.get(name, "")
+            return {"": contenders.ours(modules[name], given(layout))}
+        return contenders.PEERS[name].launches(cell.problem, inputs)
 
     ready = {}
     for name in peers:
         if refusal := contenders.PEERS[name].refusal(cell.problem):
             cell.missing[name] = refusal
-    for name in (*cell.ours, *(name for name in peers if name not in cell.missing)):
+    present = [name for name in peers if name not in cell.missing]
+    for name in (*cell.ours, *cell.beside, *present):
         turn(name)
+        ways, errors = {}, {}
         try:
-            launch = launch_of(name)
-            error = contenders.error_of(launch, cell.problem, inputs)
-            if not error <= contenders.WRONG:
-                raise RuntimeError(
-                    f"computes something else: relative error {error:.3g}"
-                )
-            ready[name] = prepare(launch, device)
+            launches = launches_of(name)
         except Exception as failure:  # a peer may lack a shape, a package or a GPU
             cell.missing[name] = one_line(failure)
-        else:
-            cell.timings[name] = Timing(error)
+            continue
+        for way, launch in launches.items():
+            try:
+                seen = contenders.as_packed(launch, cell.beside.get(name, ""))
+                errors[way] = right.error_of(seen)
+                if not errors[way] <= contenders.WRONG:
+                    raise RuntimeError(
+                        f"computes something else: relative error {errors[way]:.3g}"
+                    )
+                ways[way] = prepare(launch, device)
+            except Exception as failure:
+                cell.missing[f"{name}, {way}" if way else name] = one_line(failure)
+        if ways:
+            way = fastest(ways, device, gauge, dice)
+            ready[name] = ways[way]
+            cell.timings[name] = Timing(errors[way], way=way)
     found = measure(
         *(ready, device, gauge),
         rounds=rounds,
@@ -436,6 +477,7 @@ def time_cell(
     for name, by_regime in found.items():
         cell.timings[name].rounds = by_regime
         if name in modules and EAGER in regimes:
+            of_layout = given(cell.beside.get(name, ""))
             cell.timings[name].bare_host_seconds = host_seconds(
-                contenders.bare(modules[name], inputs), device, rounds
+                contenders.bare(modules[name], of_layout), device, rounds
             )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who computes a problem, each called as its own users call it: tensors in, fresh output back.
 
-Tensors are [batch, rows, heads, dim]. FlashAttention-4 and FlexAttention write LSE if our kernel
-does, FlashAttention-3 always, cuDNN never. Inputs are random and normal: zeros would run faster.
+Tensors are [batch, rows, heads, dim], or as packed sequences have them. FlashAttention-4 and
+FlexAttention write LSE if our kernel does, FlashAttention-3 always, cuDNN never. Inputs are random
+and normal: zeros would run faster.
 What a peer takes is said in `PEERS`, which needs no PyTorch; launches do.
 """
 
@@ -19,10 +20,11 @@ import numpy as np
 
 from ..ops import params
 from ..ops.operation import Given
+from ..ops.varlen import rows_of
 from . import fa3 as fa3_module
 from . import fa4 as fa4_module
-from . import flex
-from .problems import Problem
+from . import flex, layouts
+from .problems import DENSE, Problem
 from .timing import SEED, Launch
 
 if TYPE_CHECKING:
@@ -34,7 +36,8 @@ MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 
 
 class Inputs(NamedTuple):
-    """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v].
+    """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v], or as
+    the operation of packed sequences or of paged K and V has them.
 
     by_name: what our kernels take by name alone, as the operation has it: tensors, and then numbers
     that a mask reads.
@@ -54,6 +57,11 @@ class Inputs(NamedTuple):
     def sink(self) -> torch.Tensor | None:
         """[heads] fp32; None where heads have none."""
         return self.by_name.get("sink")
+
+    def given(self, problem: Problem) -> Given:
+        """The call, as the operation's definition reads it."""
+        inputs = {"q": self.q, "k": self.k, "v": self.v, **self.by_name}
+        return Given(problem.spec, inputs, problem.d_qk**-0.5)
 
 
 Draw = Callable[["tuple[int, ...]", "torch.Generator"], "torch.Tensor"]
@@ -86,11 +94,19 @@ DRAWN: Final[Mapping[str, Draw]] = {
 
 
 def make_inputs(problem: Problem, device: str) -> Inputs:
-    """The same values whoever asks."""
+    """The same values whoever asks; in pages those that packed K and V have."""
     import torch
 
     from ..evidence.trial import DTYPES
 
+    if problem.packed is not problem:
+        packed = make_inputs(problem.packed, device)
+        pool = layouts.in_pages(problem, packed._asdict())
+        indices = problem.operation.indices(problem.spec, problem)
+        known = {**packed.by_name, **indices}
+        reads = [x.name for x in problem.operation.inputs(problem.spec) if x.when]
+        named = {x: torch.as_tensor(known[x], device=device) for x in reads}
+        return Inputs(packed.q, **pool, by_name=named)
     generator, spec = torch.Generator(device).manual_seed(SEED), problem.spec
     inputs = problem.operation.inputs(spec)
     indices = problem.operation.indices(spec, problem)
@@ -107,6 +123,13 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     return Inputs(**made, by_name=by_name)
 
 
+def beside(problem: Problem, inputs: Inputs, layout: str) -> Inputs:
+    """What a kernel of another layout takes for the same sequences; see `layout_beside`."""
+    found = layouts.laid_out(problem, inputs.given(problem), layout)
+    q, k, v = (found.pop(name) for name in "qkv")
+    return Inputs(q, k, v, found)
+
+
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
     """A generated kernel's public entry, which allocates its outputs."""
     return lambda: _out(kernel.fmha(*inputs.qkv, **inputs.by_name))
@@ -119,7 +142,7 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
     numbers = [x for x in by_name if isinstance(x, int)]
     tensors = [*inputs.qkv, *(x for x in by_name if not isinstance(x, int))]
     tensors += outputs if isinstance(outputs, tuple) else (outputs,)
-    run, scale = kernel.compile(), inputs.q.shape[3] ** -0.5
+    run, scale = kernel.compile(), inputs.q.shape[-1] ** -0.5
     processors = kernel.sm_count(inputs.q.get_device())
     return lambda: run(*tensors, scale, *numbers, processors)
 
@@ -130,14 +153,21 @@ UNEQUAL: Final = "causal mask of unequal lengths"
 WINDOW: Final = "window"
 EXPRESSION: Final = "mask expression"
 BESIDE_DOCUMENTS: Final = "mask expression beside documents"
+OF_SEQUENCES: Final = "mask expression of packed sequences"
+SEQUENCES: Final = "packed sequences"
+PAGES: Final = "paged K and V"
+_FIELDS: Final[Mapping[str, str]] = {"batch": SEQUENCES, "kv": PAGES}
 
 
 @dataclass(frozen=True)
 class Peer:
-    """packages: what brings it, the first that is installed, by what it takes of `asks` there."""
+    """packages: what brings it, the first that is installed, by what it takes of `asks` there.
+
+    launches: calls of it, by the way that each takes, of which the fastest counts.
+    """
 
     packages: Mapping[str, frozenset[str]]
-    launch: Callable[[Problem, Inputs], Launch]
+    launches: Callable[[Problem, Inputs], Mapping[str, Launch]]
 
     @property
     def package(self) -> str | None:
@@ -155,14 +185,15 @@ def asks(problem: Problem) -> Iterator[str]:
     """What a problem has that not every attention does: of its mask, and each further field."""
     band, further = problem.band, problem.further
     if band is None:
-        yield BESIDE_DOCUMENTS if "documents" in further else EXPRESSION
+        beside = BESIDE_DOCUMENTS if "documents" in further else EXPRESSION
+        yield OF_SEQUENCES if problem.lengths else beside
     elif band.window:
         yield WINDOW
-    elif band.causal and problem.q != problem.kv:
+    elif band.causal and any(q != kv for q, kv in problem.each):
         yield UNEQUAL
     # A window of the call is asked for above, and numbers are part of an expression.
     without = {"window"} if params.has_tensors(problem.spec) else {"window", "params"}
-    yield from (name for name in further if name not in without)
+    yield from (_FIELDS.get(name, name) for name in further if name not in without)
 
 
 def _installed(package: str) -> bool:
@@ -196,10 +227,14 @@ def cudnn(problem: Problem, inputs: Inputs) -> Launch:
     return launch
 
 
-def fa3(problem: Problem, inputs: Inputs) -> Launch:
-    """FlashAttention-3."""
-    function = fa3_module.launch(problem, *inputs.qkv, inputs.by_name)
-    return lambda: _out(function())
+def fa3(problem: Problem, inputs: Inputs) -> dict[str, Launch]:
+    """FlashAttention-3, in the ways that it has."""
+
+    def out_of(function: Launch) -> Launch:
+        return lambda: _out(function())
+
+    found = fa3_module.launches(problem, *inputs.qkv, inputs.by_name)
+    return {way: out_of(function) for way, function in found.items()}
 
 
 def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
@@ -207,16 +242,25 @@ def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
     return flex.launch(problem, *inputs.qkv, inputs.by_name)
 
 
-_FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap", "documents"})
+def _alone(
+    launch: Callable[[Problem, Inputs], Launch],
+) -> Callable[[Problem, Inputs], Mapping[str, Launch]]:
+    """The launches of a peer that has one way."""
+    return lambda problem, inputs: {"": launch(problem, inputs)}
+
+
+_FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap", "documents", SEQUENCES})
+_OF_VLLM: Final = frozenset({"sink", PAGES})
+_OF_FA4: Final = frozenset({EXPRESSION, "sink", PAGES})
 _OF_FLEX: Final = frozenset(
-    {EXPRESSION, BESIDE_DOCUMENTS, "sink", "score", "alibi", "blocks", "tile"}
-    | {"prefix", "params", "bias"}
+    {EXPRESSION, BESIDE_DOCUMENTS, OF_SEQUENCES, "sink", "score", "alibi"}
+    | {"blocks", "tile", "prefix", "params", "bias"}
 )
 PEERS: Final[Mapping[str, Peer]] = {
-    "cudnn": Peer({"torch": frozenset()}, cudnn),
-    "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | {"sink"}}, fa3),
-    "fa4": Peer({fa4_module.PACKAGE: _FUSED | {EXPRESSION, "sink"}}, fa4),
-    "flex": Peer({"torch": _FUSED | _OF_FLEX}, flex_attention),
+    "cudnn": Peer({"torch": frozenset()}, _alone(cudnn)),
+    "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | _OF_VLLM}, fa3),
+    "fa4": Peer({fa4_module.PACKAGE: _FUSED | _OF_FA4}, _alone(fa4)),
+    "flex": Peer({"torch": _FUSED | _OF_FLEX}, _alone(flex_attention)),
 }
 
 
@@ -232,16 +276,47 @@ def matmul(device: str) -> Launch:
     return lambda: a @ b
 
 
-def error_of(launch: Callable[[], Any], problem: Problem, inputs: Inputs) -> float:
-    """Relative error against float64 of the last batch's last head, whoever computes it."""
+@dataclass(frozen=True)
+class Right:
+    """What is right of a problem's O, shape, in float64: of the last head the last batch, or all
+    packed sequences that have queries, each with the rows where it is.
+    """
+
+    shape: tuple[int, ...]
+    parts: tuple[tuple[Any, torch.Tensor], ...]
+
+    def error_of(self, launch: Callable[[], Any]) -> float:
+        """The largest relative error of a part; NaN where one has NaN.
+
+        Raises RuntimeError for another shape. Where all is 0, the error is absolute.
+        """
+        import torch
+
+        out = launch()
+        if tuple(out.shape) != self.shape:
+            raise RuntimeError(f"returned {[*out.shape]} instead of {[*self.shape]}")
+        errors = []
+        for at, truth in self.parts:
+            size = truth.norm()
+            error = (out[at].double() - truth).norm()
+            errors.append(error / torch.where(size > 0, size, torch.ones_like(size)))
+        return float(torch.stack(errors).max())
+
+
+def right_of(problem: Problem, inputs: Inputs) -> Right:
+    """By the definition of the problem's operation, whoever computes it."""
     operation, spec = problem.operation, problem.spec
-    last = (-1, slice(None), -1)
-    wanted = np.zeros((problem.batch, problem.q, problem.heads), bool)
-    wanted[last] = True
-    given = Given(spec, {**inputs._asdict(), **inputs.by_name}, problem.d_qk**-0.5)
-    truth = operation.exact(given, wanted)[operation.outputs(spec)[0].name][last]
-    error = launch()[last].double() - truth
-    return float(error.norm() / truth.norm())
+    out = operation.outputs(spec)[0]
+    places: list[Any] = [(-1, slice(None), -1)]
+    if problem.lengths:
+        rows = [each.q for each in rows_of(problem.packed)]
+        places = [(each, -1) for each in rows if each.start < each.stop]
+    shape = out.shape(spec, problem)
+    wanted = np.zeros(shape[:-1], bool)
+    for at in places:
+        wanted[at] = True
+    truth = operation.exact(inputs.given(problem), wanted)[out.name]
+    return Right(shape, tuple((at, truth[at]) for at in places))
 
 
 def versions() -> dict[str, str | int | None]:
@@ -259,6 +334,13 @@ def versions() -> dict[str, str | int | None]:
     found["fa3"] = fa3_module.version()
     found["fa4"] = fa4_module.version()
     return found
+
+
+def as_packed(launch: Launch, layout: str) -> Launch:
+    """A launch of ours whose O has the rows of packed sequences: a view of a dense one."""
+    if layout != DENSE:
+        return launch
+    return lambda: launch().flatten(0, 1)  # type: ignore[attr-defined]
 
 
 def _out(found: Any) -> Any:

@@ -18,7 +18,10 @@ from ..errors import CheckFailed
 from ..expressions.language import MAX_SEQLEN
 from ..ops import operation_of
 from ..ops.operation import Sizes
+from ..ops.paged import BLOCK_TABLE, SEQUSED_K
 from ..ops.params import Declared, declared
+from ..ops.varlen import CU_SEQLENS_K, CU_SEQLENS_Q
+from . import lengths as spelled
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +32,9 @@ I32 = NDArray[np.int32]
 DOCUMENTS: Final = "documents"
 Ranges = Mapping[str, Sequence[int]]
 """By name, the least and the greatest value."""
+
+FIELDS: Final = ("ranges", "seed", "sequences", "pool")
+"""Of a problem, what its inputs are drawn from, by name in JSON and in the cells of records."""
 
 _USUAL: Final[Ranges] = {
     DOCUMENTS: (512, 4096),
@@ -87,15 +93,19 @@ def words_of(bounds: Sequence[int]) -> str:
     return f"{low}" if low == high else f"{low}:{high}"
 
 
-def words(ranges: Ranges, seed: int) -> str:
-    """What is drawn, and from what, such as ``documents 512:4096 seed 0``; empty for nothing."""
+def words(ranges: Ranges, seed: int, sequences: str = "") -> str:
+    """What is drawn, and from what, such as ``documents 512:4096 seed 0``; empty for nothing.
+
+    sequences: lengths that the same seed draws, which are said elsewhere.
+    """
     said = [f"{name} {words_of(bounds)}" for name, bounds in ranges.items()]
-    return " ".join([*said, f"seed {seed}"]) if is_random(ranges) else " ".join(said)
+    return " ".join(said + [f"seed {seed}"] * is_random(ranges, sequences))
 
 
-def is_random(ranges: Ranges) -> bool:
+def is_random(ranges: Ranges, sequences: str = "") -> bool:
     """Whether another seed would draw something else."""
-    return any(low < high for low, high in ranges.values())
+    drawn = any(low < high for low, high in ranges.values())
+    return drawn or spelled.is_random(sequences)
 
 
 def draw(
@@ -158,20 +168,43 @@ def _edges(x: Declared, documents: Sequence[Sequence[int]], sizes: Sizes) -> I32
 
 
 def packed(
-    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    by_name: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The arguments of kernels of packed sequences: documents, or batches where there are none.
+    """The arguments of FlashAttention's kernels of packed sequences; no tensor is copied.
 
-    Tensors are [batch, rows, heads, dim], the last query at the last key, and are not copied.
+    Packed sequences and their pages are those of our kernel, whose tensors `by_name` has. Of dense
+    tensors, [batch, rows, heads, dim] and the last query at the last key, documents are sequences,
+    or batches where there are none.
     """
     import torch
 
+    if problem.lengths:
+        return {"q": q, "k": k, "v": v} | _of_sequences(problem, by_name)
     starts_q, starts_k = edges_of(problem.drawn, problem)
     found = {name: x.flatten(0, 1) for name, x in (("q", q), ("k", k), ("v", v))}
     for name, edges in (("q", starts_q), ("k", starts_k)):
         found[f"cu_seqlens_{name}"] = torch.from_numpy(edges).to(q.device)
         found[f"max_seqlen_{name}"] = int(np.diff(edges).max())
     return found
+
+
+def _of_sequences(problem: Problem, by_name: Mapping[str, Any]) -> dict[str, Any]:
+    """What says where sequences are, as FlashAttention names it."""
+    known = {
+        "cu_seqlens_q": CU_SEQLENS_Q,
+        "cu_seqlens_k": CU_SEQLENS_K,
+        "seqused_k": SEQUSED_K,
+        "page_table": BLOCK_TABLE,
+    }
+    most_q, most_k = map(max, zip(*problem.lengths, strict=True))
+    return {
+        **{name: by_name[x.name] for name, x in known.items() if x.name in by_name},
+        **{"max_seqlen_q": most_q, "max_seqlen_k": most_k},
+    }
 
 
 def edges_of(drawn: Mapping[str, Any], sizes: Sizes) -> tuple[I32, I32]:
@@ -187,6 +220,17 @@ def edges_of(drawn: Mapping[str, Any], sizes: Sizes) -> tuple[I32, I32]:
     return np.array(edges_q, np.int32), np.array(edges_kv, np.int32)
 
 
+def drawn_of(problem: Problem) -> dict[str, Any]:
+    """What a problem's inputs say and how it came about, as plain data; empty for none."""
+    if not problem.ranges and not problem.sequences:
+        return {}
+    said = {name: getattr(problem, name) for name in FIELDS}
+    found = {name: x for name, x in said.items() if x or name in ("ranges", "seed")}
+    if problem.lengths:
+        found["lengths"] = [list(each) for each in problem.lengths]
+    return {**found, "values": values_of(problem.spec, problem.drawn)}
+
+
 def values_of(spec: Mapping[str, Any], drawn: Mapping[str, Any]) -> dict[str, Any]:
     """What was drawn as plain data, but for tensors by row, which are as long as Q."""
     by_row = {x.name for x in declared(spec) if "row" in x.axes}
@@ -197,9 +241,10 @@ def values_of(spec: Mapping[str, Any], drawn: Mapping[str, Any]) -> dict[str, An
     }
 
 
-def summary(drawn: Mapping[str, Any]) -> str:
+def summary(problem: Problem) -> str:
     """What was drawn, in short, such as ``7 documents, 512 to 3841``."""
-    parts = []
+    parts = [spelled.summary(problem.lengths)] if problem.lengths else []
+    drawn = problem.drawn
     for name, x in drawn.items():
         if isinstance(x, int | float):
             parts.append(f"{name} {x:.9g}")

@@ -2,7 +2,7 @@
 """FlashAttention-4. Its own masks where they say the problem's, else an expression as ``mask_mod``.
 
 With that come the lists of blocks that FlexAttention has: both packages name and order them alike.
-Documents are packed sequences.
+Documents are packed sequences. Of these K and V may be in pages.
 Checked with 4.0.0b36.
 """
 
@@ -37,7 +37,7 @@ def launch(
     v: torch.Tensor,
     by_name: Mapping[str, torch.Tensor],
 ) -> Callable[[], Any]:
-    """A call of it. Tensors are [batch, rows, heads, dim]; by_name: further inputs."""
+    """A call of it. Tensors are as our kernel takes them; by_name: further inputs."""
     package, band = import_module(PACKAGE), problem.band
     given: dict[str, Any] = {"return_lse": problem.lse}
     if band is None:
@@ -51,10 +51,10 @@ def launch(
         given["softcap"] = problem.softcap
     if "sink" in by_name:
         given["learnable_sink"] = by_name["sink"].bfloat16()
-    if DOCUMENTS not in problem.drawn:
+    if DOCUMENTS not in problem.drawn and not problem.lengths:
         return lambda: package.flash_attn_func(q, k, v, **given)
-    given |= draws.packed(problem, q, k, v)
-    shape = (*q.shape[:3], v.shape[-1])
+    given |= draws.packed(problem, q, k, v, by_name)
+    shape = (*q.shape[:-1], v.shape[-1])
 
     def call() -> torch.Tensor:
         found = package.flash_attn_varlen_func(**given)

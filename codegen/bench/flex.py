@@ -5,6 +5,9 @@
 mask is made once, before: what remains of it in a call are its lists of blocks, and the test of
 scores in blocks that are cut. A sink, which it does not know, is a factor of O by the row's LSE in
 the same compiled function.
+
+Packed sequences are one batch, of which scores between two sequences do not count; expressions get
+lengths and places within the sequence of a query.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..expressions.language import SCORE, Name, Node, Number, Real, names_in
 from ..ops import lists, scores
+from ..ops.varlen import CU_SEQLENS_K, CU_SEQLENS_Q
 from .problems import Problem
 from .timing import Launch
 
@@ -42,6 +46,10 @@ if TYPE_CHECKING:
 Names = Mapping[str, Any]  # integers and tensors of them
 Mod = Callable[..., "torch.Tensor"]
 Function = Callable[..., Any]
+
+# Names that no expression has: of tables by row and by key, and whether both are of one sequence.
+_OF_ROW, _OF_KEY, _SAME = "sequence of row", "sequence of key", "same sequence"
+_OFFSETS: Final = (CU_SEQLENS_Q.name, CU_SEQLENS_K.name)
 
 
 def value(node: Node, at: Names, where: Function) -> Any:
@@ -111,11 +119,13 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
     last = [bound.plus(-1).node() for bound in keys.right_edges]
     gap_first, gap_end = ([x.node() for x in side] for side in keys.gap_edges)
     has_gap = not keys.gap.empty  # outside of what torch.compile traces
-    if not keys.edges:
+    if not keys.edges and not problem.sequences:
         return None
 
     def visible(b: Any, h: Any, row: Any, kv: Any) -> torch.Tensor:
         at = _names(problem, tensors, b, h, row, kv)
+        own = [at[_SAME]] if _SAME in at else []
+        kv = at["kv"]
         tests = [value(node, at, where) <= kv for node in first]
         tests += [kv <= value(node, at, where) for node in last]
         if has_gap:
@@ -124,7 +134,7 @@ def mask_mod(problem: Problem, tensors: Names, where: Function) -> Mod | None:
             tests.append(reduce(and_, before) | reduce(and_, behind))
         if keys.tests is not None:
             tests.append(value(keys.tests, at, where))
-        found: torch.Tensor = reduce(and_, tests)
+        found: torch.Tensor = reduce(and_, [*own, *tests])
         return found
 
     return visible
@@ -152,8 +162,31 @@ def _names(
     """What expressions read: inputs by name, lengths, and the place of a score."""
     lengths = {"seqlen_q": problem.q, "seqlen_kv": problem.kv}
     heads = {"b": b, "h": h, "h_kv": h // (problem.heads // problem.kv_heads)}
-    place = {"row": row, "q": row + (problem.kv - problem.q), "kv": kv}
-    return {**tensors, **lengths, **heads, **place}
+    more = {}
+    if problem.sequences:
+        number = tensors[_OF_ROW][row]
+        more[_SAME] = number == tensors[_OF_KEY][kv]
+        first_q, first_kv = (tensors[name][number] for name in _OFFSETS)
+        end_q, end_kv = (tensors[name][number + 1] for name in _OFFSETS)
+        lengths = {"seqlen_q": end_q - first_q, "seqlen_kv": end_kv - first_kv}
+        row, kv = row - first_q, kv - first_kv
+    q = row + (lengths["seqlen_kv"] - lengths["seqlen_q"])
+    return {**tensors, **lengths, **heads, **more, "row": row, "q": q, "kv": kv}
+
+
+def numbered(offsets: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of each row of packed Q and K, int32 [rows], the number of its sequence.
+
+    offsets: cu_seqlens_q and cu_seqlens_k.
+    """
+    import torch
+
+    found = {}
+    for name, of_rows in zip(_OFFSETS, (_OF_ROW, _OF_KEY), strict=True):
+        ends = offsets[name][1:]
+        rows = torch.arange(int(ends[-1]), device=ends.device)
+        found[of_rows] = torch.searchsorted(ends, rows, right=True).to(torch.int32)
+    return found
 
 
 def launch(
@@ -163,11 +196,14 @@ def launch(
     v: torch.Tensor,
     by_name: Mapping[str, torch.Tensor],
 ) -> Launch:
-    """A call of it. Tensors are [batch, rows, heads, dim]; by_name: further inputs."""
+    """A call of it. Tensors are as our kernel takes them; by_name: further inputs."""
     import torch
     from torch.nn.attention import flex_attention as flex
 
     sink = by_name.get("sink")
+    if problem.sequences:
+        by_name = {**by_name, **numbered(by_name)}
+        q, k, v = (x[None] for x in (q, k, v))
     if "bias" in by_name:  # with all elements along axes of which it has one
         whole = (problem.batch, problem.heads, problem.q, problem.kv)
         by_name = {**by_name, "bias": by_name["bias"].expand(whole)}
@@ -197,7 +233,8 @@ def launch(
     def call() -> torch.Tensor:
         found = compiled(*turned)
         out: torch.Tensor = found[0] if problem.lse else found
-        return out.transpose(1, 2)
+        out = out.transpose(1, 2)
+        return out[0] if problem.sequences else out
 
     return call
 
@@ -221,7 +258,7 @@ def block_mask(problem: Problem, tensors: Names, device: torch.device) -> Any:
     reads = {name for bound in edges for name in names_in(bound.node())}
     return create_block_mask(
         test,
-        B=problem.batch if "b" in reads else None,
+        B=problem.batch if "b" in reads and not problem.sequences else None,
         H=problem.heads if reads & {"h", "h_kv"} else None,
         Q_LEN=problem.q,
         KV_LEN=problem.kv,

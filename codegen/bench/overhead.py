@@ -21,7 +21,7 @@ from typing import Final
 
 import numpy as np
 
-from ..ops.masks import Lengths
+from ..ops.masks import Lengths, Mask
 from .problems import Problem
 from .results import Lines
 
@@ -70,12 +70,20 @@ class Fit:
 
 def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
     """How many tiles there are in all, and n, the blocks that a tile takes on average."""
-    rows, lengths = np.arange(0, problem.q, ROWS), Lengths(problem.q, problem.kv)
+    each, copies = [x for x in problem.lengths if x[0]], 1
+    if not each:
+        each, copies = [(problem.q, problem.kv)], problem.batch
     blocks = [
-        keys.key_blocks(rows, rows + ROWS, lengths, KEYS).total
+        np.concatenate([_blocks(keys, q, kv) for q, kv in each])
         for keys in problem.keys_of_heads()
     ]
-    return problem.batch * problem.heads * len(rows), float(np.mean(blocks))
+    return copies * problem.heads * len(blocks[0]), float(np.mean(blocks))
+
+
+def _blocks(keys: Mask, q: int, kv: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The blocks of each tile of so many rows."""
+    rows = np.arange(0, q, ROWS)
+    return keys.key_blocks(rows, rows + ROWS, Lengths(q, kv), KEYS).total
 
 
 def block_flops(problem: Problem) -> float:

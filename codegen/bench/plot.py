@@ -89,7 +89,7 @@ def panels(found: Lines) -> list[Panel]:
         for shared, members in _runs(problems).items():
             points = {
                 name: sorted(
-                    (problem.kv, problem.flops / seconds / 1e12)
+                    (problem.length, problem.flops / seconds / 1e12)
                     for problem, seconds in line.items()
                     if problem in members
                 )
@@ -103,11 +103,11 @@ def panels(found: Lines) -> list[Panel]:
 
 def _runs(problems: Sequence[Problem]) -> dict[str, set[Problem]]:
     """Problems that belong on one line: few lines with many problems each."""
-    tokens = Counter(problem.batch * problem.q for problem in problems)
+    tokens = Counter(problem.tokens for problem in problems)
     batches = Counter(problem.batch for problem in problems)
     runs: dict[str, set[Problem]] = {}
     for problem in problems:
-        total = problem.batch * problem.q
+        total = problem.tokens
         if tokens[total] >= batches[problem.batch]:
             runs.setdefault(f"{total} tokens", set()).add(problem)
         else:

@@ -13,14 +13,22 @@ from ..ops import masks, operation_of, scores
 from ..ops.cases import DYNAMIC
 from ..ops.lists import Drawn
 from ..ops.masks import Mask
-from ..ops.operation import Operation
+from ..ops.operation import BYTES, Operation
+from ..ops.paged import is_paged, page_of
+from ..ops.paged import packed as with_packed_keys
 from ..ops.params import ARGUMENT
+from ..ops.varlen import is_packed
 from . import draws
+from . import lengths as spelled
 from .draws import Ranges
+from .lengths import Lengths
 
 DEFAULT_LENGTH = 4096  # of a dynamic side
 DEFAULT_TOKENS = 16384  # batch * q
 DEFAULT_WIDTH = 2048  # heads * head_dim.v
+FEW_ROWS = (
+    64  # of Q for a KV head; MMAs of more take about as long as loads of its keys
+)
 
 
 # What a SPEC says of how it is computed, or for whom; all else decides what is computed.
@@ -33,6 +41,13 @@ _PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
 _AROUND: Final = ("documents", "prefix")
 # Fields that a problem's name says in other words.
 _SAID: Final = {"softcap", "score", "alibi", "bias", "params", "window", *_AROUND}
+# Where the rows of Q, and of K and V, are.
+_LAYOUT: Final = {"batch", "kv"}
+PAGED, PACKED, DENSE = LAYOUTS = ("paged", "packed", "dense")
+"""Of tensors, from the one that serves most to the one that serves least."""
+SERVER, APART = POOLS = ("vllm", "nhd")
+"""Of paged K and V: K beside V in the rows of one tensor [pages, heads, page, d_qk + d_v], as vLLM
+has its cache, or two tensors [pages, page, heads, d]."""
 
 
 class Band(NamedTuple):
@@ -57,7 +72,9 @@ class Problem:
     """One call. batch, heads, q, kv: counts, of query heads, query rows and keys.
 
     spec: the fields of a SPEC that decide what is computed, whatever they are; see `problem_for`.
-    ranges, seed: of what its mask reads; see `draws`.
+    ranges, seed: of what its mask reads; see `draws`. sequences: the lengths of packed sequences in
+    words, drawn by the same seed; see `lengths`. Of these batch is the number, and q and kv are the
+    rows of all of them, or of the pages. pool: of paged K and V, one of `POOLS`.
     """
 
     spec: Mapping[str, Any] = field(hash=False)
@@ -67,6 +84,8 @@ class Problem:
     kv: int
     ranges: Ranges = field(default_factory=dict, hash=False)
     seed: int = 0
+    sequences: str = ""
+    pool: str = ""
 
     @property
     def kv_heads(self) -> int:
@@ -109,9 +128,50 @@ class Problem:
         return Drawn("half", "")
 
     @property
-    def lengths(self) -> tuple[tuple[int, int], ...]:
-        """Of packed sequences, with which nothing is timed."""
-        return ()
+    def lengths(self) -> Lengths:
+        """Queries and keys of each packed sequence; none of dense tensors."""
+        return spelled.draw(self.sequences, self.seed)
+
+    @property
+    def each(self) -> Lengths:
+        """Queries and keys of each packed sequence, or of each batch."""
+        return self.lengths or ((self.q, self.kv),) * self.batch
+
+    @property
+    def tokens(self) -> int:
+        """Query rows of all sequences."""
+        return sum(q for q, _ in self.each)
+
+    @property
+    def length(self) -> int:
+        """Keys of a sequence, on average."""
+        return round(sum(kv for _, kv in self.each) / len(self.each))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of the elements of K and V that sequences have, each once."""
+        keys = sum(kv for _, kv in self.each)
+        width = BYTES[self.spec["dtype"]]
+        return keys * self.kv_heads * (self.d_qk + self.d_v) * width
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether so few rows of Q see a key that time is that of loading K and V."""
+        most = max((q for q, _ in self.lengths), default=FEW_ROWS)
+        return most * int(self.spec["q_per_kv"]) < FEW_ROWS
+
+    @property
+    def hostile(self) -> bool:
+        """Lengths and tables are as a server has them."""
+        return False
+
+    @property
+    def packed(self) -> Problem:
+        """The same sequences with packed K and V, instead of pages."""
+        if not is_paged(self.spec):
+            return self
+        keys, spec = sum(kv for _, kv in self.lengths), with_packed_keys(self.spec)
+        return replace(self, spec=spec, kv=keys, pool="")
 
     @property
     def operation(self) -> Operation:
@@ -179,10 +239,14 @@ class Problem:
     def _further(self) -> str:
         word = scores.word_of(self.spec)
         words = [word] if word else []
+        if is_paged(self.spec):
+            words.append(f"page {page_of(self.spec)} {self.pool}")
+        elif is_packed(self.spec):
+            words.append(PACKED)
         words += [
             f"{name} {_value(x)}".rstrip()
             for name, x in self.further.items()
-            if name not in _SAID
+            if name not in _SAID | _LAYOUT
         ]
         return "".join(f" {word}" for word in words)
 
@@ -199,17 +263,21 @@ class Problem:
     @property
     def visible(self) -> float:
         """Of all scores, the share that FLOPs count: a half where the mask is causal."""
-        plain = {name: x for name, x in self.spec.items() if name in _PLAIN}
+        kept = _PLAIN | _LAYOUT
+        plain = {name: x for name, x in self.spec.items() if name in kept}
         return self.flops / replace(self, spec={**plain, "mask": "none"}).flops
 
     def __str__(self) -> str:
         heads = f"{self.heads}"
         if self.kv_heads != self.heads:
             heads += f"/{self.kv_heads}"
-        rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
-        drawn = draws.words(self.ranges, self.seed)
-        words = f"b{self.batch} h{heads} {rows} {self.mask}{self._further} {drawn}"
-        return words.rstrip()
+        drawn = draws.words(self.ranges, self.seed, self.sequences)
+        if self.sequences:
+            counts = f"h{heads} {self.sequences}"
+        else:
+            rows = f"s{self.q}" if self.q == self.kv else f"q{self.q} kv{self.kv}"
+            counts = f"b{self.batch} h{heads} {rows}"
+        return f"{counts} {self.mask}{self._further} {drawn}".rstrip()
 
 
 def _value(x: Any) -> str:
@@ -230,12 +298,15 @@ def problem_for(
     kv: int,
     ranges: Ranges | None = None,
     seed: int = 0,
+    sequences: str = "",
+    pool: str = "",
 ) -> Problem:
     """The problem that a SPEC's kernel computes for these counts.
 
     A window becomes part of the mask, so that two ways to say one mask are one problem; but not one
     of a call. ranges: of inputs that its mask may read, where they are not the usual ones. Raises
-    CheckFailed for one that the input cannot have.
+    CheckFailed for one that the input cannot have. sequences, pool: of packed sequences, whose
+    counts are those of `packed_problem_for`.
     """
     what = {name: x for name, x in spec.items() if name not in _HOW}
     if "window" in what and ARGUMENT not in what["window"].values():
@@ -243,8 +314,75 @@ def problem_for(
         what["mask"] = masks.said(masks.of_spec(alone))
         del what["window"]
     drawn = draws.ranges_of(spec, kv, ranges or {})
-    seed = seed if draws.is_random(drawn) else 0
-    return Problem(what, batch, heads, q, kv, drawn, seed)
+    if not draws.is_random(drawn, sequences):
+        seed = 0
+    return Problem(what, batch, heads, q, kv, drawn, seed, sequences, pool)
+
+
+def packed_problem_for(
+    spec: Mapping[str, Any],
+    *,
+    heads: int,
+    sequences: str,
+    seed: int = 0,
+    pool: str = SERVER,
+) -> Problem:
+    """The problem that the kernel of a SPEC of packed sequences computes for such lengths.
+
+    sequences: as `lengths` has them. pool: of `POOLS`, for paged K and V. Raises UsageProblem for
+    words that are no lengths.
+    """
+    sequences = spelled.in_words(sequences)
+    each = spelled.draw(sequences, seed)
+    page = page_of(spec) if is_paged(spec) else 1
+    return problem_for(
+        spec,
+        batch=len(each),
+        heads=heads,
+        q=sum(q for q, _ in each),
+        kv=sum(-(-kv // page) for _, kv in each) * page,
+        seed=seed,
+        sequences=sequences,
+        pool=pool if is_paged(spec) else "",
+    )
+
+
+def layout_of(spec: Mapping[str, Any]) -> str:
+    """Of `LAYOUTS`, that of the tensors of a SPEC's kernel."""
+    if is_paged(spec):
+        return PAGED
+    return PACKED if is_packed(spec) else DENSE
+
+
+def layout_beside(problem: Problem, spec: Mapping[str, Any]) -> str:
+    """The layout in which a SPEC's kernel does the work of a packed problem, "" if it does not.
+
+    The layout serves less: packed K and V for pages, dense tensors for sequences of one length.
+    With and without an LSE it is the same work here.
+    """
+    layout = layout_of(spec)
+    if LAYOUTS.index(layout) <= LAYOUTS.index(layout_of(problem.spec)):
+        return ""
+    if layout == DENSE:
+        lengths = spelled.alike(problem.lengths)
+        if lengths is None or any(
+            at not in (DYNAMIC, length)
+            for at, length in zip(_sides(spec), lengths, strict=True)
+        ):
+            return ""
+    own = problem_for(
+        spec, batch=problem.batch, heads=problem.heads, q=problem.q, kv=problem.kv
+    )
+    return layout if _work(own.spec) == _work(problem.spec) else ""
+
+
+def _sides(spec: Mapping[str, Any]) -> tuple[Any, Any]:
+    return spec["seqlen"]["q"], spec["seqlen"]["kv"]
+
+
+def _work(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What is computed, wherever rows are, but for the LSE."""
+    return {x: said for x, said in spec.items() if x not in _LAYOUT | {"lse"}}
 
 
 @lru_cache(maxsize=8)
@@ -267,13 +405,17 @@ def problems_for(
     heads: int | None = None,
     ranges: Ranges | None = None,
     seeds: Sequence[int] = (0,),
+    sequences: Sequence[str] = (),
+    pools: Sequence[str] = (),
 ) -> Iterator[Problem]:
     """The problems to time a SPEC at; none when both its lengths are fixed to other ``lengths``,
-    or where it has packed sequences, with which nothing is timed.
+    or when it has dense tensors and there are ``sequences``.
 
     lengths: of the dynamic sides. tokens: batch * q, one problem each; not beside ``batch``.
     heads: query heads; raises CheckFailed when they are no multiple of the SPEC's q_per_kv.
-    ranges: as of `problem_for`. seeds: one problem each, where something is drawn.
+    ranges: as of `problem_for`. seeds: one problem each, where something is drawn. sequences: of
+    packed sequences, as of `packed_problem_for`; without any, all are as long as ``lengths`` say.
+    pools: of paged K and V, one problem each.
     """
     fixed = spec["seqlen"]
     group = spec["q_per_kv"]
@@ -283,7 +425,15 @@ def problems_for(
         raise CheckFailed(
             f"{spec['name']}: --heads {heads} is no multiple of q_per_kv = {group}"
         )
-    if spec.get("batch"):
+    if is_packed(spec):
+        for said in sequences or _of_one_length(lengths, tokens, batch):
+            for pool in pools or (SERVER,):
+                for seed in seeds:
+                    yield packed_problem_for(
+                        spec, heads=heads, sequences=said, seed=seed, pool=pool
+                    )
+        return
+    if sequences:
         return
     if DYNAMIC in fixed.values():
         rows = [
@@ -299,8 +449,22 @@ def problems_for(
             some = batch or max(1, total // counts["q"])
             for seed in seeds:
                 yield problem_for(
-                    spec, batch=some, heads=heads, **counts, ranges=ranges, seed=seed
+                    spec,
+                    batch=some,
+                    heads=heads,
+                    q=counts["q"],
+                    kv=counts["kv"],
+                    ranges=ranges,
+                    seed=seed,
                 )
+
+
+def _of_one_length(
+    lengths: Sequence[int], tokens: Sequence[int], batch: int | None
+) -> Iterator[str]:
+    for length in lengths or (DEFAULT_LENGTH,):
+        for total in tokens or (DEFAULT_TOKENS,):
+            yield f"{batch or max(1, total // length)}x{length}"
 
 
 def default_heads(spec: Mapping[str, Any]) -> int:

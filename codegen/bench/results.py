@@ -30,7 +30,9 @@ class Best(NamedTuple):
 class Cell:
     """One problem and everyone who was to compute it.
 
-    ours: our kernels, by stem. best_over_fa4: see `grid`. missing: why a contender has no timing.
+    ours: our kernels, by stem. best_over_fa4: see `grid`. missing: why a contender has no timing,
+    or a peer none of the ways that it has. beside: our kernels that do the same work on tensors of
+    another layout, by stem, and that layout; they are no peers.
     """
 
     problem: Problem
@@ -38,6 +40,7 @@ class Cell:
     best_over_fa4: float | None = None
     timings: dict[str, Timing] = field(default_factory=dict)
     missing: dict[str, str] = field(default_factory=dict)
+    beside: dict[str, str] = field(default_factory=dict)
 
     def tflops(self, name: str, regime: str = GRAPH) -> float | None:
         """Of the median round; None for a contender without a timing."""
@@ -45,14 +48,22 @@ class Cell:
             return None
         return self.problem.flops / self.timings[name].seconds(regime) / 1e12
 
+    def tb_per_s(self, name: str, regime: str = GRAPH) -> float | None:
+        """Of K and V, each read once, in the median round; None for one without a timing."""
+        if name not in self.timings:
+            return None
+        return self.problem.kv_bytes / self.timings[name].seconds(regime) / 1e12
+
     @property
     def peers(self) -> list[str]:
         """Those with a timing."""
-        return [name for name in self.timings if name not in self.ours]
+        known = {*self.ours, *self.beside}
+        return [name for name in self.timings if name not in known]
 
-    def fastest(self) -> str | None:
-        """Our kernel with the highest graph TFLOPS."""
-        timed = [stem for stem in self.ours if stem in self.timings]
+    def fastest(self, layout: str = "") -> str | None:
+        """Our kernel with the highest graph TFLOPS, of those beside with another layout."""
+        beside = [stem for stem, known in self.beside.items() if known == layout]
+        timed = [x for x in (beside if layout else self.ours) if x in self.timings]
         return max(timed, key=lambda stem: self.tflops(stem) or 0, default=None)
 
     def best_peer(self, regime: str = GRAPH) -> Best | None:
@@ -135,6 +146,8 @@ def lines(cells: Iterable[Cell]) -> Lines:
     for cell in cells:
         problem = cell.problem.without_lse
         for name, timing in cell.timings.items():
+            if name in cell.beside:  # its own problems are of another family
+                continue
             contender = OURS if name in cell.ours else name
             line = found.setdefault(problem.family, {}).setdefault(contender, {})
             seconds = timing.seconds(GRAPH)
@@ -170,7 +183,9 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
         "problem": asdict(cell.problem),
         **_drawn(cell.problem),
         "flops": cell.problem.flops,
+        **_of_sequences(cell.problem),
         "ours": cell.ours,
+        **({"beside": cell.beside} if cell.beside else {}),
         "contenders": {
             name: _timing_json(timing, cell.problem.flops)
             for name, timing in cell.timings.items()
@@ -183,16 +198,20 @@ def _cell_json(cell: Cell) -> dict[str, Any]:
 
 
 def _drawn(problem: Problem) -> dict[str, Any]:
-    """What its mask reads, if anything."""
-    if not problem.ranges:
-        return {}
-    values = draws.values_of(problem.spec, problem.drawn)
-    return {"drawn": {"ranges": problem.ranges, "seed": problem.seed, "values": values}}
+    """What its mask reads and how long its sequences are, if anything is said of it."""
+    found = draws.drawn_of(problem)
+    return {"drawn": found} if found else {}
+
+
+def _of_sequences(problem: Problem) -> dict[str, Any]:
+    """The bytes of K and V, for TB/s."""
+    return {"kv_bytes": problem.kv_bytes} if problem.sequences else {}
 
 
 def _timing_json(timing: Timing, flops: float) -> dict[str, Any]:
     return {
         "error": timing.error,
+        **({"way": timing.way} if timing.way else {}),
         "host_seconds": timing.host_seconds(),
         "bare_host_seconds": timing.bare_host_seconds,
         "regimes": {
@@ -217,6 +236,8 @@ def from_json(found: Mapping[str, Any]) -> Report:
             cell["best_over_fa4"],
             {name: _timing(timing) for name, timing in cell["contenders"].items()},
             cell["missing"],
+            # Runs of before there were packed sequences have none.
+            cell.get("beside", {}),
         )
         for cell in found["cells"]
     ]
@@ -234,7 +255,7 @@ def from_json(found: Mapping[str, Any]) -> Report:
 def _problem(found: Mapping[str, Any]) -> Problem:
     counts = {name: found[name] for name in ("batch", "heads", "q", "kv")}
     if "spec" in found:
-        drawn = {name: found[name] for name in ("ranges", "seed") if name in found}
+        drawn = {name: found[name] for name in draws.FIELDS if name in found}
         return Problem(found["spec"], **counts, **drawn)
     # Runs of before decision 0046 name what a problem has.
     sides = {side: found.get(f"window_{side}") for side in ("left", "right")}
@@ -264,7 +285,8 @@ def _timing(found: Mapping[str, Any]) -> Timing:
         for regime, of_regime in found["regimes"].items()
     }
     # Runs of before there was such a figure have none.
-    return Timing(found["error"], rounds, found.get("bare_host_seconds"))
+    more = (found.get("bare_host_seconds"), found.get("way", ""))
+    return Timing(found["error"], rounds, *more)
 
 
 def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
@@ -300,12 +322,21 @@ def benchmarked(report: Report, stem: str) -> dict[str, Any] | None:
                 "visible": _figure(cell.problem.visible),
                 "mask": cell.problem.mask,
                 **_drawn(cell.problem),
+                **_of_sequences(cell.problem),
                 **_figures(cell, stem),
                 "peers": {name: _figures(cell, name) for name in cell.peers},
+                **_beside(cell),
             }
             for cell in cells
         ],
     }
+
+
+def _beside(cell: Cell) -> dict[str, Any]:
+    """Our kernels of other layouts that were timed with it, if any."""
+    timed = {x: layout for x, layout in cell.beside.items() if x in cell.timings}
+    figures = {x: {"layout": of, **_figures(cell, x)} for x, of in timed.items()}
+    return {"beside": figures} if figures else {}
 
 
 def _figures(cell: Cell, name: str) -> dict[str, Any]:
@@ -316,7 +347,8 @@ def _figures(cell: Cell, name: str) -> dict[str, Any]:
     }
     host = timing.host_seconds()
     assert host is not None, "a record has all regimes"
-    return {**found, "host_us": _figure(host * 1e6)}
+    way = {"way": timing.way} if timing.way else {}
+    return {**found, "host_us": _figure(host * 1e6), **way}
 
 
 def _median_clock(timings: Sequence[Timing], regime: str) -> int | None:

@@ -11,6 +11,7 @@ from rich.table import Table
 from ..evidence import evaluation
 from . import draws
 from .overhead import Fit
+from .problems import LAYOUTS
 from .results import Cell, Report, summary
 from .timing import EAGER, GRAPH, SUSTAINED, Timing
 
@@ -31,12 +32,15 @@ def print_report(report: Report, fits: Sequence[Fit]) -> None:
 def speeds(report: Report, *, plain: bool) -> Table:
     """One row per kernel and problem, TFLOPS: as graphs everyone, in other regimes our kernel.
 
-    ``/best``: over the best peer in that regime. host us: a call of ``fmha``/of what
-    ``compile()`` returns, in eager rounds. MHz and W: of our sustained round.
+    ``/best``: over the best peer in that regime. packed, dense: our fastest kernel on the same rows
+    without pages, or as a batch of one length, and ours over it, as graphs. host us: a call of
+    ``fmha``/of what ``compile()`` returns, in eager rounds. MHz and W: of our sustained round.
     """
     columns: dict[str, Justify] = {"kernel": "left", "problem": "left"}
     columns |= dict.fromkeys((GRAPH, *report.peers), "right")
     columns |= {"best peer": "left", "/best": "right"}
+    for layout in beside(report):
+        columns |= {layout: "right", f"/{layout}": "right"}
     for regime in beside_graph(report):
         columns |= {regime: "right", f"{regime} /best": "right"}
     if EAGER in report.regimes:
@@ -52,11 +56,22 @@ def beside_graph(report: Report) -> list[str]:
     return [regime for regime in report.regimes if regime != GRAPH]
 
 
+def beside(report: Report) -> list[str]:
+    """The layouts of our kernels that some cell has beside its own."""
+    found = {layout for cell in report.cells for layout in cell.beside.values()}
+    return [layout for layout in LAYOUTS if layout in found]
+
+
 def _row(report: Report, cell: Cell, stem: str) -> list[str]:
     best = cell.best_peer()
     row = [stem, str(cell.problem)]
     row += [_number(cell.tflops(name), 0) for name in (stem, *report.peers)]
     row += [best.name if best else "-", _number(cell.over_best(stem), 2)]
+    for layout in beside(report):
+        other = cell.tflops(cell.fastest(layout) or "")
+        ours = cell.tflops(stem)
+        ratio = ours / other if ours and other else None
+        row += [_number(other, 0), _number(ratio, 2)]
     for regime in beside_graph(report):
         row.append(_number(cell.tflops(stem, regime), 0))
         row.append(_number(cell.over_best(stem, regime), 2))
@@ -117,9 +132,11 @@ def closing_lines(report: Report) -> Iterator[str]:
         )
         yield f"8192^3 bf16 matrix product {when} all problems, TFLOPS: {figures}"
     for problem in dict.fromkeys(cell.problem for cell in report.cells):
-        if draws.is_random(problem.ranges):
-            drawn = draws.summary(problem.drawn)
+        if draws.is_random(problem.ranges, problem.sequences):
+            drawn = draws.summary(problem)
             yield f"drawn for {problem.family} {problem}: {drawn}"
+    for cell in report.cells:
+        yield from _of_cell(cell)
     yield from report.notes
     reasons: dict[tuple[str, str], list[Cell]] = {}
     for cell in report.cells:
@@ -129,6 +146,21 @@ def closing_lines(report: Report) -> Iterator[str]:
         first = f"{cells[0].problem.family} {cells[0].problem}"
         more = f" and {len(cells) - 1} more" if len(cells) > 1 else ""
         yield f"no {name} for {first}{more}: {reason}"
+
+
+def _of_cell(cell: Cell) -> Iterator[str]:
+    """TB/s where time is that of loading K and V, and the ways of peers that have several."""
+    where = f"{cell.problem.family} {cell.problem}"
+    if cell.timings and cell.problem.is_decoding:
+        speeds = ", ".join(
+            f"{name} {_number(cell.tb_per_s(name), 2)}" for name in cell.timings
+        )
+        yield f"TB/s of K and V, {where}: {speeds}"
+    ways = ", ".join(
+        f"{name} {timing.way}" for name, timing in cell.timings.items() if timing.way
+    )
+    if ways:
+        yield f"fastest of several ways, {where}: {ways}"
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -42,6 +42,7 @@ BURST_LAUNCHES: Final = 2
 MOST_CALLS: Final = 500  # a stream takes about 1000 launches before its host must wait
 HOST_CALLS: Final = 100  # of a round that only the host's clock is read for
 SEED: Final = 2026
+WAY_ROUNDS: Final = 3  # that choose among the ways of a contender
 
 Launch = Callable[[], object]
 
@@ -108,11 +109,13 @@ class Timing:
     """One contender. error: relative, against float64, of one head; None when nobody looked.
 
     bare_host_seconds: the host's, per call of what our ``compile()`` returns; None for others.
+    way: how it computed the problem, the fastest of several ways; "" where there is one.
     """
 
     error: float | None
     rounds: dict[str, list[Round]] = field(default_factory=dict)  # by regime
     bare_host_seconds: float | None = None
+    way: str = ""
 
     def seconds(self, regime: str) -> float:
         """Per launch, of the median round."""
@@ -292,6 +295,21 @@ def measure(
                 one = TAKE[regime](contenders[name], device, gauge)
                 found[name].setdefault(regime, []).append(one)
     return found
+
+
+def fastest(
+    contenders: Mapping[str, Ready], device: Device, gauge: Gauge, dice: random.Random
+) -> str:
+    """Of ways to compute one problem, that of the least time as a graph: the median of some rounds.
+
+    These rounds are for the choice alone, so that it favours no one in those that are kept.
+    """
+    if len(contenders) == 1:
+        return next(iter(contenders))
+    found = measure(
+        *(contenders, device, gauge), rounds=WAY_ROUNDS, dice=dice, regimes=[GRAPH]
+    )
+    return min(found, key=lambda way: Timing(None, found[way]).seconds(GRAPH))
 
 
 def turns(

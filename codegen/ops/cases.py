@@ -187,6 +187,11 @@ class Case:
         return self.batch * self.kv_heads * self.q * self.kv
 
     @property
+    def hostile(self) -> bool:
+        """Its lengths and tables are an adversary's."""
+        return True
+
+    @property
     def emulated(self) -> bool:
         """Whether the emulator runs it; what fills a GPU it only walks."""
         return self.sm_count is not None

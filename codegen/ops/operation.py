@@ -48,6 +48,10 @@ class Sizes(Protocol):
     def lengths(self) -> Sequence[tuple[int, int]]:
         """Rows of Q and of K of each packed sequence; q and kv are those of the tensors."""
 
+    @property
+    def hostile(self) -> bool:
+        """Whether inputs of integers are an adversary's where they may be anything."""
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -125,6 +125,29 @@ def _pages(spec: Spec, lengths: Lengths, pages: int) -> list[I64]:
 
 
 def _indices(spec: Spec, sizes: Sizes) -> dict[str, NDArray[np.int32]]:
+    name, indices = CU_SEQLENS_Q.name, PACKED_FORWARD.indices(packed(spec), sizes)
+    used, table = (_hostile if sizes.hostile else _served)(spec, sizes)
+    return {
+        name: indices[name],
+        SEQUSED_K.name: used.astype(np.int32),
+        BLOCK_TABLE.name: table.astype(np.int32),
+    }
+
+
+def _served(spec: Spec, sizes: Sizes) -> tuple[I64, I64]:
+    """seqused_k and block_table as a server has them: pages of the pool in any order, each of one
+    sequence, and 0 behind its last one.
+    """
+    used = np.array([kv for _, kv in sizes.lengths], np.int64)
+    counts = -(-used // page_of(spec))
+    order = np.random.default_rng(len(used)).permutation(PAGES.size(spec, sizes))
+    table = np.zeros((sizes.batch, BLOCKS.size(spec, sizes)), np.int64)
+    for row, end, count in zip(table, np.cumsum(counts), counts, strict=True):
+        row[:count] = order[end - count : end]
+    return used, table
+
+
+def _hostile(spec: Spec, sizes: Sizes) -> tuple[I64, I64]:
     """As an adversary has them, where they may be anything.
 
     Entries of the table behind a sequence's last page are outside the pool, page 0, or pages that
@@ -147,15 +170,10 @@ def _indices(spec: Spec, sizes: Sizes) -> dict[str, NDArray[np.int32]]:
     full = used == blocks * page_of(spec)
     used += np.where(full, np.array(EXCESS)[kinds], 0)
     used = np.where(used > 0, np.minimum(used, LAST), np.array(NO_KEYS)[kinds])
-    name, indices = CU_SEQLENS_Q.name, PACKED_FORWARD.indices(packed(spec), sizes)
-    return {
-        name: indices[name],
-        SEQUSED_K.name: used.astype(np.int32),
-        BLOCK_TABLE.name: table.astype(np.int32),
-    }
+    return used, table
 
 
-def _gathered(given: Given) -> Given:
+def gathered(given: Given) -> Given:
     """The call with packed K and V, and a row of zeros behind them."""
     page = page_of(given.spec)
     table = given.inputs[BLOCK_TABLE.name].tolist()
@@ -181,12 +199,12 @@ def _taken(pool: Array, row: list[int], count: int) -> Array:
     return pool[ids].reshape(len(ids) * page, *pool.shape[2:])[:count]
 
 
-def _exact(given: Given) -> Mapping[str, Array]:
-    return PACKED_FORWARD.exact(_gathered(given))
+def _exact(given: Given, wanted: Array | None = None) -> Mapping[str, Array]:
+    return PACKED_FORWARD.exact(gathered(given), wanted)
 
 
 def _truth(given: Given, wanted: Array | None = None) -> Any:
-    return PACKED_FORWARD.truth(_gathered(given), wanted)
+    return PACKED_FORWARD.truth(gathered(given), wanted)
 
 
 def _flops(

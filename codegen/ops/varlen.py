@@ -137,8 +137,8 @@ def _sequences(given: Given) -> Iterator[tuple[Given, Rows]]:
         yield replace(given, spec=spec, inputs={**given.inputs, **batches}), rows
 
 
-def _exact(given: Given) -> dict[str, Array]:
-    """NaN in rows of no sequence."""
+def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
+    """NaN in rows of no sequence. wanted: bool [rows, heads], to which it may be limited."""
     q, v = given.inputs[Q.name], given.inputs[V.name]
     options = {"dtype": namespace(q).float64}
     if namespace(q).__name__ == "torch":
@@ -146,7 +146,10 @@ def _exact(given: Given) -> dict[str, Array]:
     out = namespace(q).full((*q.shape[:2], v.shape[-1]), math.nan, **options)
     lse = namespace(q).full((q.shape[1], q.shape[0]), math.nan, **options)
     for call, rows in _sequences(given):
-        count, found = rows.q.stop - rows.q.start, FORWARD.exact(call)
+        some = None
+        if wanted is not None:
+            some = wanted[rows.q][None]
+        count, found = rows.q.stop - rows.q.start, FORWARD.exact(call, some)
         out[rows.q] = found[OUT.name][0, :count]
         lse[:, rows.q] = found[LSE.name][0, :, :count]
     return {OUT.name: out, LSE.name: lse}
@@ -208,6 +211,7 @@ class One:
     batch: int = 1
     lists: Drawn = BY_MASK
     lengths: tuple[tuple[int, int], ...] = ()
+    hostile: bool = False
 
 
 def each_of(sizes: Sizes) -> list[One]:

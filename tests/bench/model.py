@@ -118,3 +118,17 @@ class ModelGauge:
 
     def power_watts(self) -> float | None:
         return None
+
+
+def launch_of(name: str, problem: Any, inputs: Any) -> Any:
+    """A call of a peer, in the first of its ways."""
+    from fmha_gen.bench import contenders
+
+    return next(iter(contenders.PEERS[name].launches(problem, inputs).values()))
+
+
+def error_of(launch: Callable[[], Any], problem: Any, inputs: Any) -> float:
+    """See `contenders.Right`."""
+    from fmha_gen.bench import contenders
+
+    return contenders.right_of(problem, inputs).error_of(launch)

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 from fmha_gen import cli
 from fmha_gen.bench import command, grid
 from fmha_gen.bench.command import Choice, cells_for
@@ -76,6 +78,50 @@ def test_what_masks_read_is_drawn_from_ranges_of_the_call() -> None:
         cells_for(specs, Choice(ranges={"x": [1, 1], "documents": [1, 9]}), None)
 
 
+PACKED = {"mask": "causal", "batch": "varlen"}
+PAGED = {"paged": {"page": 16}}
+
+
+def test_kernels_of_other_layouts_are_beside() -> None:
+    """Of the same work alone; pages are never beside, as no peer would have them."""
+    specs = {
+        "paged": {**spec(**PACKED, lse=True), "kv": PAGED},
+        "packed": spec(**PACKED),
+        "pack_gqa": spec(**PACKED, pack_gqa=True),
+        "dense": spec(mask="causal", lse=True),
+        "fixed": spec(q=512, kv=512, mask="causal"),
+        "full": spec(batch="varlen"),
+        "sink": spec(mask="causal", sink=True),
+        "fp16": spec(mask="causal", dtype="fp16"),
+    }
+    choice = Choice(sequences=["2x512", "512/1024", "9+5"], pools=["nhd", "vllm"])
+    cells, notes = cells_for(specs, choice, None)
+    packed = {"packed": "packed", "pack_gqa": "packed"}
+    dense, fixed = {"dense": "dense"}, {"dense": "dense", "fixed": "dense"}
+    found = {str(cell.problem): (cell.ours, cell.beside) for cell in cells}
+    assert found == {
+        "h16 2x512 causal page 16 nhd": (["paged"], packed | fixed),
+        "h16 2x512 causal page 16 vllm": (["paged"], packed | fixed),
+        "h16 512/1024 causal page 16 nhd": (["paged"], packed | dense),
+        "h16 512/1024 causal page 16 vllm": (["paged"], packed | dense),
+        "h16 9+5 causal page 16 nhd": (["paged"], packed),
+        "h16 9+5 causal page 16 vllm": (["paged"], packed),
+        "h16 2x512 causal packed": ([*packed], fixed),
+        "h16 512/1024 causal packed": ([*packed], dense),
+        "h16 9+5 causal packed": ([*packed], {}),
+        **{f"h16 {x} none packed": (["full"], {}) for x in choice.sequences},
+    }
+    why = "dense tensors, and no sequences of one length that are its work"
+    assert notes == [f"{stem} was not timed: {why}" for stem in ("sink", "fp16")]
+
+
+def test_lengths_and_pools_that_no_kernel_has() -> None:
+    with pytest.raises(UsageProblem, match="--pool nhd: no kernel has pages"):
+        cells_for({"x": spec(**PACKED)}, Choice(pools=["nhd"]), None)
+    with pytest.raises(CheckFailed, match="nothing to time\nx was not timed: dense"):
+        cells_for({"x": spec()}, Choice(sequences=["8x512"]), None)
+
+
 def test_a_grid_says_which_kernels_and_which_factors() -> None:
     rows = [
         Row("bf16", 128, 128, "none", 1, 1, 256, 1.2),
@@ -131,6 +177,14 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
         ({"choice": Choice(grid=Path("g"), batch=1)}, "--grid says all sizes"),
         ({"choice": Choice(grid=Path("g"), seeds=(1,))}, "--grid says all sizes"),
         ({"choice": Choice(tokens=[1], batch=1)}, "--batch and --tokens exclude"),
+        ({"choice": Choice([8], sequences=["8"])}, "--lengths excludes --seqlen"),
+        ({"choice": Choice(batch=1, sequences=["8"])}, "--lengths excludes --seqlen"),
+        (
+            {"choice": Choice(sequences=["8", "8y2"])},
+            '--lengths 8y2: "8y2" is no length',
+        ),
+        ({"choice": Choice(pools=["hnd"])}, "--pool hnd: the pools are vllm, nhd"),
+        ({"choice": Choice(grid=Path("g"), pools=["nhd"])}, "--grid says all sizes"),
         ({"choice": Choice(grid=Path("no.csv"))}, "no.csv: cannot be read"),
         ({"json_file": Path("no/x.json")}, "no/x.json: there is no folder no"),
         ({"plot_file": Path("x.gif")}, "--plot x.gif: the name must end in"),
@@ -198,3 +252,58 @@ def test_ranges_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 0
     ranges = {"documents": [512, 4096], "w": [-3, 4], "prefix": [7, 7]}
     assert choices == [Choice(ranges=ranges, seeds=(0, 5))]
+
+
+def test_lengths_reach_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    choices: list[Choice] = []
+    monkeypatch.setattr(command, "run", lambda *_, choice, **__: choices.append(choice))
+    options = ["--lengths", "8x2048,64x1/8192+2048/8192", "--pool", "nhd,vllm"]
+    result = CliRunner().invoke(cli.app, ["bench", "x.py", *options])
+    assert result.exit_code == 0
+    sequences = ["8x2048", "64x1/8192+2048/8192"]
+    assert choices == [Choice(sequences=sequences, pools=["nhd", "vllm"])]
+
+
+def test_the_commands_of_the_docs_time_the_rows_of_the_decisions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each names kernels that there are, and these are beside each other."""
+    text = (Path(__file__).parents[2] / "codegen/docs/bench.md").read_text("utf-8")
+    block = next(x for x in text.split("```") if x.startswith("sh\nd128="))
+    script = 'fmha-gen() { echo "$@"; }\n' + block.removeprefix("sh\n")
+    said = subprocess.run(["bash", "-c", script], capture_output=True, text=True)
+    assert said.stderr == ""
+    runs: list[tuple[Any, Choice]] = []
+    monkeypatch.setattr(command, "run", lambda x, choice, **_: runs.append((x, choice)))
+    for line in said.stdout.splitlines():
+        result = CliRunner().invoke(cli.app, line.split())
+        assert result.exit_code == 0, result.output
+    found = {}
+    for paths, choice in runs:
+        command.check_arguments(choice, None, 5, ["graph"], record=False)
+        assert all(path.parent.name == "generated" for path in paths)
+        specs = {x.stem: support.shipped_plan(x.stem).context["spec"] for x in paths}
+        cells, notes = cells_for(specs, choice, None)
+        assert notes == []
+        for cell in cells:
+            layouts = sorted({*cell.beside.values()})
+            found[f"{cell.problem.shape} {cell.problem}"] = layouts
+    packed = "causal packed"
+    assert found == {
+        f"d128 bf16 h16 8x2048 {packed}": ["dense"],
+        f"d128 bf16 h16 16x128:8192 {packed} seed 0": [],
+        f"d128 bf16 h16 zipf {packed}": [],
+        f"d128 bf16 h16 128x128 {packed}": ["dense"],
+        f"d192x128 bf16 h16 8x2048 {packed}": ["dense"],
+        **{
+            f"d128 bf16 GQA 4 h32/8 {x} causal page {page} vllm": ["dense", "packed"]
+            for x in ("8x2048", "4x4096", "2048/32768")
+            for page in (16, 128)
+        },
+        **{
+            f"d128 bf16 GQA 4 h32/8 {x} {packed}": ["dense"]
+            for x in ("8x2048", "4x4096", "2048/32768")
+        },
+        "d128 bf16 GQA 4 h32/8 32x1/8192 causal page 16 vllm": [],
+        "d128 bf16 GQA 4 h32/8 128x1/4096 causal page 16 vllm": [],
+    }

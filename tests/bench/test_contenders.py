@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from .model import error_of, launch_of
 from .test_problems import problem
 
 torch = pytest.importorskip(
@@ -87,9 +88,9 @@ def test_every_peer_computes_the_problem(
     one = asked(lse=lse, causal=causal)
     inputs = contenders.make_inputs(one, "cpu")
     assert contenders.PEERS[name].refusal(one) == ""
-    launch = contenders.PEERS[name].launch(one, inputs)
+    launch = launch_of(name, one, inputs)
     assert launch().shape == (2, 48, 4, 32)
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert 0 < error_of(launch, one, inputs) < 0.005
     told = {
         "fa4": {"causal": causal, "return_lse": lse},
         "fa3": {"causal": causal, "softcap": 0.0},
@@ -102,7 +103,7 @@ def test_a_window_is_handed_on_or_refused(calls: list[Any]) -> None:
     one = asked(window={"left": 9, "right": "none"})
     inputs = contenders.make_inputs(one, "cpu")
     for name, window in (("fa4", (9, None)), ("fa3", (9, -1))):
-        contenders.PEERS[name].launch(one, inputs)()
+        launch_of(name, one, inputs)()
         assert calls[-1][1]["window_size"] == window
         assert calls[-1][1]["causal"]
     assert contenders.PEERS["cudnn"].refusal(one) == "takes no window"
@@ -173,13 +174,13 @@ def test_documents_are_packed_sequences(
     else:
         assert contenders.PEERS[name].refusal(one) == ""
     inputs = contenders.make_inputs(one, "cpu")
-    launch = contenders.PEERS[name].launch(one, inputs)
+    launch = launch_of(name, one, inputs)
     assert launch().shape == (2, q, 4, 32)
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert 0 < error_of(launch, one, inputs) < 0.005
     assert varlen.calls[0]["q"].data_ptr() == inputs.q.data_ptr(), "copied"
     other = replace(one, seed=1)  # other documents
     given = contenders.make_inputs(other, "cpu")
-    assert contenders.error_of(launch, other, given) > contenders.WRONG
+    assert error_of(launch, other, given) > contenders.WRONG
 
 
 class OfVllm:
@@ -228,7 +229,7 @@ def test_our_kernel_is_given_what_its_mask_reads() -> None:
     assert (start.dtype, start.shape, left) == (torch.int32, (2, 48), 7)
     for fault, right in (("", True), ("takes the next batch's documents", False)):
         launch = contenders.ours(FakeKernel(spec(**one.spec), fault), inputs)
-        error = contenders.error_of(launch, one, inputs)
+        error = error_of(launch, one, inputs)
         assert (error < 0.005) if right else (error > contenders.WRONG)
     calls: list[Any] = []
     kernel: Any = SimpleNamespace(
@@ -248,10 +249,10 @@ def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> Non
     assert inputs.sink is not None and inputs.sink.dtype == torch.float32
     assert torch.equal(inputs.sink.bfloat16().float(), inputs.sink)
     kernel = FakeKernel(spec(**one.spec))
-    assert contenders.error_of(contenders.ours(kernel, inputs), one, inputs) < 0.005
+    assert error_of(contenders.ours(kernel, inputs), one, inputs) < 0.005
     ignored = FakeKernel(spec(**one.spec), "ignores the sink")
     launch = contenders.ours(ignored, inputs)
-    assert contenders.error_of(launch, one, inputs) > contenders.WRONG
+    assert error_of(launch, one, inputs) > contenders.WRONG
 
     def fa4(*tensors: Any, learnable_sink: Any, **options: Any) -> Any:
         assert learnable_sink.dtype == torch.bfloat16
@@ -262,7 +263,7 @@ def test_sinks_reach_those_who_take_them(monkeypatch: pytest.MonkeyPatch) -> Non
         module.flash_attn_func = function  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, name, module)
     launch = contenders.fa4(one, inputs)
-    assert contenders.error_of(launch, one, inputs) < 0.005
+    assert error_of(launch, one, inputs) < 0.005
     for peer in ("cudnn", "fa3"):  # FlashAttention-3's own package
         assert contenders.PEERS[peer].refusal(one) == "takes no sink"
 
@@ -274,7 +275,7 @@ def test_lists_reach_our_kernel_and_those_who_take_them() -> None:
     assert {x.dtype for x in inputs.by_name.values()} == {torch.int32}
     for fault, right in (("", True), ("loses a block", False)):
         launch = contenders.ours(FakeKernel(spec(**one.spec), fault), inputs)
-        error = contenders.error_of(launch, one, inputs)
+        error = error_of(launch, one, inputs)
         assert (error < 0.005) if right else (error > contenders.WRONG)
     for name, peer in contenders.PEERS.items():
         assert ("takes no blocks" in peer.refusal(one)) == (name != "flex")
@@ -288,10 +289,10 @@ def test_slopes_are_those_of_models() -> None:
 def test_a_wrong_mask_or_a_late_nan_is_an_error(calls: list[Any]) -> None:
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     launch = contenders.fa4(asked(causal=False), inputs)
-    assert contenders.error_of(launch, PROBLEM, inputs) > contenders.WRONG
+    assert error_of(launch, PROBLEM, inputs) > contenders.WRONG
     out = contenders.fa4(PROBLEM, inputs)()
     out[-1, -1, -1, -1] = float("nan")
-    error = contenders.error_of(lambda: out, PROBLEM, inputs)
+    error = error_of(lambda: out, PROBLEM, inputs)
     assert not error <= contenders.WRONG
 
 
@@ -459,7 +460,7 @@ def test_fa3_of_vllm_is_called_with_packed_sequences(
     monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
     inputs = contenders.make_inputs(PROBLEM, "cpu")
     one = asked(window={"left": 9, "right": 0}, softcap=30.0)
-    found = fa3.launch(one, *inputs.qkv, {"sink": torch.ones(4)})()
+    found = fa3.launches(one, *inputs.qkv, {"sink": torch.ones(4)})[""]()
     assert loaded == [str(library)]
     assert found.shape == (*inputs.q.shape[:3], inputs.v.shape[3])
     (call,) = calls

@@ -170,7 +170,7 @@ def test_names_say_what_is_drawn() -> None:
     assert str(one) == "b2 h4 s200 causal documents 9:70 seed 5"
     lengths = [n for each in one.drawn["documents"] for n in each]
     said = f"{len(lengths)} documents, {min(lengths)} to {max(lengths)}"
-    assert draws.summary(one.drawn) == said
+    assert draws.summary(one) == said
     left = {"left": "argument", "right": "none"}
     one = problem(2, 4, 4, 200, 200, causal=True, window=left, ranges=ranges, seed=5)
     assert one.band == Band(33, 0)

@@ -13,6 +13,7 @@ from fmha_gen.expressions.language import Name, parse
 from fmha_gen.expressions.solve import form_of
 from fmha_gen.ops import lists
 
+from .model import error_of, launch_of
 from .test_problems import problem
 
 torch = pytest.importorskip(
@@ -77,9 +78,9 @@ def test_it_computes_the_problem(q: int, kv: int, fields: dict[str, Any]) -> Non
     one = problem(2, 4, 2, q, kv, 32, 16, ranges=RANGES, **fields)
     inputs = contenders.make_inputs(one, "cpu")
     assert contenders.PEERS["flex"].refusal(one) == ""
-    launch = contenders.PEERS["flex"].launch(one, inputs)
+    launch = launch_of("flex", one, inputs)
     assert launch().shape == (2, q, 4, 16)
-    assert 0 < contenders.error_of(launch, one, inputs) < 0.005
+    assert 0 < error_of(launch, one, inputs) < 0.005
 
 
 @pytest.mark.parametrize(
@@ -95,7 +96,7 @@ def test_another_problem_is_an_error(wrong: dict[str, Any]) -> None:
         by_name={"sink": torch.full((2,), float(wrong.get("sink", 0)))}
     )
     launch = contenders.flex_attention(other, given if "sink" in wrong else inputs)
-    assert contenders.error_of(launch, one, inputs) > contenders.WRONG
+    assert error_of(launch, one, inputs) > contenders.WRONG
 
 
 def test_blocks_without_a_key_are_not_in_its_lists() -> None:
@@ -177,7 +178,7 @@ def test_fa4_is_told_of_an_expression_by_the_same_lists(
     for one in several:
         assert contenders.PEERS["fa4"].refusal(one) == ""
         inputs = contenders.make_inputs(one, "cpu")
-        assert contenders.error_of(contenders.fa4(one, inputs), one, inputs) < 1e-6
+        assert error_of(contenders.fa4(one, inputs), one, inputs) < 1e-6
         hashes.add(fa4.mask_mod(one, inputs.by_name).__cute_hash__)
     assert len(hashes) == 5
     longer = problem(1, 2, 2, 300, 401, 32, **chunks)

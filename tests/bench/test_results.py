@@ -314,7 +314,7 @@ def test_json_and_record_keep_what_was_drawn() -> None:
     again = results.from_json(data)
     assert again == found and again.cells[0].problem.drawn["documents"] == lengths
     said = [line for line in tables.closing_lines(found) if line.startswith("drawn")]
-    assert said == [f"drawn for {drawn.family} {drawn}: {draws.summary(drawn.drawn)}"]
+    assert said == [f"drawn for {drawn.family} {drawn}: {draws.summary(drawn)}"]
     json.dumps(record)
 
 

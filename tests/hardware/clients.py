@@ -481,7 +481,9 @@ def varlen_attn(setup: Setup) -> Found:
     logs = torch.cat([x for _, x in exact], 1)
     off = (lse.double() - logs).abs().max().item()
     require(off < 1e-3, f"lse is off by {off:.1e}")
-    with peer("FA4"):  # called itself: PyTorch's registration wants two results, and it has more
+    with peer(
+        "FA4"
+    ):  # called itself: PyTorch's registration wants two results, and it has more
         packed = importlib.import_module("flash_attn.cute").flash_attn_varlen_func
         given = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
         given |= {"max_seqlen_q": most, "max_seqlen_k": most}

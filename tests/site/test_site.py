@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import pytest
 import support
-from fmha_gen.bench import problems
+from fmha_gen.bench import draws, problems
 from fmha_gen.cli import app
 from fmha_gen.errors import CheckFailed, EnvironmentProblem
 from fmha_gen.show.website import command as website
@@ -89,11 +89,13 @@ def benchmark(
     gpu: str = "NVIDIA H200",
     cells: Sequence[tuple[int, float, Mapping[str, float]]] = FULL,
     drawn: Sequence[Any] = (),
+    counts: Sequence[Mapping[str, int]] = (),
     **more: Any,
 ) -> None:
     """Give a kernel's record a run, whatever it has.
 
-    drawn: what the mask of each cell read. more: of all cells.
+    drawn: what the mask of each cell read. counts: of each, where they are others. more: of all
+    cells.
     """
     path = generated / "records" / f"{stem}.json"
     record = json.loads(path.read_text("utf-8"))
@@ -101,13 +103,15 @@ def benchmark(
     heads, made = problems.default_heads(spec), []
     for length, tflops, peers in cells:
         figures = dict.fromkeys(("burst_tflops", "sustained_tflops"), tflops)
-        counts = {"heads": heads, "kv_heads": heads // spec["q_per_kv"]}
-        counts |= {"batch": 16384 // length, "q": length, "kv": length}
+        usual = {"heads": heads, "kv_heads": heads // spec["q_per_kv"]}
+        usual |= {"batch": 16384 // length, "q": length, "kv": length}
         by_peer = {name: {"graph_tflops": each} for name, each in peers.items()}
         figures |= {"graph_tflops": tflops, "mask": "none", "peers": by_peer}
-        made.append({**figures, **counts, **more})
+        made.append({**figures, **usual, **more})
     for cell, each in zip(made, drawn, strict=False):
         cell["drawn"] = each
+    for cell, others in zip(made, counts, strict=False):
+        cell |= others
     named = {key: record["compiled"][key] for key in ("ptx_sha256", "launch_sha256")}
     run = {"gpu": gpu, "driver": "580", "rounds": 5, "cells": made, **named}
     versions = {"dsl": "4.8.1", "fa3": None, "fa4": "4.0"}
@@ -248,7 +252,9 @@ def test_the_speed_page_has_the_fastest_of_every_problem(site: Path) -> None:
         spec = support.shipped_plan(stem).context["spec"]
         for cell in (cell for run in record["benchmarked"] for cell in run["cells"]):
             counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
-            one = problems.problem_for(spec, **counts)
+            drawn = {x: cell.get("drawn", {}).get(x) for x in draws.FIELDS}
+            read = {x: said for x, said in drawn.items() if said is not None}
+            one = problems.problem_for(spec, **counts, **read)
             key = f"{one.shape}, {one}"
             best[key] = max(best.get(key, 0), cell["graph_tflops"])
     shown = [row for rows in rows_of_speed(site).values() for row in rows]
@@ -424,6 +430,49 @@ def test_draws_are_told_apart(tmp_path: Path) -> None:
     for seed in (0, 1):
         assert f"s512 causal documents 512:4096 seed {seed}" in rows
     assert {"d128 bf16 documents, causal"} <= words_of(folder / "speed1.svg")
+
+
+def test_packed_sequences_and_pages_are_kinds_of_their_own(tmp_path: Path) -> None:
+    """Cells as `bench` records them, beside the figures of a kernel of another layout."""
+    stems = {
+        "sm90_d128_bf16_causal_varlen_lse": "",
+        "sm90_d128_bf16_causal_gqa4_page16_varlen_lse": "nhd",
+    }
+    specs, generated, folder = small(tmp_path, *stems)
+    for stem, pool in stems.items():
+        spec = support.shipped_plan(stem).context["spec"]
+        drawn, counts = [], []
+        for said in ("8x2048", "zipf", "5x99:200/300", "32x1/8192"):
+            one = problems.packed_problem_for(
+                spec, heads=16, sequences=said, seed=3, pool=pool
+            )
+            drawn.append(json.loads(json.dumps(draws.drawn_of(one))))
+            names = ("batch", "heads", "kv_heads", "q", "kv")
+            counts.append({name: getattr(one, name) for name in names})
+        cells = [(one["q"], 500.0, {"fa3": 400.0, "fa4": 450.0}) for one in counts]
+        beside = {"other": {"layout": "dense", "graph_tflops": 600.0}}
+        benchmark(
+            generated, stem, cells=cells, drawn=drawn, counts=counts, beside=beside
+        )
+    website.write([specs], generated, folder)
+    packed, paged = rows_of_speed(folder).items()
+    assert packed[0] == "packed sequences"
+    assert paged[0] == "packed sequences, paged K and V"
+    words = "causal packed"
+    for rows, shape, heads in (
+        (packed[1], "d128 bf16", "16"),
+        (paged[1], "d128 bf16 GQA 4", "16/4"),
+    ):
+        assert {row["problem"] for row in rows} == {
+            f"{shape}, h{heads} 8x2048 {words}",
+            f"{shape}, h{heads} zipf {words}",
+            f"{shape}, h{heads} 5x99:200/300 {words} seed 3",
+            f"{shape}, h{heads} 32x1/8192 {words}",
+        }
+        assert {row["of best peer"] for row in rows} == {"1.11 of fa4"}
+        words = "causal page 16 nhd"
+    bars = words_of(folder / "kernels" / f"{stem}.speed1.svg")
+    assert {"heads 16/4, lengths 8x2048, nhd pool", "500 ours", "seed 3"} <= bars
 
 
 def test_charts_need_matplotlib(

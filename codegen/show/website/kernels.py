@@ -215,9 +215,14 @@ def _problem(cell: Cell) -> str:
     if cell["q"] != cell["kv"]:
         length += f" x {cell['kv']}"
     found = f"batch {cell['batch']}, heads {heads}, length {length}"
-    if "drawn" in cell:
+    if drawn := cell.get("drawn"):
+        sequences = drawn.get("sequences", "")
+        if sequences:
+            pool = f", {drawn['pool']} pool" if "pool" in drawn else ""
+            found = f"heads {heads}, lengths {sequences}{pool}"
         # A line of its own in a chart, whose labels are narrow.
-        found += f",\n{draws.words(cell['drawn']['ranges'], cell['drawn']['seed'])}"
+        words = draws.words(drawn["ranges"], drawn["seed"], sequences)
+        found += f",\n{words}" if words else ""
     return found
 
 

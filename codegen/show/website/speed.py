@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from ...bench import plot
+from ...bench import draws, plot
 from ...bench.problems import Problem, problem_for
 from ...bench.results import OURS, Lines
 from ...evidence import table
@@ -22,6 +22,7 @@ from .pages import Charts
 
 PLAIN: Final = "causal and full"
 KINDS: Final[Mapping[str, str]] = {
+    **{"batch": "packed sequences", "kv": "paged K and V"},
     **{"window": "windows", "documents": "documents", "prefix": "prefix"},
     **{"blocks": "block lists", "mask": "mask expressions", "softcap": "softcap"},
     **{"alibi": "ALiBi", "score": "score expressions", "bias": "bias", "sink": "sinks"},
@@ -154,7 +155,7 @@ def _problem(kernel: Kernel, cell: Cell) -> Problem:
     spec = kernel.plan.context["spec"]
     counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
     drawn = cell.get("drawn", {})
-    more = {name: drawn[name] for name in ("ranges", "seed") if name in drawn}
+    more = {name: drawn[name] for name in draws.FIELDS if name in drawn}
     return problem_for(spec, **counts, **more).without_lse
 
 
@@ -182,7 +183,7 @@ def _number(name: str) -> tuple[int, str]:
 
 def _place(timed: Timed) -> tuple[Any, ...]:
     problem = timed.problem
-    return plot.by_number((problem.family, "")), problem.batch * problem.q, problem.kv
+    return plot.by_number((problem.family, "")), problem.tokens, problem.length
 
 
 def _lines(timed: Sequence[Timed]) -> Lines:
