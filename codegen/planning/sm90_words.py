@@ -67,7 +67,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if has["lpt_order"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    yield from words.packed(has)
+    yield from words.sequences(has)
     if traits.packed:
         yield "Rows of a query tile are (position, head of the group), heads fastest."
     if has["cluster_size"] > 1:

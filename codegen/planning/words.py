@@ -134,7 +134,7 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
     return "rows before the end only" if has["q_tail"] else "unpredicated"
 
 
-def packed(has: Mapping[str, Any]) -> Iterator[str]:
+def sequences(has: Mapping[str, Any]) -> Iterator[str]:
     """How a warp finds rows of packed sequences and pages, where there are such."""
     if has["varlen"]:
         yield (
