@@ -117,7 +117,7 @@ def _tile_statements(has: Mapping[str, Any]) -> Iterator[str]:
         yield f"A {owner} for each tile{order}."
     if has["lpt_order"] and not has["varlen"]:
         yield "A section of SM count // SMS_PER_HEAD heads is done before the next one starts."
-    yield from words.packed(has, "The store warp")
+    yield from words.sequences(has, "The store warp")
     if has["cluster_size"] > 1:
         loads = "each loads for itself"
         if has["pair"]:

@@ -67,7 +67,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if has["lpt_order"] and not has["varlen"]:
         of = "pairs of heads" if has["cluster_heads"] > 1 else f"{head}s"
         yield f"A section of SM count // SMS_PER_HEAD {of} is done before the next one starts."
-    yield from words.packed(has, "Warp 3")
+    yield from words.sequences(has, "Warp 3")
     if has["split_k"]:
         yield "Two warps load K, whose ring is the shorter one, half of its boxes each."
     if traits.packed:

@@ -134,7 +134,7 @@ def tail_of_rows(has: Mapping[str, Any]) -> str:
     return "rows before the end only" if has["q_tail"] else "unpredicated"
 
 
-def packed(has: Mapping[str, Any], scheduler: str) -> Iterator[str]:
+def sequences(has: Mapping[str, Any], scheduler: str) -> Iterator[str]:
     """How packed sequences are dealt out, and how pages are loaded, where there are such.
 
     scheduler: the warp that finds work tiles, as the subject of a sentence.

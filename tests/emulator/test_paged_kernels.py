@@ -121,16 +121,14 @@ FAULTS = {
 }
 
 
-SEARCH = "    wave, q_tile, head, more, problem = sequence_tile(Int32(-1)"
 FAULTS_100 = {
     "V is in the stages of K": (
-        *("pages", f"    v_state.advance()\n{SEARCH}"),
-        SEARCH,
+        *("pages", "            kv_state.advance()  # K's\n"),
+        "",
     ),
     "K is in every stage": (
-        "pages",
-        "            k_state.advance()\n            k_state.advance()\n",
-        "            k_state.advance()\n",
+        *("pages", "            kv_state.advance()  # V's\n"),
+        "",
     ),
     "boxes begin behind the last key": FAULTS["boxes begin behind the last key"],
     "a row too many is in use": FAULTS["a row too many is in use"],
@@ -143,8 +141,8 @@ FAULTS_100 = {
     "V is K": FAULTS["V is K"],
     "K is of the query's head": (
         "pages",
-        "load_pages(k, sK, pipes.kv, k_state, block, head // Q_PER_KV, problem)",
-        "load_pages(k, sK, pipes.kv, k_state, block, head, problem)",
+        "load_pages(k, sK, pipes.kv, kv_state, block, head // Q_PER_KV, problem)",
+        "load_pages(k, sK, pipes.kv, kv_state, block, head, problem)",
     ),
 }
 
@@ -213,8 +211,8 @@ WALKED = {
 WALKED_100 = {
     **WALKED,
     "K is of the block behind": (
-        "load_pages(k, sK, pipes.kv, k_state, block,",
-        "load_pages(k, sK, pipes.kv, k_state, block + 1,",
+        "load_pages(k, sK, pipes.kv, kv_state, block,",
+        "load_pages(k, sK, pipes.kv, kv_state, block + 1,",
     ),
 }
 
