@@ -573,7 +573,10 @@ class _Check:
         return ""
 
     def _order(self, loads: Mapping[str, Boxes | None], stored: Boxes) -> Iterator[str]:
-        """K, V and the stores of each CTA follow the order in which it loads Q."""
+        """K, V and the stores of each CTA follow the order in which it loads Q.
+
+        By warps: those that load parts of the same blocks need not wait for each other.
+        """
         q, k, v = loads["q"], loads["k"], loads["v"]
         assert q is not None and k is not None and v is not None
         work, stored_work = self._work(q), self._work(stored)
@@ -586,8 +589,10 @@ class _Check:
                 for name, boxes in (("k", k), ("v", v)):
                     here = (boxes.cluster == cluster) & (boxes.by == rank)
                     here &= boxes.cta == np.min(boxes.cta[here], initial=1 << 30)
-                    blocks = self._sequence(boxes.where(here))
-                    yield from self._compare(name, blocks, wanted, turns, who)
+                    for warp in np.unique(boxes.warp[here]).tolist():
+                        own = boxes.where(here & (boxes.warp == warp))
+                        blocks = self._sequence(own)
+                        yield from self._compare(name, blocks, wanted, turns, who)
                 here = (stored.cluster == cluster) & (stored.cta == rank)
                 for warp in np.unique(stored.warp[here]).tolist():
                     order = _without_repeats(stored_work[here & (stored.warp == warp)])
