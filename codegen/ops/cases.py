@@ -792,7 +792,11 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if tiles.level:
         # Tiles of one, two and three levels, and more than one sequence of a level.
         level, more = tiles.level * rows, rows // 2 + 1
-        several = ((rows + 1, 2 * level + 5), (level + more, level + more), (rows, level))
+        several = (
+            (rows + 1, 2 * level + 5),
+            (level + more, level + more),
+            (rows, level),
+        )
         yield case("levels", ((1, 3), *several), clusters=3, timing=True)
     # Offsets before the first row and behind the last: sequences are cut.
     out = ((few, 70), (0, 3), (64, few), (few, block))

@@ -335,10 +335,10 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         warps = "4: every warp of softmax"
         yield Barrier("bias_empty", halves, 4, warps, "load")
     if is_packed(traits.spec):
-        warps = 4 * (halves + 1) + (3 if traits.page is None else 4)
-        freed = f"{warps}: every warp"
+        takers = 4 * (halves + 1) + (3 if traits.page is None else 4)
+        freed = f"{takers}: every warp"
         yield Barrier("tile_full", TILE_STAGES, 1, "1: the store warp", "every warp")
-        yield Barrier("tile_empty", TILE_STAGES, warps, freed, "store")
+        yield Barrier("tile_empty", TILE_STAGES, takers, freed, "store")
     commit, threads = "1: a commit", "128"
     users = 32 * (4 * halves + 5)
     if traits.pair:

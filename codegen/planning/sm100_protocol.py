@@ -74,9 +74,8 @@ def _lanes(
     of = "of the leader" if roles.traits.pair else ""
     loading = roles.load_tile() if end else roles.load_block()
     packed = end and is_packed(roles.traits.spec)
-    taken, taken_by_four = (
-        ((take_tile(n),) if packed else ()) for n in (1, _WARPS)
-    )
+    taken = (take_tile(1),) if packed else ()
+    taken_by_four = (take_tile(_WARPS),) if packed else ()
     if roles.traits.page is None:
         yield Lane("load", f"warp {first + 4}", others, (*taken, *loading))
     else:
@@ -89,10 +88,10 @@ def _lanes(
     warps = f"warp {first + 5} {of}".rstrip()
     yield Lane("mma", warps, others, (*taken, *multiplying))
     for half in range(halves):
-        steps = roles.softmax_tile(half) if end else roles.softmax_block(half)
+        softening = roles.softmax_tile(half) if end else roles.softmax_block(half)
         name = f"softmax {half}" if halves > 1 else "softmax"
         warps = f"warps {4 * half} to {4 * half + 3}"
-        yield Lane(name, warps, softmax, (*taken_by_four, *steps))
+        yield Lane(name, warps, softmax, (*taken_by_four, *softening))
     correcting = roles.correct_tile() if end else roles.correct_block()
     warps = f"warps {first} to {first + 3}"
     yield Lane("correction", warps, correction, (*taken_by_four, *correcting))

@@ -125,7 +125,10 @@ class Traits(shared.Traits):
     def split_k(self) -> bool:
         """Two warps load K: one alone would issue its boxes for as long as a block takes."""
         page = self.page
-        return page is not None and self.sizes.tile_kv // math.gcd(page, self.sizes.tile_kv) > 2
+        return (
+            page is not None
+            and self.sizes.tile_kv // math.gcd(page, self.sizes.tile_kv) > 2
+        )
 
     @property
     def early_wait(self) -> bool:

@@ -27,7 +27,9 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
             yield Lane("producer", "warp 0", split.producer, (*taken, *produce))
         else:
             for number, rings in enumerate(("qk", "v", "k" if traits.split_k else "")):
-                own = tuple(x for x in produce if any(_fills(x, ring) for ring in rings))
+                own = tuple(
+                    x for x in produce if any(_fills(x, ring) for ring in rings)
+                )
                 name = " and ".join(rings.upper())
                 role, warp = f"producer of {name}", f"warp {number}"
                 if rings:

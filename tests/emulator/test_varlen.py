@@ -96,7 +96,10 @@ FAULTS = {
         "level = cutlass.select_(tile < through - 1, middle, level)",
     ),
     "query tiles without keys are in no level": (
-        *("few_keys", "return cutlass.select_(level > 0, longer, tiles_of_head(sequence))"),
+        *(
+            "few_keys",
+            "return cutlass.select_(level > 0, longer, tiles_of_head(sequence))",
+        ),
         "return longer",
     ),
     "the first group is taken again": (
@@ -374,9 +377,7 @@ def dealt_out(
         for tile in range(count):
             seen = max(keys - (count - tile), 0) // level if level else max(keys, 1)
             at = begins[number] + tile * rows
-            tiles += [
-                (number // 32, -seen, number, head, -tile, at) for head in heads
-            ]
+            tiles += [(number // 32, -seen, number, head, -tile, at) for head in heads]
     found: list[list[tuple[int, int]]] = [[] for _ in range(case.sm_count)]
     for place, (*_, head, _, at) in enumerate(sorted(tiles)):
         wave, cta = divmod(place, case.sm_count)

@@ -443,7 +443,9 @@ def test_packed_cases_have_tiles_of_several_levels(constants):
     assert (tiles.level > 0) == masks.of_spec(spec).uneven
     for case in emulated(cases):
         if case.name.startswith("levels"):
-            levels = [-(-kv // tiles.positions // tiles.level) for _, kv in case.lengths]
+            levels = [
+                -(-kv // tiles.positions // tiles.level) for _, kv in case.lengths
+            ]
             assert max(levels) == 3 and levels.count(2) == 1
             return
     assert not tiles.level

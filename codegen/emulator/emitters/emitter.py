@@ -232,7 +232,9 @@ class Emitter:
         """What a register is set to by the one instruction that writes it, if that is a `mov`."""
         writers = [x for x in self.program.instructions if register in x.operands[:1]]
         one = writers[0] if len(writers) == 1 else None
-        return one.operands[1] if one and one.opcode == "mov" and not one.guard else None
+        return (
+            one.operands[1] if one and one.opcode == "mov" and not one.guard else None
+        )
 
     def only(self, instruction: Instruction, allowed: Iterable[str]) -> None:
         """Refuses modifiers that the table lists for other forms of the opcode."""
