@@ -106,10 +106,10 @@ class Tiles:
 
     sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
     starts the next ones; 0 for other kernels. level: query tiles of a head that a causal kernel of
-    packed sequences takes in a row, which have about as many keys; 0 for other kernels. q_releases: arrivals that free each Q stage once.
-    packed: query heads whose rows a tile holds. single: a cluster has one work tile, whatever the
-    number of SMs. slack: [log2] by which scores may exceed their reference, 0
-    where that is constant.
+    packed sequences takes in a row, which have about as many keys; 0 for other kernels.
+    q_releases: arrivals that free each Q stage once. packed: query heads whose rows a tile holds.
+    single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
+    may exceed their reference, 0 where that is constant.
     """
 
     q: int  # [rows]

@@ -88,10 +88,10 @@ def _lanes(
     warps = f"warp {first + 5} {of}".rstrip()
     yield Lane("mma", warps, others, (*taken, *multiplying))
     for half in range(halves):
-        softening = roles.softmax_tile(half) if end else roles.softmax_block(half)
+        making_p = roles.softmax_tile(half) if end else roles.softmax_block(half)
         name = f"softmax {half}" if halves > 1 else "softmax"
         warps = f"warps {4 * half} to {4 * half + 3}"
-        yield Lane(name, warps, softmax, (*taken_by_four, *softening))
+        yield Lane(name, warps, softmax, (*taken_by_four, *making_p))
     correcting = roles.correct_tile() if end else roles.correct_block()
     warps = f"warps {first} to {first + 3}"
     yield Lane("correction", warps, correction, (*taken_by_four, *correcting))
