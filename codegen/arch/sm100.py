@@ -40,7 +40,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
-    mean_lines=1140,
+    mean_lines=1150,
     mma_class="UTCHMMA",
     sass_classes={
         "UTCHMMA": "UTCHMMA",
