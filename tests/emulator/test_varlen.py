@@ -165,7 +165,7 @@ FAULTS = {
 }
 
 
-NEXT = "_, _, more, problem = take_tile(ring, tile_state, problem)"
+NEXT = "q_tile, _, more, problem = take_tile(ring, tile_state, problem)"
 FAULTS_100 = {
     "half of a tile behind its sequence is loaded": (
         *("mixed", "cutlass.max(left, 1)"),
@@ -208,13 +208,8 @@ FAULTS_100 = {
         "if first_row + lane <= problem.seqlen_q:",
     ),
     "a CTA without a tile goes on": FAULTS["a CTA without a tile goes on"],
-    "a work tile is overwritten": FAULTS["a work tile is overwritten"],
     "a work tile is read before it is there": (
         FAULTS["a work tile is read before it is there"]
-    ),
-    "the warp that loads does not free work tiles": (
-        *("mixed", "TILE_RELEASES = 15"),
-        "TILE_RELEASES = 14",
     ),
 }
 
