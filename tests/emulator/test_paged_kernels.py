@@ -194,8 +194,8 @@ def test_a_launch_serves_other_lengths_and_tables(stem: str) -> None:
 WALKED = {
     "": ("", ""),
     "K is of the block behind": (
-        "load_pages(k, rings.sK, rings.k, k_state, block,",
-        "load_pages(k, rings.sK, rings.k, k_state, block + 1,",
+        "k_state,\n                block,\n",
+        "k_state,\n                block + 1,\n",
     ),
     "each box has the first one's page": (
         "shuffle_sync(each, i) for each in places",

@@ -403,6 +403,15 @@ LONGEST_LISTS = LONGEST | {
     "cluster": [1, 1],
     "multicast": "none",
 }
+SLOPED = LONGEST | {  # one slope for all rows, set behind each tile
+    "dtype": "fp16",
+    "head_dim": {"qk": 64, "v": 224},
+    "seqlen": {"q": 596, "kv": 32767},
+    "mask": "none",
+    "window": {"left": "none", "right": "none"},
+    "score": "2 * s + (kv - q) / 64",
+    "stages": {},
+}
 BIASED = LONGEST | {"head_dim": 128, "bias": "bf16", "tile": {"kv": 64}}
 
 
@@ -411,6 +420,7 @@ BIASED = LONGEST | {"head_dim": 128, "bias": "bf16", "tile": {"kv": 64}}
 @example(LONGEST)
 @example(LONGEST_PACKED)
 @example(LONGEST_LISTS)
+@example(SLOPED)
 @example(BIASED)
 def test_text(fields: Fields) -> None:
     kernel = planned(fields)
