@@ -228,6 +228,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "split_k": traits.split_k,
+        "uneven": False,
         "strips": traits.strips,
         "one_block": traits.one_block,
         "early_wait": traits.early_wait,
