@@ -287,6 +287,11 @@ def refused() -> Any:
         yield paged, held, f"out: shares memory with {name}"
     yield paged, put("seqused_k", lambda x: x[:3]), "seqused_k: needs shape"
     yield paged, put("cu_seqlens_q", lambda x: x[:4]), "seqused_k: needs shape"
+    yield rows, put("cu_seqlens_k", lambda x: x[:4]), "cu_seqlens_k: needs shape"
+    yield rows, put("cu_seqlens_k", torch.Tensor.long), "cu_seqlens_k: needs dtype"
+    yield rows, put("v", lambda x: x[:-1]), "k: needs shape"  # v says how many
+    yield sunk, put("sink", lambda x: x[:8]), "sink: needs shape"
+    yield sunk, put("sink", torch.Tensor.half), "sink: needs dtype"
     starts = torch.zeros(5, dtype=torch.int32)
     yield paged, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_q: needs"
     yield dense, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_k: needs"
