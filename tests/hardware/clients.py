@@ -706,12 +706,14 @@ def streams(setup: Setup) -> Found:
 
 def host(setup: Setup) -> Found:
     """Small problems, so that the GPU is done sooner."""
-    from tests.vendor.host_cost import calls
+    from tests.vendor.host_cost import calls, checks
 
     found = {}
     for name, call in calls(setup.package, setup.device.name).items():
         call()
+        before = checks(setup.package)
         found[name] = setup.device.host_seconds(call)
+        require(checks(setup.package) == before, f"{name}: not launched at once")
     return Found("medians", found)
 
 

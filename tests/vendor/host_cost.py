@@ -29,7 +29,8 @@ from .standins import imported, packed, tensors
 
 DENSE = "sm90_d128_bf16_causal_gqa4"
 PAGED = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
-STEMS = (DENSE, PAGED, "sm90_d128_bf16_causal_gqa4_varlen")
+FEW = "sm90_d128_bf16_causal_gqa4_pack_page16_varlen_t64x128"  # gives no LSE
+STEMS = (DENSE, PAGED, "sm90_d128_bf16_causal_gqa4_varlen", FEW)
 ADAPTERS = ("flash_attention", "sglang", "vllm")
 CALLS, REPEATS = 1000, 25
 
@@ -47,7 +48,11 @@ def costs(calls: dict[str, Callable[[], Any]]) -> dict[str, list[float]]:
 
 
 def calls(package: ModuleType, device: str = "cpu") -> dict[str, Callable[[], Any]]:
-    """A call of each function of a package that has its adapters, by what it is."""
+    """A call of each function of a package that has its adapters, by what it is.
+
+    few: says that sequences have few queries, and so gets a kernel that gives no LSE; those with
+    pages but for them have one, asked for or not.
+    """
     flash, sglang, vllm = (
         importlib.import_module(f"{package.__name__}.{name}_adapter")
         for name in ADAPTERS
@@ -62,13 +67,16 @@ def calls(package: ModuleType, device: str = "cpu") -> dict[str, Callable[[], An
     out = torch.empty_like(q)
     rows, pages = there(packed(**heads)), there(packed(page=16, **heads))
     into = torch.empty_like(rows["q"])
-    more = {"max_seqlen_q": 60, "max_seqlen_k": 70, "out": into}
+    few = {"max_seqlen_q": 60}
+    more = few | {"max_seqlen_k": 70, "out": into}
     cache = {**pages, "k_cache": pages["k"], "v_cache": pages["v"], "out": into}
     cache |= {
         "cache_seqlens": cache.pop("seqused_k"),
         "page_table": cache.pop("block_table"),
     }
     del cache["k"], cache["v"]
+    queries = {"q": rows["q"][:4, None], "cu_seqlens_q": None, "out": into[:4, None]}
+    table = {"cu_seqlens_k": None, "max_seqlen_k": 70}
 
     def bare(name: str, *given: Any) -> Callable[[], Any]:
         kernel = package.load(name)
@@ -85,12 +93,28 @@ def calls(package: ModuleType, device: str = "cpu") -> dict[str, Callable[[], An
         "fmha, paged, out, lse": lambda: package.fmha(
             **pages, out=into, return_lse=True
         ),
+        "fmha, paged, out, few": lambda: package.fmha(**pages, **few, out=into),
         "flash_attn_func": lambda: flash.flash_attn_func(**dense),
-        "vLLM's, paged, out": lambda: vllm.flash_attn_varlen_func(**pages, **more),
+        "varlen_func, out": lambda: flash.flash_attn_varlen_func(**rows, **more),
+        "varlen_func, paged, out": lambda: flash.flash_attn_varlen_func(
+            **pages, **table, **few, out=into
+        ),
+        "with_kvcache, out": lambda: flash.flash_attn_with_kvcache(**cache | queries),
+        "vLLM's, paged, out, few": lambda: vllm.flash_attn_varlen_func(**pages, **more),
+        "SGLang's, out": lambda: sglang.flash_attn_varlen_func(**rows, **more),
         "SGLang's, paged, out": lambda: sglang.flash_attn_with_kvcache(**cache),
+        "SGLang's, paged, out, few": lambda: sglang.flash_attn_with_kvcache(
+            **cache, **few
+        ),
         "bare, out": bare(DENSE, q, k, v, out),
         "bare, paged, out, lse": bare(PAGED, *(pages[name] for name in names), into, lse),
     }  # fmt: skip
+
+
+def checks(package: ModuleType) -> int:
+    """How many calls were checked: none of those that are launched at once."""
+    seen = package.kernel_for.cache_info()
+    return int(seen.hits + seen.misses)
 
 
 @torch.no_grad()
@@ -103,9 +127,14 @@ def main() -> None:
         package, _ = imported(Path(folder), STEMS, ADAPTERS, stand_in=False)
         for kernel in map(package.load, package.KERNELS):
             kernel.compile, kernel.sm_count = lambda: nothing, lambda _device: 132
-        print(f"{'':24}least median")
-        for name, found in costs(calls(package)).items():
-            print(f"{name:24}{min(found):5.1f}{statistics.median(found):7.1f}")
+        measured = calls(package)
+        for call in measured.values():
+            call()
+        before = checks(package)
+        print(f"{'':26}least median")
+        for name, found in costs(measured).items():
+            print(f"{name:26}{min(found):5.1f}{statistics.median(found):7.1f}")
+        assert checks(package) == before, "calls were checked that others were like"
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import concurrent.futures
 import math
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
@@ -18,6 +18,7 @@ from .standins import SM_COUNT, compare, imported, packed, tensors
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from torch.autograd import forward_ad  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 DENSE = "sm90_d128_bf16_causal_gqa4"
@@ -141,9 +142,24 @@ def test_the_second_call_is_launched_at_once(loaded: Loaded, name: str) -> None:
 
 @each_layout
 def test_a_call_without_out_is_too(loaded: Loaded, name: str) -> None:
+    """Its outputs are those of the first in all but what is in them."""
     given = LAYOUTS[name]()
     del given["out"]
     assert [loaded.call(given), loaded.call(given)] == [1, 0]
+    first, second = (loaded.package.fmha(**given) for _ in range(2))
+    loaded.package.alike.cache_clear()
+    checked = loaded.package.fmha(**given)
+    for each in (first, second):
+        for x, right in zip(*map(outputs, (each, checked)), strict=True):
+            assert (x.shape, x.dtype, x.stride()) == (
+                right.shape,
+                right.dtype,
+                right.stride(),
+            )
+
+
+def outputs(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)
 
 
 @each_layout
@@ -271,6 +287,11 @@ def refused() -> Any:
         yield paged, held, f"out: shares memory with {name}"
     yield paged, put("seqused_k", lambda x: x[:3]), "seqused_k: needs shape"
     yield paged, put("cu_seqlens_q", lambda x: x[:4]), "seqused_k: needs shape"
+    yield rows, put("cu_seqlens_k", lambda x: x[:4]), "cu_seqlens_k: needs shape"
+    yield rows, put("cu_seqlens_k", torch.Tensor.long), "cu_seqlens_k: needs dtype"
+    yield rows, put("v", lambda x: x[:-1]), "k: needs shape"  # v says how many
+    yield sunk, put("sink", lambda x: x[:8]), "sink: needs shape"
+    yield sunk, put("sink", torch.Tensor.half), "sink: needs dtype"
     starts = torch.zeros(5, dtype=torch.int32)
     yield paged, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_q: needs"
     yield dense, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_k: needs"
@@ -381,6 +402,93 @@ def test_traces_after_a_right_call(loaded: Loaded) -> None:
 
     torch.compile(call, fullgraph=True, backend=backend)(*values)
     assert package.OPERATOR in seen and len(loaded.launched) == 1
+
+
+class Seen(torch.Tensor):
+    """A tensor that looks at what is done with it, and has memory like any other."""
+
+    functions: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        cls.functions.append(function)
+        with torch._C._DisableTorchDispatch():
+            plain = [
+                x.as_subclass(torch.Tensor) if isinstance(x, cls) else x for x in args
+            ]
+            return function(*plain, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_subclasses_after_a_right_call(loaded: Loaded, name: str) -> None:
+    given = dense()
+    loaded.call(given)
+    Seen.functions.clear()
+    loaded.call(given | {name: given[name].as_subclass(Seen)})
+    assert loaded.package.OPERATOR in Seen.functions
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_functorch_after_a_right_call(loaded: Loaded, name: str) -> None:
+    """Its tensors say that they are plain, with the sizes of one of a batch."""
+    given = dense()
+    loaded.call(given)
+
+    def layer(x: Any) -> Any:
+        return loaded.package.fmha(**given | {name: x})
+
+    with pytest.raises(RuntimeError, match="Batching rule not implemented"):
+        torch.vmap(layer)(torch.stack([given[name]] * 2))
+    assert len(loaded.launched) == 1
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_jit_traces_after_a_right_call(loaded: Loaded) -> None:
+    given = dense()
+    del given["out"]
+    loaded.call(given)
+
+    def layer(q: Any, k: Any, v: Any) -> Any:
+        return loaded.package.fmha(q, k, v, causal=True)
+
+    values = tuple(given[name] for name in "qkv")
+    traced = torch.jit.trace(layer, values, check_trace=False)
+    assert "::fmha" in str(traced.graph)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out"])
+def test_tangents(loaded: Loaded, name: str) -> None:
+    """Of forward-mode differentiation, with which gradients have nothing to do."""
+    given = dense()
+    loaded.call(given)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(given[name], given[name].clone())
+        for enabled in (True, False):
+            with torch.set_grad_enabled(enabled):
+                said = loaded.refusal(given | {name: dual})
+                assert said.startswith(f"{name}: has a tangent")
+        loaded.call(given)
+
+    def layer(x: Any) -> Any:
+        return loaded.package.fmha(**given | {name: x})
+
+    with pytest.raises(ValueError, match=f"^{name}: has a tangent"):
+        torch.func.jvp(layer, (given[name],), (given[name].clone(),))
+
+
+def test_strides_that_reach_nothing(loaded: Loaded) -> None:
+    """Of axes of one element: a tensor may say any, and is contiguous with them."""
+    given = dense()
+    given |= {name: given[name][:1] for name in ("q", "k", "v", "out")}
+    other = dict(given)
+    for name in ("q", "k", "v", "out"):
+        x = given[name]
+        other[name] = x.as_strided(x.shape, (7, *x.stride()[1:]))
+    assert [loaded.call(given), loaded.call(other)] == [1, 0]
+    inside = other | {"out": other["q"]}
+    assert loaded.refusal(inside).startswith("out: shares memory with q")
 
 
 @pytest.mark.parametrize("no_grad", [torch.no_grad, torch.inference_mode])
