@@ -382,6 +382,32 @@ def test_a_cache_of_one_row_per_sequence(loaded: Loaded, lengths: str | None) ->
         run(q, k[:, 1:], v[:, 1:])
 
 
+def test_offsets_and_tables_of_a_cache_are_made_once(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for calls that are traced or captured, in which they would hold no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    run = function(loaded, "flash_attention", "flash_attn_with_kvcache")
+    q, k, v = tensors(3, 48, heads=4, qk=64, v=64)
+    count, counted = (run.__globals__[name] for name in ("count", "COUNTED"))
+    counted.clear()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        run(*(mode.from_tensor(x) for x in (q, k, v)), causal=True)
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.Tensor, "is_cuda", True)
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert count(7, 3, q).tolist() == [0, 3, 6]
+    assert not counted
+    first = run(q, k, v, causal=True)
+    table, offsets = counted.values()
+    assert table.tolist() == [0, 1, 2, 3, 4, 5] and offsets.tolist() == [0, 3, 6]
+    assert torch.equal(run(q, k, v, causal=True), first)
+    assert count(7, 3, q) is offsets and count(6, 1, k) is table
+    assert torch.equal(run(q[:1], k[:1], v[:1], causal=True), first[:1])
+    assert len(counted) == 4
+
+
 @pytest.mark.parametrize(("adapter", "name"), FUNCTIONS)
 def test_compile_takes_each_function(loaded: Loaded, adapter: str, name: str) -> None:
     run = function(loaded, adapter, name)
