@@ -344,7 +344,27 @@ def _canonical(x: F32) -> F32:
 
 
 # -- integer arithmetic
-#
+
+
+def prmt(a: U32, b: U32, selector: U32) -> U32:
+    """prmt.b32 d, a, b, selector: each of four bytes is one of the eight of a and b.
+
+    Nibble i of the selector says which byte i is, those of a first; with its highest bit set the
+    byte is eight copies of that one's sign.
+    """
+    held = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    shape = np.broadcast(held, selector).shape
+    result: U32 = np.zeros(shape, np.uint32)
+    for place in range(0, 32, 8):
+        nibble = selector >> np.uint32(place // 2) & np.uint32(0xF)
+        number = (nibble & np.uint32(7)).astype(np.uint64)
+        byte = (held >> number * np.uint64(8)).astype(np.uint8)
+        signs = byte.view(np.int8) >> 7
+        chosen = np.where(nibble >= 8, signs.view(np.uint8), byte)
+        result |= chosen.astype(np.uint32) << np.uint32(place)
+    return result
+
+
 # PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
 # as quotient and as remainder, and so does this.
 
