@@ -29,7 +29,7 @@ class RoleLoop:
     """How the loop of a role over KV blocks is known: an opcode, and how often it is there."""
 
     role: str
-    opcode: str  # what it starts with
+    opcode: str | tuple[str, ...]  # what it starts with, or one of these
     at_least: int = 1
 
 
@@ -51,8 +51,10 @@ class Architecture:
     smem_bytes: int  # dynamic shared memory that one CTA can have
     tmem_columns: int  # of 32 bits, per lane of an SM
     mean_lines: int  # that shipped kernels may have, on average
-    mma_class: str  # of sass_classes: what its tensor cores execute
-    # Counted in a compile's report: what the opcodes of a class start with.
+    # What its tensor cores execute: a class for each width of elements, the usual one first.
+    mma_classes: tuple[str, ...]
+    # Counted in a compile's report: what the opcodes of a class start with. The other mma_classes
+    # are where a kernel has some, and reports of kernels that have none do not name them.
     sass_classes: dict[str, str]
     role_loops: tuple[RoleLoop, ...]  # whose instructions a compile's report counts
     decisions: tuple[str, ...]

@@ -41,7 +41,7 @@ ARCHITECTURE: Final = Architecture(
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
     mean_lines=1150,
-    mma_class="UTCHMMA",
+    mma_classes=("UTCHMMA", "UTCQMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "UTCHMMA": "UTCHMMA",
         "UTCBAR": "UTCBAR",
@@ -52,7 +52,7 @@ ARCHITECTURE: Final = Architecture(
     role_loops=(
         RoleLoop("softmax", "MUFU.EX2", at_least=32),
         RoleLoop("correction", "STTM"),
-        RoleLoop("mma", "UTCHMMA"),
+        RoleLoop("mma", ("UTCHMMA", "UTCQMMA")),
         RoleLoop("load", "UTMALDG"),
     ),
     decisions=("0011", "0016", "0019"),

@@ -35,14 +35,14 @@ ARCHITECTURE: Final = Architecture(
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
     mean_lines=930,
-    mma_class="HGMMA",
+    mma_classes=("HGMMA", "QGMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "HGMMA": "HGMMA",
         "WARPGROUP.ARRIVE": "WARPGROUP.ARRIVE",
         "WARPGROUP.DEPBAR": "WARPGROUP.DEPBAR",
         **SASS_CLASSES,
     },
-    role_loops=(RoleLoop("consumer", "HGMMA"),),
+    role_loops=(RoleLoop("consumer", ("HGMMA", "QGMMA")),),
     decisions=("0007", "0012", "0004"),
     decisions_of_pairs=(),
 )

@@ -15,7 +15,7 @@ from typing import Any, Final, get_args
 from ..emulator import launch
 from ..ops import cases, operation_of
 from ..ops.cases import DYNAMIC, Case, Tiles, launches_for, tiles_of
-from ..ops.inputs import GUARD, Layout, Placed, numbers_of, place_tensors
+from ..ops.inputs import Layout, Placed, guard_of, numbers_of, place_tensors
 from ..ops.lists import AXES, Drawn
 from ..ops.operation import BYTES
 from .kernel_text import read_constants
@@ -52,7 +52,7 @@ class Located:
         """
         sizes = zip(self.placed.shape, self.placed.strides, strict=True)
         return tuple(
-            GUARD if size == 1 and at < TMA_RANK - 1 else stride
+            guard_of(self.placed.dtype) if size == 1 and at < TMA_RANK - 1 else stride
             for at, (size, stride) in enumerate(sizes)
         )
 

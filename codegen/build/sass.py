@@ -24,6 +24,8 @@ _TARGET = re.compile(r"`\((\.L_\w+)\)")
 _TABLE = re.compile(r"BRANCH_TARGETS ([\w.,]+)")  # of an indirect branch
 _CONVERGENCE = re.compile(r"\bB\d+\b")
 _PENDING = re.compile(r"gsb0, 0x([0-9a-f]+)")
+WGMMA = ("HGMMA", "QGMMA")
+"""How the wgmmas of Hopper start: of 16-bit and of 8-bit floats."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,12 @@ class Instruction:
     @property
     def ends_group(self) -> bool:
         """Whether this wgmma is the last of a group that can be waited for."""
-        return self.opcode.startswith("HGMMA") and self.operands.endswith("gsb0")
+        return self.is_wgmma and self.operands.endswith("gsb0")
+
+    @property
+    def is_wgmma(self) -> bool:
+        """Whether this is a matrix product of a warpgroup."""
+        return self.opcode.startswith(WGMMA)
 
     @property
     def drains(self) -> bool:
@@ -126,7 +133,7 @@ def serialised(instructions: Sequence[Instruction]) -> int:
     previous: Instruction | None = None
     drained = False
     for instruction in instructions:
-        if instruction.opcode.startswith("HGMMA"):
+        if instruction.is_wgmma:
             if (
                 previous is not None
                 and drained
@@ -203,10 +210,13 @@ def body(kernel: Kernel, loop: Loop) -> list[Instruction]:
     return [i for index in loop.blocks for i in kernel.blocks[index].instructions]
 
 
-def iteration(kernel: Kernel, loop: Loop, most: str | None = None) -> list[Instruction]:
+def iteration(
+    kernel: Kernel, loop: Loop, most: str | tuple[str, ...] | None = None
+) -> list[Instruction]:
     """What a pass through a loop issues where every wait succeeds at once: the shortest way round.
 
-    most: how an opcode starts; then it is the shortest of the ways that issue it most often.
+    most: how an opcode starts, or one of several ways; then it is the shortest of the ways that
+    issue it most often.
     """
     (head,) = (
         index
@@ -240,7 +250,9 @@ class _Way(NamedTuple):
     blocks: tuple[int, ...]
 
 
-def _longer(index: int, block: Block, rest: _Way, most: str | None) -> _Way:
+def _longer(
+    index: int, block: Block, rest: _Way, most: str | tuple[str, ...] | None
+) -> _Way:
     """The way that begins with this block."""
     return _Way(
         rest.wanted

@@ -275,7 +275,12 @@ def _kernel_report(
     """ptx: the kernel's part of it. resources: registers, stack, shared and local memory."""
     registers, stack, shared, local = resources
     architecture = compiled_as(arch)
-    classes = architecture.sass_classes
+    opcodes = [instruction.opcode for instruction in kernel.instructions]
+    classes = architecture.sass_classes | {
+        name: name
+        for name in architecture.mma_classes
+        if any(opcode.startswith(name) for opcode in opcodes)
+    }
     waits = [int(pending) for pending in _WAIT.findall(ptx)]
     return KernelReport(
         entry=entry,
@@ -297,7 +302,7 @@ def _kernel_report(
             asked_mmas=ptx.count("wgmma.mma_async."),
             asked_groups=ptx.count("wgmma.commit_group."),
             asked_overlaps=sum(pending > 0 for pending in waits),
-            mmas=sum(i.opcode.startswith("HGMMA") for i in kernel.instructions),
+            mmas=sum(i.is_wgmma for i in kernel.instructions),
             groups=sum(i.ends_group for i in kernel.instructions),
             overlaps=sum((i.pending or 0) > 0 for i in kernel.instructions),
             serialised=sass.serialised(kernel.instructions),

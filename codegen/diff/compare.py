@@ -22,7 +22,7 @@ Code = Literal["same", "comments", "code"]
 
 # Opcode classes of the architectures by what they are for; what is in none of them is OTHER.
 CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
-    "MMA": ("HGMMA", "UTCHMMA"),
+    "MMA": ("HGMMA", "QGMMA", "UTCHMMA", "UTCQMMA"),
     "exp2": ("MUFU.EX2",),
     "FMA pipe": ("FFMA", "FMUL", "FADD"),
     "max": ("FMNMX",),

@@ -18,7 +18,8 @@ FEWEST = 4
 """Lines that are worth a batch: gathering operands and handing results out takes about two."""
 
 _ASSIGNMENT = re.compile(r"R\[(\d+)\] = (.*)")
-_CHECK = re.compile(r"if R\[\d+\] is IN_FLIGHT")
+_CHECK = re.compile(r"if (R\[\d+\] is IN_FLIGHT|numerics\.saturates\()")
+"""A line that only looks at registers, and reports."""
 _VALUE = re.compile(r"R\[(\d+)\]|\bK\d+\b")
 _NAME = re.compile(r"\b[A-Za-z_][\w.]*")
 _BY_LANE = re.compile(

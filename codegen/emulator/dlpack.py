@@ -15,11 +15,18 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 CUDA = 2  # kDLCUDA
-INT, FLOAT, BFLOAT = 0, 2, 4  # kDLInt, kDLFloat, kDLBfloat
+INT, UINT, FLOAT, BFLOAT = 0, 1, 2, 4  # kDLInt, kDLUInt, kDLFloat, kDLBfloat
+FLOAT8_E4M3FN = 10  # kDLFloat8_e4m3fn
 # name -> (code, bits)
 TYPES = {
     **{"bf16": (BFLOAT, 16), "fp16": (FLOAT, 16)},
     **{"fp32": (FLOAT, 32), "int32": (INT, 32)},
+    **{"e4m3": (FLOAT8_E4M3FN, 8), "uint8": (UINT, 8)},
+}
+_TORCH_NAMES = {
+    **{"bf16": "bfloat16", "fp16": "float16"},
+    **{"fp32": "float32", "int32": "int32"},
+    **{"e4m3": "float8_e4m3fn", "uint8": "uint8"},
 }
 VERSION = (1, 1)
 # A capsule holds the pointer to its name, so the names live as long as the module.
@@ -177,7 +184,11 @@ _api = _ExchangeApi(
 
 
 class TorchTensor(Tensor):
-    """Poses as a `torch.Tensor`, whose data pointer holds the offset already."""
+    """Poses as a `torch.Tensor`, whose data pointer holds the offset already.
+
+    Of 8-bit floats the method `__dlpack__` refuses, as PyTorch's does up to 2.9; TVM-FFI takes them
+    by the exchange API, and anybody takes their view as uint8.
+    """
 
     __dlpack_c_exchange_api__ = _new_capsule(ctypes.addressof(_api), _API_NAME, None)
     requires_grad = False
@@ -198,6 +209,26 @@ class TorchTensor(Tensor):
         self.device = SimpleNamespace(
             type="cuda" if self.is_cuda else "cpu", index=self.place[1]
         )
+
+    def __dlpack__(self, **options: Any) -> Any:
+        """As of any tensor; BufferError for 8-bit floats."""
+        if self.dtype == "e4m3":
+            raise BufferError("float8 types are not supported by dlpack")
+        return super().__dlpack__(**options)
+
+    def view(self, dtype: str) -> TorchTensor:
+        """The same bytes as elements of another type of the same size."""
+        if TYPES[dtype][1] != TYPES[self.dtype][1]:
+            raise RuntimeError(f"a view of {self.dtype} as {dtype}, of another size")
+        told = {
+            "dtype": dtype,
+            "address": self.first,
+            "byte_offset": 0,
+            "shape": self.shape,
+            "strides": self._strides,
+            "device": self.place,
+        }
+        return TorchTensor(told, self.place[1], self._allocate)
 
     def stride(self, mode: int | None = None) -> Any:
         """[elements], of all modes or of one."""
@@ -234,7 +265,8 @@ def torch_module(device: int, stream: int) -> ModuleType:
     """A stand-in for PyTorch, whose current device and stream are these."""
     torch: Any = ModuleType("torch")
     torch.Tensor = TorchTensor
-    torch.bfloat16, torch.float16, torch.float32, torch.int32 = TYPES
+    for name, theirs in _TORCH_NAMES.items():
+        setattr(torch, theirs, name)
     torch.cuda = SimpleNamespace(current_device=lambda: device)
     _current_streams.clear()
     _current_streams[device] = stream

@@ -137,8 +137,8 @@ def tensor_at(
 ) -> TensorAt:
     """A tensor that a call takes, of memory that need not be there.
 
-    dtype: bf16, fp16, fp32 or int32. address, byte_offset: [bytes], as DLPack has them. strides:
-    [elements]. device: DLPack's type and number; the call's GPU when None.
+    dtype: bf16, fp16, fp32, int32, e4m3 or uint8. address, byte_offset: [bytes], as DLPack has
+    them. strides: [elements]. device: DLPack's type and number; the call's GPU when None.
     """
     return {
         "dtype": dtype,

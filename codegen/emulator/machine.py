@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import tma
+from .accumulation import Accumulation
 from .agents import Agent
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, SEEN, Components, Shadow, Streams
@@ -88,6 +89,7 @@ def run(
     clusters: Collection[int] | None = None,
     tiles: Mapping[int, Sequence[int]] | None = None,
     names: Mapping[str, Names] | None = None,
+    accumulation: Accumulation = Accumulation.DEVICE,
 ) -> RunResult:
     """Executes launches in their order; their results are in `memory` afterwards.
 
@@ -98,12 +100,14 @@ def run(
     `tiles`: for tensors of tensor maps, by address, the elements of a tile along each dimension,
     the contiguous one first. TMA fills with zeros in silence; a box that is wholly outside its
     tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
-    without tiles. `names`: by kernel, what findings call barriers, tiles and warps. Raises KeyError
-    for a launch of a kernel that is not among the programs.
+    without tiles. `names`: by kernel, what findings call barriers, tiles and warps. `accumulation`:
+    of wgmmas with 8-bit operands. Raises KeyError for a launch of a kernel that is not among the
+    programs.
     """
     machine = Machine(
         *(programs, memory, schedule or Schedule(), checks),
         *(timeline, max_steps, tiles or {}, names or {}),
+        accumulation=accumulation,
     )
     for launch in launches:
         if not machine.run(launch, clusters):
@@ -130,9 +134,12 @@ class Machine:
         max_steps: int,
         tiles: Mapping[int, Sequence[int]],
         names: Mapping[str, Names],
+        *,
+        accumulation: Accumulation = Accumulation.DEVICE,
     ) -> None:
         self._programs = programs
         self._names = names
+        self.accumulation = accumulation
         self.memory = memory
         self.schedule = schedule
         self.checks = checks

@@ -126,17 +126,25 @@ class SharedMemory:
 
 
 def load_matrices(
-    shared: SharedMemory, addresses: I64, count: int, mask: Mask
+    shared: SharedMemory,
+    addresses: I64,
+    count: int,
+    mask: Mask,
+    *,
+    transpose: bool = False,
 ) -> list[Values]:
     """ldmatrix.m8n8.x1, .x2 and .x4 of 16-bit elements: `count` registers per lane.
 
     Of a warp, lane 8 m + r gives the address of row r of matrix m. Register m of lane 4 r + c gets
-    the elements 2 c and 2 c + 1 of row r.
+    the elements 2 c and 2 c + 1 of row r, or of column r when transposing.
     """
     lanes = np.arange(len(mask)) % WARP < MATRIX_ROWS * count
     words = np.stack(shared.load(addresses, 4, 4, mask & lanes))
     words = words.reshape(4, WARPS, WARP)[..., : MATRIX_ROWS * count]
     by_matrix = words.reshape(4, WARPS, count, MATRIX_ROWS).transpose(2, 1, 3, 0)
+    if transpose:
+        halves = np.ascontiguousarray(by_matrix).view(np.uint16).swapaxes(2, 3)
+        by_matrix = np.ascontiguousarray(halves).view(np.uint32)
     return list(np.ascontiguousarray(by_matrix).reshape(count, -1))
 
 

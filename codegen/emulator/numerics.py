@@ -115,12 +115,12 @@ def f16_to_f32(bits: U16) -> F32:
 
 def e4m3_rn_satfinite(x: F32) -> U16:
     """cvt.rn.satfinite.e4m3.f32 in the low byte: beyond +-448 the largest finite, a NaN is 0x7f."""
-    return _narrow(x, mantissa_bits=3, bias=7, largest=448.0)
+    return _narrow(x, mantissa_bits=3, bias=7, largest=LARGEST["e4m3"])
 
 
 def e5m2_rn_satfinite(x: F32) -> U16:
     """cvt.rn.satfinite.e5m2.f32 in the low byte: beyond +-57344 that, a NaN is 0x7f."""
-    return _narrow(x, mantissa_bits=2, bias=15, largest=57344.0)
+    return _narrow(x, mantissa_bits=2, bias=15, largest=LARGEST["e5m2"])
 
 
 def e4m3_to_f32(bits: NDArray[Any]) -> F32:
@@ -133,6 +133,24 @@ def e5m2_to_f32(bits: NDArray[Any]) -> F32:
     """Exact: an e5m2 is the upper byte of an f16."""
     values: F32 = _E5M2[bits]
     return values
+
+
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+"""Finite numbers of the 8-bit formats."""
+SATURATES_ABOVE = {
+    # The midpoint between the largest finite number and where the next one would be; a tie goes to
+    # the even code, which is 448's but not 57344's.
+    "e4m3": np.float32(464),
+    "e5m2": np.nextafter(np.float32(61440), np.float32(0)),
+}
+"""[magnitude] beyond which `.satfinite` makes of a number the largest finite one, and rounding to
+nearest would not."""
+
+
+def saturates(x: F32, dtype: str) -> NDArray[np.bool_]:
+    """Where a conversion to an 8-bit float clips, infinities too; a NaN stays one."""
+    clipped: NDArray[np.bool_] = np.abs(x) > SATURATES_ABOVE[dtype]
+    return clipped
 
 
 def _narrow(x: F32, *, mantissa_bits: int, bias: int, largest: float) -> U16:
@@ -344,7 +362,27 @@ def _canonical(x: F32) -> F32:
 
 
 # -- integer arithmetic
-#
+
+
+def prmt(a: U32, b: U32, selector: U32) -> U32:
+    """prmt.b32 d, a, b, selector: each of four bytes is one of the eight of a and b.
+
+    Nibble i of the selector says which byte i is, those of a first; with its highest bit set the
+    byte is eight copies of that one's sign.
+    """
+    held = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+    shape = np.broadcast(held, selector).shape
+    result: U32 = np.zeros(shape, np.uint32)
+    for place in range(0, 32, 8):
+        nibble = selector >> np.uint32(place // 2) & np.uint32(0xF)
+        number = (nibble & np.uint32(7)).astype(np.uint64)
+        byte = (held >> number * np.uint64(8)).astype(np.uint8)
+        signs = byte.view(np.int8) >> 7
+        chosen = np.where(nibble >= 8, signs.view(np.uint8), byte)
+        result |= chosen.astype(np.uint32) << np.uint32(place)
+    return result
+
+
 # PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
 # as quotient and as remainder, and so does this.
 

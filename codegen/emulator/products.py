@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from . import numerics, wgmma
+from .accumulation import multiply_add
 from .checks import Clock, Operation
 from .lanes import IN_FLIGHT, Lanes, Mask, warps_of
 from .memory import SharedMemory
@@ -160,19 +161,19 @@ class Products:
             right = self._operand(
                 memory, b, mma.n, mma.dtype_b, mma.transpose_b, mma, product
             )
-            result = wgmma.product(
-                left,
-                right,
-                scale_a=-1 if mma.negate_a else 1,
-                scale_b=-1 if mma.negate_b else 1,
-            )
+            if mma.negate_a != mma.negate_b:
+                left = -left
             accumulator = product.accumulator
-            if accumulate:
-                if isinstance(accumulator.matrix, list):
-                    accumulator.matrix = wgmma.accumulator_matrix(accumulator.matrix)
-                with np.errstate(all="ignore"):
-                    result = accumulator.matrix + result
-            accumulator.matrix = result
+            if accumulate and isinstance(accumulator.matrix, list):
+                accumulator.matrix = wgmma.accumulator_matrix(accumulator.matrix)
+            with np.errstate(all="ignore"):
+                accumulator.matrix = multiply_add(
+                    left,
+                    right,
+                    accumulator.matrix if accumulate else None,
+                    (mma.dtype_a, mma.dtype_b),
+                    self._group.machine.accumulation,
+                )
             product.done = True
             self._group.cluster.progress += 1
 

@@ -24,6 +24,7 @@ class Kind(str, Enum):
     TCGEN05 = "tcgen05"
     TENSOR_MEMORY = "tensor-memory"
     REGISTERS = "registers"
+    SATURATION = "saturation"
     OUTSTANDING = "outstanding"
     UNSUPPORTED = "unsupported"
 

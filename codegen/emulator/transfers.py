@@ -124,12 +124,18 @@ class Transfers:
             cta.visits[actor] = (agent.epoch, self._group.line)
 
     def load_matrix(
-        self, index: int, base: Lanes, offset: int, count: int, mask: Mask
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        count: int,
+        trans: bool,
+        mask: Mask,
     ) -> list[Lanes]:
         """ldmatrix by whole warps."""
         self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
         ((cta, addresses, _),) = self._shared(base, offset, False, mask)
-        values = load_matrices(cta.shared, addresses, count, mask)
+        values = load_matrices(cta.shared, addresses, count, mask, transpose=trans)
         if (shadow := cta.shadow) is not None:
             # Lane 8 m + r names row r of matrix m; the other lanes' addresses are not read.
             rows = mask & (np.arange(LANES) % WARP < 8 * count)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from . import numerics
 from .agents import Agent, Some
 from .copies import BulkStore, Copies, StoreGroup
 from .gates import ALIGNED_GROUP
@@ -362,6 +363,19 @@ class Warpgroup:
             (predicate & mask).reshape(WARPS, WARP), axis=1, bitorder="little"
         )
         return np.repeat(bits.view(np.uint32).reshape(-1), WARP)
+
+    # --- values -------------------------------------------------------------------------------
+
+    def saturated(self, index: int, clipped: Mask, dtype: str, mask: Mask) -> None:
+        """A conversion to an 8-bit float clipped a number in these lanes: it was not to happen."""
+        warps = warps_of(clipped & mask)
+        if warps:
+            self.here(index, warps[0])
+            largest = numerics.LARGEST[dtype]
+            self.machine.report(
+                Kind.SATURATION,
+                f"a number beyond what {dtype} holds is clipped to {largest:g}",
+            )
 
     # --- registers ----------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from . import numerics
+from .accumulation import multiply_add
 from .lanes import WARPS
 from .memory import SharedMemory
 from .numerics import F32, U32
@@ -251,36 +252,27 @@ def accumulator_registers(matrix: F32) -> list[U32]:
     return list(held.view(np.uint32))
 
 
-def product(a: F32, b: F32, *, scale_a: int = 1, scale_b: int = 1) -> F32:
-    """A times B transposed, [M, N] from [M, k] and [N, k], negated by factors of -1.
-
-    The device adds the exact products of one instruction in an order and with guard bits of its
-    own; this adds them in float32. They differ by a few ulps of the largest addend.
-    """
-    result: F32 = a @ b.T
-    return result if scale_a == scale_b else -result
-
-
 def multiply(
     shape: tuple[int, int, int],
     a: F32,
     b: F32,
     accumulator: Sequence[U32],
     *,
+    dtypes: tuple[str, str] = ("bf16", "bf16"),
     scale_d: bool = True,
     scale_a: int = 1,
     scale_b: int = 1,
 ) -> list[U32]:
     """One wgmma.mma_async of shape (64, N, k) with a [64, k] and b [N, k]: the new accumulator.
 
-    `scale_d` false overwrites the accumulator instead of adding to it.
+    dtypes: of a and b, of which depends how products are added. `scale_d` false overwrites the
+    accumulator instead of adding to it.
     """
     m, n, k = shape
     if m != ROWS or n % 8 or not 8 <= n <= 256:
         raise DescriptorError(f"no wgmma has the shape m{m}n{n}k{k}")
     if a.shape != (m, k) or b.shape != (n, k) or len(accumulator) != n // 2:
         raise DescriptorError(f"operands do not have the shape m{m}n{n}k{k}")
-    result = product(a, b, scale_a=scale_a, scale_b=scale_b)
-    if scale_d:
-        result = accumulator_matrix(accumulator) + result
-    return accumulator_registers(result)
+    a = a if scale_a == scale_b else -a
+    c = accumulator_matrix(accumulator) if scale_d else None
+    return accumulator_registers(multiply_add(a, b, c, dtypes))

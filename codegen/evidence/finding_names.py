@@ -16,7 +16,9 @@ from ..emulator.barriers import NAMED_BARRIERS
 from ..emulator.memory import RESERVED
 from ..emulator.report import Names
 
-_BYTES = {"Int64": 8, "Int32": 4, "Float32": 4, "DTYPE": 2}
+_BYTES = {"Int64": 8, "Int32": 4, "Float32": 4}
+_DTYPE, _DTYPE_BYTES = "DTYPE", "ELEMENT_BYTES"
+"""The element type that Q, K and V share, and the constant that says its size."""
 _OTHER_DTYPE = "_DTYPE"
 """How the name of another element type ends; a constant of that name with _BYTES has its size."""
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
@@ -126,7 +128,10 @@ def _field(node: ast.expr, constants: Mapping[str, int]) -> tuple[int, int] | No
     """[bytes, bytes] The size of a field of SharedStorage and its alignment."""
     if isinstance(node, ast.Name):
         stem, other, _ = node.id.rpartition(_OTHER_DTYPE)
-        size = constants.get(f"{stem}_BYTES") if other else _BYTES.get(node.id)
+        if node.id == _DTYPE:
+            size = constants.get(_DTYPE_BYTES)
+        else:
+            size = constants.get(f"{stem}_BYTES") if other else _BYTES.get(node.id)
         return None if size is None else (size, size)
     if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
         return None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tensors of a rehearsal: bits in NumPy arrays, at addresses that no memory backs.
 
-16-bit values are uint16 and 32-bit values uint32, because NumPy has no bf16 and because NaN must
-equal itself. Memory that a kernel has no business with is NaN beside inputs, and a pattern beside
-outputs that shows when it was written.
+Values of 8, 16 and 32 bits are uint8, uint16 and uint32, because NumPy has no bf16 and no e4m3 and
+because NaN must equal itself. Memory that a kernel has no business with is NaN beside inputs, and a
+pattern beside outputs that shows when it was written.
 """
 
 from __future__ import annotations
@@ -27,16 +27,25 @@ from ..ops.inputs import Placed, place_tensors, values
 Bits = NDArray[Any]
 
 GUARD_BYTE = 0xA5  # as floats: small normal numbers, neither zero nor NaN
+NAN8 = 0x7F  # in e4m3
 NAN16 = 0x7FFF  # in bf16 and fp16
 NAN32 = 0x7FC0_0000
+NANS: Mapping[int, tuple[Any, int]] = {
+    1: (np.uint8, NAN8),
+    2: (np.uint16, NAN16),
+    4: (np.uint32, NAN32),
+}
+"""By bytes: the type of the bits, and a NaN in each format that is so wide."""
 
 TO_BITS: Mapping[str, Callable[[Any], Any]] = {
+    "e4m3": lambda x: numerics.e4m3_rn_satfinite(x).astype(np.uint8),
     "bf16": numerics.bf16_rn,
     "fp16": numerics.f16_rn,
     "fp32": lambda x: np.ascontiguousarray(x, np.float32).view(np.uint32),
     "int32": lambda x: np.asarray(x).astype(np.uint32),
 }
 FROM_BITS: Mapping[str, Callable[[Any], Any]] = {
+    "e4m3": numerics.e4m3_to_f32,
     "bf16": numerics.bf16_to_f32,
     "fp16": numerics.f16_to_f32,
     "fp32": lambda bits: np.ascontiguousarray(bits).view(np.float32),
@@ -67,7 +76,7 @@ class Tensor:
         """Guards outside and NaN inside: an element nobody writes is seen."""
         if self.storage is not None:
             self.storage.view(np.uint8).fill(GUARD_BYTE)
-        self.view[...] = NAN16 if self.view.itemsize == 2 else NAN32
+        self.view[...] = NANS[self.view.itemsize][1]
 
     def outside(self) -> str:
         """Finding when a guard was written."""
@@ -128,7 +137,7 @@ def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     storages: dict[str, Bits] = {}
     tensors: dict[str, Tensor] = {}
     for name, located in locate(layout).items():
-        kind, nan = (np.uint32, NAN32) if located.itemsize == 4 else (np.uint16, NAN16)
+        kind, nan = NANS[located.itemsize]
         placed, storage = located.placed, None
         if layout.guarded:
             storage = storages.get(placed.storage)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a case's tensors hold and where they lie: the same for the emulator and for a GPU.
 
-Values are float32 in NumPy arrays, [batch, seqlen, heads, head_dim], before they are rounded to 16
-bits. A layout is data: storages by name and size, and every tensor's offset and strides in one.
+Values are float32 in NumPy arrays, [batch, seqlen, heads, head_dim], before they are rounded to a
+tensor's type. A layout is data: storages by name and size, and each tensor's offset and strides.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from . import masks, operation_of, scores
 from .cases import Case, Tiles
 from .masks import Lengths, Mask
-from .operation import Tensor
+from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
 from .params import Declared, declared
 from .varlen import dense, is_packed, rows_of
@@ -28,7 +28,9 @@ I64 = NDArray[np.int64]
 Dims = dict[str, int]
 Random = np.random.Generator
 
-GUARD = 8  # elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view
+# Elements beside the innermost axis: 16 bytes of a 16-bit type, so TMA takes the view. Of an 8-bit
+# type it is twice as many, see `guard_of`.
+GUARD = 8
 CACHE_SPARE_ROWS = 37
 # Of `plain`, before and after a tensor.
 DENSE_GUARD = 4096
@@ -66,6 +68,11 @@ BIAS = 2.0  # standard deviation of a bias, where scores are random
 BIAS_LEVELS = (-np.inf, 1e4, -1e4)
 BIAS_STEP = 5  # keys from one of them to the next
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
+
+
+def guard_of(dtype: str) -> int:
+    """[elements] Beside the innermost axis: a multiple of 16 bytes."""
+    return 2 * GUARD if BYTES[dtype] == 1 else GUARD
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,14 @@ class _Sized(NamedTuple):
     @property
     def width(self) -> int:
         """Elements of the innermost axis, up to where TMA can take the next."""
-        return -(-self.dims["d"] // GUARD) * GUARD if "d" in self.dims else 1
+        if "d" not in self.dims:
+            return 1
+        return -(-self.dims["d"] // self.guard) * self.guard
+
+    @property
+    def guard(self) -> int:
+        """[elements] Beside the innermost axis."""
+        return guard_of(self.dtype)
 
     @property
     def dims_of_rows(self) -> tuple[int, int]:
@@ -167,7 +181,7 @@ def _place(x: _Sized, number: int, layout: str) -> tuple[Placed, int]:
         return _stacked(x, [(axis, 0, 0) for axis in order], (0, 0), DENSE_GUARD)
     spare = CACHE_SPARE_ROWS if layout == "cache" and x.tensor.cached else 1
     guards = [(axis, 1, spare if axis == "s" else 1) for axis in order]
-    inner = (GUARD, GUARD * (1 + number))
+    inner = (x.guard, x.guard * (1 + number))
     if not x.tensor.tma:
         inner = (0, 0) if layout == "own" else (1, 1)
     return _stacked(x, guards, inner, 0)
@@ -223,10 +237,10 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
         many = far == "s" or (far == "h" and number > 1)
         many |= far == "b" and x.tensor.axes[0] == PAGES
         parts = max(dims[far] - 1, 1) if many else 1
-        step = distance // parts // GUARD * GUARD
-        step += GUARD * (number + 1)
+        step = distance // parts // x.guard * x.guard
+        step += x.guard * (number + 1)
         width = x.width if "d" in dims else 3
-        strides, near = {"d": 1, far: step}, width + GUARD * (number + 1)
+        strides, near = {"d": 1, far: step}, width + x.guard * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
             strides[axis], near = near, near * (dims[axis] + 1)
         storage = "".join(y.tensor.name for y in (shared if x in shared else [x]))

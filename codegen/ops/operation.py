@@ -18,7 +18,10 @@ Spec = Mapping[str, Any]  # the SPEC of a generated file
 Array = Any  # numpy.ndarray or torch.Tensor
 
 OF_SPEC: Final = "dtype"  # in place of an element type: the SPEC's
-BYTES: Final[Mapping[str, int]] = {"bf16": 2, "fp16": 2, "fp32": 4, "int32": 4}
+BYTES: Final[Mapping[str, int]] = {
+    **{"e4m3": 1, "bf16": 2, "fp16": 2},
+    **{"fp32": 4, "int32": 4},
+}
 
 
 class Sizes(Protocol):
@@ -107,7 +110,7 @@ class Axis:
 class Tensor:
     """A tensor of the public function.
 
-    dtype: bf16, fp16, fp32, int32, `OF_SPEC` or a function of the SPEC. tma: moved by TMA, so the
+    dtype: of `BYTES`, `OF_SPEC` or a function of the SPEC. tma: moved by TMA, so the
     last axis is contiguous and the other strides are multiples of 16 bytes; else strides are free.
     words: a remark in the header. when: the field of the SPEC without which it is not there; "" for
     always. An input that has one comes by name. about: what it does or receives, for the function's

@@ -229,9 +229,10 @@ def evidence_rows(
 def _compiled(evidence: Mapping[str, Any], stem: str) -> Iterator[tuple[str, str]]:
     """Yield (rung, what was found), of several kernels a row for each."""
     compiler = f"for {evidence['arch']} by CuTe DSL {evidence['dsl']}"
-    mma = compiled_as(evidence["arch"]).mma_class
+    classes = compiled_as(evidence["arch"]).mma_classes
     for name, kernel in records.kernels(evidence, stem).items():
         counts = kernel["instructions"]
+        mma = next((name for name in classes if counts.get(name)), classes[0])
         registers = f"{kernel['registers']} registers at launch"
         if kernel["setmaxnreg"]:
             limits = " and ".join(map(str, kernel["setmaxnreg"]))

@@ -287,6 +287,7 @@ def _wgmma(micro: Micro) -> list[np.ndarray]:
             a,
             b,
             registers,
+            dtypes=(dtype, dtype),
             scale_d=s["adds"] or repeat > 0,
             scale_a=scale_a,
             scale_b=scale_b,

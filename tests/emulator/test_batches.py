@@ -37,11 +37,13 @@ def lines_of(target: int, first: str, second: str, how: int) -> str:
         f"R[{target}] = {first}",
         f"ctx.see(R[{target}])",
         f"if R[{target}] is IN_FLIGHT: ctx.see(None)",
+        f"if numerics.saturates({first}, 'e4m3').any(): "
+        f"ctx.see(numerics.saturates({first}, 'e4m3'))",
     )[how]
 
 
 line = st.builds(
-    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 9)
+    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 10)
 )
 repeated = st.builds(  # the same to many registers, as unrolled code does
     lambda how, begin, step, second: [
@@ -79,6 +81,7 @@ def execute(lines: list[str], constants: dict[str, Any]) -> tuple[list[Any], lis
     ]
     registers += [rng.integers(0, 2**63, LANES).astype(np.uint64) for _ in WIDE]
     registers[3] = IN_FLIGHT
+    registers[4] *= np.float32(400)
     context = Context()
     names = {"np": np, "numerics": numerics, "where": np.where, "R": registers}
     names |= {"concatenate": np.concatenate, "mask": np.arange(LANES) % 3 > 0}

@@ -36,6 +36,58 @@ def first(body: str, *inputs: np.ndarray, **options) -> str:
     return str(result.findings[0])
 
 
+# -- conversions to 8-bit floats
+
+NARROW = "cvt.rn.satfinite.{}x2.f32 %rs1, %r10, %r11;"
+
+
+@pytest.mark.parametrize(("dtype", "edge"), [("e4m3", 464.0), ("e5m2", 61439.0)])
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_number_that_is_clipped(dtype, edge, sign, place):
+    """One lane of one operand; up to the edge the largest finite number is the nearest."""
+    operands = np.ones((2, LANES), np.float32)
+    operands[place, 77] = sign * edge
+    operands[:, 5] = np.nan
+    assert found(NARROW.format(dtype), *operands) == []
+    operands[place, 77] = sign * np.float32(edge) * np.float32(1.001)
+    assert found(NARROW.format(dtype), *operands) == ["saturation"]
+    told = first(NARROW.format(dtype), *operands)
+    assert "cta 0 warp 2" in told and f"beyond what {dtype} holds" in told
+    operands[place, 77] = sign * np.inf
+    assert found(NARROW.format(dtype), *operands) == ["saturation"]
+
+
+def test_a_number_that_is_clipped_in_lanes_that_do_not_run():
+    a = np.ones(LANES, np.float32)
+    a[77] = 1e9
+    convert = NARROW.format("e4m3")
+    guarded = "setp.{}.u32 %p2, %r1, 77; @%p2 " + convert
+    assert found(guarded.format("ne"), a, a) == []
+    assert found(guarded.format("eq"), a, a) == ["saturation"]
+    branch = "setp.{}.u32 %p2, %r1, 77; @%p2 bra OVER; " + convert + " OVER:"
+    assert found(branch.format("eq"), a, a) == []
+    assert found(branch.format("ne"), a, a) == ["saturation"]
+
+
+def test_many_conversions_are_checked_each_before_what_overwrites():
+    """As unrolled code has them, each of its own registers, which are written again after it."""
+    lines = []
+    for n in range(8):
+        lines.append(f"mul.f32 %r{100 + n}, %r10, 0f{0x43000000 + (n << 20):08X};")
+    for n in range(8):
+        lines.append(
+            f"cvt.rn.satfinite.e4m3x2.f32 %rs{10 + n}, %r{100 + n}, %r{100 + n};"
+        )
+        lines.append(f"mov.b32 %r{100 + n}, 0f3F800000;")
+    a = np.ones(LANES, np.float32)
+    _, result = execute("\n".join(lines), a)  # 128, 144, ..., 240
+    assert result.findings == ()
+    _, result = execute("\n".join(lines), a * 2)
+    told = [finding.line for finding in result.findings]
+    assert len(told) == 1  # of 256, ..., 448, 480
+
+
 # -- races of the generic proxy
 
 

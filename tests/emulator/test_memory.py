@@ -104,7 +104,8 @@ def test_a_masked_out_warpgroup_touches_nothing(shared):
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_load_matrices_element_by_element(count):
+@pytest.mark.parametrize("transpose", [False, True])
+def test_load_matrices_element_by_element(count, transpose):
     rng = np.random.default_rng(count)
     shared = SharedMemory(RESERVED + 4 * count * 128)
     shared.bytes[RESERVED:] = rng.integers(0, 256, 4 * count * 128)
@@ -112,14 +113,18 @@ def test_load_matrices_element_by_element(count):
     addresses = np.full((4, 32), -5, np.int64)
     addresses[:, : count * 8] = rows
     mask = np.repeat([True, False, True, True], 32)
-    loaded = load_matrices(shared, addresses.reshape(-1), count, mask)
+    loaded = load_matrices(
+        shared, addresses.reshape(-1), count, mask, transpose=transpose
+    )
     assert len(loaded) == count
-    for warp, matrix, lane in np.ndindex(4, count, 32):
-        address = int(rows[warp, matrix * 8 + lane // 4]) + 4 * (lane % 4)
-        want = (
-            shared.bytes[address : address + 4].view(np.uint32)[0] if warp != 1 else 0
-        )
-        assert loaded[matrix][32 * warp + lane] == want
+    for warp, matrix, lane, half in np.ndindex(4, count, 32, 2):
+        row, column = lane // 4, lane % 4 * 2 + half
+        if transpose:
+            row, column = column, row
+        address = int(rows[warp, matrix * 8 + row]) + 2 * column
+        want = int(shared.words[2][address // 2]) if warp != 1 else 0
+        got = int(loaded[matrix][32 * warp + lane]) >> 16 * half & 0xFFFF
+        assert got == want
 
 
 # -- stmatrix

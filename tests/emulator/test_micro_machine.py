@@ -12,6 +12,7 @@ from fmha_gen.emulator import machine
 from fmha_gen.emulator.launch import Launch
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.memory import GlobalMemory
+from fmha_gen.emulator.report import Kind
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
 from tests.hardware.micro import kernels
@@ -69,7 +70,8 @@ def test_the_machine_does_what_the_modules_say(micro, schedule):
     if micro.name == "warps":  # the H200 elects lane 0; elsewhere any lane may be
         schedule = Schedule(seed=schedule.seed, completion=schedule.completion)
     results, findings = emulate(micro, schedule)
-    assert findings == ()
+    clipped = {f.kind for f in findings} == {Kind.SATURATION}
+    assert clipped if micro.name == "arithmetic" else findings == ()
     for key, want in predict.predict(micro).items():
         problem = predict.agree(micro, results[key], want)
         assert not problem, problem

@@ -173,6 +173,34 @@ def test_narrowing_codes_their_midpoints_and_the_neighbours_of_those(narrow):
     assert np.array_equal(convert(below)[exact], lower[exact])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "convert", "widen", "unit"),
+    [
+        ("e4m3", numerics.e4m3_rn_satfinite, numerics.e4m3_to_f32, 32.0),
+        ("e5m2", numerics.e5m2_rn_satfinite, numerics.e5m2_to_f32, 8192.0),
+    ],
+)
+def test_what_saturates_is_what_rounds_to_more_than_there_is(
+    dtype, convert, widen, unit
+):
+    """Around the largest finite number; unit: of its last place, and of the next ones' if any."""
+    largest = np.float32(numerics.LARGEST[dtype])
+    finite = widen(np.arange(256).astype(np.uint8))
+    assert finite[np.isfinite(finite)].max() == largest
+    edge = np.float32(largest + unit / 2)
+    x = [largest, np.nextafter(edge, np.float32(0)), edge]
+    x = np.array([*x, np.nextafter(edge, np.float32(np.inf)), 3e38, np.inf], np.float32)
+    with np.errstate(invalid="ignore"):
+        unbounded = np.rint(x.astype(np.float64) / unit) * unit  # ties go to the even
+    want = unbounded > largest
+    assert want[0] == want[1] == 0 and want[3:].all()
+    assert numerics.saturates(x, dtype).tolist() == want.tolist()
+    assert numerics.saturates(-x, dtype).tolist() == want.tolist()
+    assert (widen(convert(x)) == largest).all()
+    assert not numerics.saturates(np.array([np.nan], np.float32), dtype).any()
+    assert not numerics.saturates(finite, dtype)[np.isfinite(finite)].any()
+
+
 def test_pairs_put_their_first_operand_high():
     high, low = np.full(128, 1.5, np.float32), np.full(128, -2.0, np.float32)
     assert (numerics.bf16x2_rn(high, low) == 0x3FC0C000).all()

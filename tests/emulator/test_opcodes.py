@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from fmha_gen.emulator import numerics
+from fmha_gen.emulator.emitters import UnsupportedInstruction
 from fmha_gen.emulator.lanes import LANES
 
 from . import kernels
@@ -533,6 +534,43 @@ bar.sync 0; {instruction}"""
     np.testing.assert_array_equal(value(body, a, b), expected)
 
 
+def test_load_matrix_transposed():
+    """Lane l names row l; element (r, c) of matrix m is 64 m + 8 r + c, 256 more in each warp."""
+    body = """
+mov.b32 %r30, smem; shl.b32 %r31, %r1, 4; add.s32 %r31, %r30, %r31;
+shl.b32 %r32, %r1, 3; mul.lo.s32 %r33, %r32, 65537; add.s32 %r33, %r33, 65536;
+add.s32 %r34, %r33, 131074; add.s32 %r35, %r34, 131074; add.s32 %r36, %r35, 131074;
+st.shared.v4.b32 [%r31], {%r33, %r34, %r35, %r36}; bar.sync 0;
+ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r33, %r34, %r20, %r35}, [%r31];"""
+    lane = np.arange(LANES)
+    first = 256 * (lane // 32) + 64 * 2 + 8 * (2 * (lane % 4)) + lane % 32 // 4
+    np.testing.assert_array_equal(value(body), first | (first + 8) << 16)
+
+
+def permuted(a, b, selector):
+    """prmt.b32 byte by byte."""
+    result = np.zeros(LANES, np.uint32)
+    held = np.stack([a, b], axis=1).view(np.uint8)
+    for lane, place in np.ndindex(LANES, 4):
+        nibble = int(selector[lane]) >> 4 * place & 15
+        byte = int(held[lane, nibble & 7])
+        if nibble & 8:
+            byte = 255 * (byte >> 7)
+        result[lane] |= np.uint32(byte << 8 * place)
+    return result
+
+
+def test_permuted_bytes():
+    a, b, selector = (words.copy() for words in WORDS)
+    got = value("prmt.b32 %r20, %r10, %r11, %r12;", a, b, selector)
+    np.testing.assert_array_equal(got, permuted(a, b, selector))
+    fixed = value("prmt.b32 %r20, %r10, 305419896, 0x7531U;", a)
+    second = np.full(LANES, 305419896, np.uint32)
+    np.testing.assert_array_equal(
+        fixed, permuted(a, second, np.full(LANES, 0x7531, np.uint32))
+    )
+
+
 WITHOUT_EFFECT = (
     "prefetch.tensormap [%rd1];",
     "prefetch.param.tensormap [k_param_0];",
@@ -842,6 +880,17 @@ def test_product_of_8_bit_floats(opcode, a_in_registers):
     lane = np.arange(LANES)
     row = lane // 32 * 16 + lane % 32 // 4
     np.testing.assert_array_equal(result, (a @ b.T)[row, lane % 4 * 2 + 1])
+
+
+@pytest.mark.parametrize("flags", [", 0, 0;", ", 1, 0;", ", 0, 1;"])
+def test_8_bit_operands_have_no_other_major(flags):
+    """Not even by a flag that says K-major: the instruction has none."""
+    opcode = "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"
+    wide = "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+    body = PRODUCT.replace(wide, opcode).replace(", 0, 0;", flags)
+    data = np.zeros(1024, np.uint32)
+    with pytest.raises(UnsupportedInstruction, match="K-major"):
+        execute(body, data)
 
 
 def test_product_of_16_bit_floats():

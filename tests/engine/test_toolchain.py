@@ -190,6 +190,23 @@ def test_loops_are_natural_loops_and_not_address_ranges():
     assert sass.count(kernel.instructions, {"HGMMA": "HGMMA"})["HGMMA"] == 2
 
 
+def test_products_of_8_bit_floats_are_wgmmas_too():
+    half, quarter = sass.parse(LISTING), sass.parse(LISTING.replace("HGMMA", "QGMMA"))
+    assert [i.is_wgmma for i in quarter.instructions] == [
+        i.is_wgmma for i in half.instructions
+    ]
+    assert [i.ends_group for i in quarter.instructions] == [
+        i.ends_group for i in half.instructions
+    ]
+    ((role, loop),) = sass.role_loops(quarter, sm90.ARCHITECTURE.role_loops)
+    assert (role.role, hex(loop.address)) == ("consumer", "0x10")
+    ways = [
+        [i.address for i in sass.iteration(kernel, loop, role.opcode)]
+        for kernel in (half, quarter)
+    ]
+    assert ways[0] == ways[1]
+
+
 ROLES = """
 .text.kernel:
         /*0000*/                   BRX R4 -0x960     (*"BRANCH_TARGETS .L_x_0,.L_x_1"*);
@@ -278,3 +295,5 @@ def test_what_counts_as_serialised(lines, found):
         f"        /*{16 * n:04x}*/  {line} ;" for n, line in enumerate(lines)
     )
     assert sass.serialised(sass.parse(text).instructions) == found
+    of_8_bit_floats = text.replace("HGMMA", "QGMMA")
+    assert sass.serialised(sass.parse(of_8_bit_floats).instructions) == found

@@ -15,7 +15,7 @@ CPU = (1, 0)
 
 
 def described(array, **options):
-    dtype = {2: "fp16", 4: "fp32"}[array.itemsize]
+    dtype = {1: "uint8", 2: "fp16", 4: "fp32"}[array.itemsize]
     strides = [step // array.itemsize for step in array.strides]
     address = array.ctypes.data - options.get("byte_offset", 0)
     return launch.tensor_at(dtype, address, array.shape, strides, **options)
@@ -35,7 +35,7 @@ class Unversioned:
 
 
 @pytest.mark.parametrize("wrap", [lambda tensor: tensor, Unversioned])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32])
 def test_another_library_reads_what_is_there(wrap, dtype):
     storage = np.arange(2 * 5 * 3 * 8).astype(dtype).reshape(2, 5, 3, 8)
     array = storage.transpose(0, 2, 1, 3)[:, 1:, ::2]
@@ -44,6 +44,46 @@ def test_another_library_reads_what_is_there(wrap, dtype):
     assert found.dtype == dtype
     assert found.strides == array.strides
     np.testing.assert_array_equal(found, array)
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "uint8"])
+def test_tvm_ffi_reads_8_bit_elements(name):
+    array = np.arange(48, dtype=np.uint8).reshape(2, 3, 8)
+    dtype = {"float8_e4m3fn": "e4m3"}.get(name, name)
+    told = {**described(array[:, 1:]), "dtype": dtype}
+    found = tvm_ffi.from_dlpack(dlpack.Tensor(told, device=7))
+    assert str(found.dtype) == name
+    assert (tuple(found.shape), tuple(found.strides)) == ((2, 2, 8), (24, 8, 1))
+    assert found.data_ptr() == array.ctypes.data + 8
+
+
+def test_torch_s_stand_in_shares_8_bit_floats_as_torch_does():
+    told = {**described(np.zeros((4, 16), np.uint8)[:, ::2]), "dtype": "e4m3"}
+    tensor = dlpack.TorchTensor({**told, "byte_offset": 32}, 2, lambda *_: told)
+    assert (tensor.itemsize, tensor.dtype) == (1, "e4m3")
+    with pytest.raises(BufferError, match="float8"):
+        tensor.__dlpack__()
+    # TVM-FFI asks the exchange API, not the method.
+    assert str(tvm_ffi.from_dlpack(tensor).dtype) == "float8_e4m3fn"
+    torch = dlpack.torch_module(device=2, stream=0)
+    assert tensor.dtype == torch.float8_e4m3fn
+    view = tensor.view(torch.uint8)
+    assert isinstance(view, torch.Tensor) and '"dltensor"' in repr(view.__dlpack__())
+    assert (view.data_ptr(), view.shape, view.stride()) == (
+        told["address"] + 32,
+        (4, 8),
+        (16, 2),
+    )
+    assert view.view(torch.float8_e4m3fn).dtype == torch.float8_e4m3fn
+    with pytest.raises(RuntimeError, match="of another size"):
+        tensor.view(torch.bfloat16)
+
+
+def test_every_type_has_torch_s_name():
+    torch = dlpack.torch_module(device=2, stream=0)
+    assert {getattr(torch, name) for name in dlpack._TORCH_NAMES.values()} == set(
+        dlpack.TYPES
+    )
 
 
 def test_structures_live_until_the_consumer_calls_the_deleter():

@@ -72,6 +72,28 @@ def test_what_is_beside_the_inputs_is_nan(layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_8_bit_inputs(layout):
+    """What TMA takes: addresses and strides of 16 bytes; values rounded to e4m3, NaN beside."""
+    _, wide = problem(layout, dtype="fp16")
+    case, made = problem(layout, dtype="e4m3")
+    located = calls.locate(place_tensors({**SPEC, "dtype": "e4m3"}, case))
+    memory = made.memory()
+    for tensor in made.inputs:
+        assert tensor.view.dtype == np.uint8
+        at = located[tensor.name]
+        assert at.itemsize == 1 and tensor.address % 16 == 0
+        # Slices of one tensor are as wide as its heads are.
+        assert layout == "fused" or not any(x % 16 for x in at.strides[:-1])
+        near = wide[tensor.name].numbers()
+        np.testing.assert_allclose(tensor.numbers(), near, rtol=2.0**-4, atol=2.0**-10)
+        found = memory.load(np.array([tensor.address]), 1, 1)
+        assert np.asarray(found).ravel()[0] == tensor.view.flat[0]
+        if tensor.storage is not None and layout != "fused":
+            values = tensors.FROM_BITS["e4m3"](tensor.storage)
+            assert np.isfinite(values).sum() == tensor.view.size
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_output_shows_what_was_written_and_where(layout):
     _, made = problem(layout)
     for output in made.outputs:

@@ -218,6 +218,13 @@ def _not(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(destination, f"~{emitter.value(source, dtype)}", dtype)
 
 
+@emits("prmt", modifiers="b32")
+def _permute_bytes(emitter: Emitter, instruction: Instruction) -> None:
+    destination, *sources = instruction.operands
+    values = ", ".join(emitter.value(source, "u32") for source in sources)
+    emitter.assign(destination, f"numerics.prmt({values})", "u32")
+
+
 @emits("popc", modifiers="b32")
 def _count_bits(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands

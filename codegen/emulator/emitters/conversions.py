@@ -86,6 +86,11 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
         emitter.assign(destination, f"numerics.{to}_rn({high}, {low})", "u32")
     elif to in _QUARTERS and source_type == "f32" and options == ["rn", "satfinite"]:
         high, low = (emitter.value(source, "f32") for source in sources)
+        dtype = to.removesuffix("x2")
+        for value in dict.fromkeys((high, low)):
+            clipped = f"numerics.saturates({value}, {dtype!r})"
+            told = emitter.call("saturated", clipped, repr(dtype))
+            emitter.lines.append(f"if {clipped}.any(): {told}")
         packed = f"numerics.{to}_rn_satfinite({high}, {low})"
         emitter.assign(destination, packed, "u16")
     elif to in _SIXTEEN_BITS and source_type == "f32" and options == ["rn"]:

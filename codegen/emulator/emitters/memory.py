@@ -90,13 +90,15 @@ def _store(emitter: Emitter, instruction: Instruction) -> None:
     emitter.lines.append(_access(emitter, instruction, "store", destination, *stored))
 
 
-@emits("ldmatrix", modifiers="sync aligned m8n8 x1 x2 x4 shared shared::cta b16")
+@emits(
+    "ldmatrix",
+    modifiers="sync aligned m8n8 x1 x2 x4 trans shared shared::cta b16",
+)
 def _load_matrix(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     targets = elements(destination)
-    call = emitter.call(
-        "transfers.load_matrix", emitter.address(source), str(len(targets))
-    )
+    shape = str(len(targets)), str(instruction.has("trans"))
+    call = emitter.call("transfers.load_matrix", emitter.address(source), *shape)
     emitter.lines.append(f"loaded = {call}")
     for number, target in enumerate(targets):
         _assign_loaded(emitter, target, f"loaded[{number}]", "u32")

@@ -51,6 +51,8 @@ def _mma(emitter: Emitter, instruction: Instruction) -> tuple[Mma, str, str, str
     transposes = flags[2:]
     if len(flags) < 2 or len(transposes) > (1 if from_registers else 2):
         raise emitter.unsupported("its immediate operands")
+    if transposes and k != _DEPTH["f16"]:
+        raise emitter.unsupported("8-bit operands are K-major, both of them")
     a_slots = (
         tuple(_slot(emitter, element) for element in elements(a))
         if from_registers
