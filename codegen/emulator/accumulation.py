@@ -18,8 +18,8 @@ Sources: P. Xie et al., "MMA-Sim: Bit-Accurate Reference Model of Tensor Cores a
 arXiv:2511.10909, which compared its models with the devices bit for bit (wgmma of e4m3 and e5m2: 13
 fraction bits, results E8M13, both towards zero, K = 32 in one step). J. Zhang et al.,
 "SageAttention2", arXiv:2411.10958, and DeepSeek-V3's report, arXiv:2412.19437, found the width
-before. A product with a factor of 0 has no exponent here, as in the programs of the first. No
-micro-kernel of ours has measured it yet.
+before. A product with a factor of 0 has no exponent here, as in the programs of the first. An H200
+answers 30 micro-kernels with the bits of this model (decision 0057).
 """
 
 from __future__ import annotations

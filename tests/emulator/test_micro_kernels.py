@@ -63,7 +63,8 @@ def test_every_wgmma_case_answers_something_else():
         predict.predict(m)["output"] for m in MICROS if m.name.startswith("wgmma")
     ]
     for output in outputs:
-        assert np.count_nonzero(output.view(np.float32)) > output.size // 8
+        elements = output.view(np.float32)  # of sparse operands half are 0
+        assert np.count_nonzero(elements) > elements.size // 4
     assert len({output.tobytes() for output in outputs}) == len(outputs)
 
 

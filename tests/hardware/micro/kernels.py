@@ -742,6 +742,20 @@ def small_integers(count: int, seed: int) -> NDArray[np.float32]:
     return np.random.default_rng(seed).integers(-7, 8, count).astype(np.float32)
 
 
+def _e4m3() -> NDArray[np.float32]:
+    """The value of each code."""
+    codes = np.arange(256)
+    exponent, mantissa = codes >> 3 & 15, codes & 7
+    least = mantissa / 8 * 2.0**-6
+    values = np.where(exponent, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0), least)
+    values[codes & NAN_CODE == NAN_CODE] = np.nan
+    return np.where(codes >> 7, -values, values).astype(np.float32)
+
+
+NAN_CODE = 0x7F
+E4M3 = _e4m3()
+
+
 def encode(values: NDArray[np.float32], dtype: str) -> Bytes:
     """Bits of floats that the format holds exactly (bf16: rounded towards zero)."""
     if dtype == "bf16":
@@ -752,9 +766,10 @@ def encode(values: NDArray[np.float32], dtype: str) -> Bytes:
     if dtype == "e5m2":
         return as_bytes((half >> 8).astype(np.uint8))
     assert dtype == "e4m3"
-    # Sign, exponent and three bits of the mantissa of an f16, with the smaller bias.
-    code = (half >> 7 & 0xFF) - np.where(half & 0x7FFF, 8 << 3, 0)
-    return as_bytes((half >> 8 & 0x80 | code & 0x7F).astype(np.uint8))
+    order = np.argsort(E4M3[:NAN_CODE])
+    code = order[np.searchsorted(E4M3[order], np.abs(values))]
+    assert (E4M3[code] == np.abs(values)).all()
+    return as_bytes((code | np.signbit(values) << 7).astype(np.uint8))
 
 
 def _wgmma(
@@ -881,6 +896,44 @@ def wgmma() -> list[Micro]:
 
 
 # Each group runs in a process of its own.
+def _codes(kind: str, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """Of e4m3 numbers whose sums show how products are aligned, cut and added."""
+    finite = np.flatnonzero(np.isfinite(E4M3))
+    if kind == "any":
+        return rng.choice(finite, count)
+    if kind == "positive":
+        return rng.integers(5, 8, count) << 3 | rng.integers(0, 8, count)
+    if kind == "sparse":  # few products that are not 0, some of them large
+        none = rng.random(count) < 0.85
+        return np.where(none, rng.integers(0, 2, count) << 7, rng.choice(finite, count))
+    if kind == "zeros":  # which meet large numbers, beside small products
+        none, large = rng.random(count) < 0.5, rng.random(count) < 0.2
+        some = np.where(large, 0x7E, rng.integers(8, 40, count))
+        return np.where(none, 0, some) | rng.integers(0, 2, count) << 7
+    sign = rng.integers(0, 2, count) << 7
+    if kind == "subnormal":
+        return sign | rng.integers(0, 24, count)
+    assert kind == "near"  # exponents of normal deviates
+    return sign | rng.integers(3, 9, count) << 3 | rng.integers(0, 8, count)
+
+
+def sums() -> list[Micro]:
+    """Products of e4m3 numbers that fp32 does not add exactly, up to 24 on one accumulator."""
+    a, b = _k_major(0, 128), _k_major(WGMMA_B, 128)
+    micros = []
+    for kind in ("near", "positive", "subnormal", "zeros", "sparse", "any"):
+
+        def values(count: int, seed: int, kind: str = kind) -> NDArray[np.float32]:
+            return E4M3[_codes(kind, count, np.random.default_rng(seed))]
+
+        name = f"wgmma_sum_{kind}"
+        for repeats, adds in ((1, False), (1, True), (2, True), (24, False)):
+            more = {"repeats": repeats, "adds": adds, "values": values}
+            micros.append(_wgmma(f"{name}_{repeats}_{int(adds)}", 64, b, a, "e4m3", **more))
+        micros.append(_wgmma(f"{name}_rs", 64, b, None, "e4m3", repeats=3, values=values))
+    return micros
+
+
 GROUPS: dict[str, Callable[[], list[Micro]]] = {
     "arithmetic": arithmetic,
     "warps": warps,
@@ -888,6 +941,7 @@ GROUPS: dict[str, Callable[[], list[Micro]]] = {
     "tma_loads": tma_loads,
     "tma_stores": tma_stores,
     "wgmma": wgmma,
+    "sums": sums,
 }
 
 
