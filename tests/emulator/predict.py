@@ -61,7 +61,9 @@ def agree(micro: Micro, got: np.ndarray, want: np.ndarray) -> str:
     """Where two answers differ by more than the instruction leaves open; empty when nowhere."""
     if "instructions" in micro.settings:
         return _agree_lanewise(micro, got, want)
-    eight_bits = micro.settings.get("dtype") == "e4m3"  # whose sums the model gives exactly
+    eight_bits = (
+        micro.settings.get("dtype") == "e4m3"
+    )  # whose sums the model gives exactly
     if micro.settings.get("repeats", 1) > 1 and not eight_bits:
         return _agree_rounded(micro, got.view(np.float32), want.view(np.float32))
     differs = np.flatnonzero(got != want)

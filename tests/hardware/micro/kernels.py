@@ -929,8 +929,12 @@ def sums() -> list[Micro]:
         name = f"wgmma_sum_{kind}"
         for repeats, adds in ((1, False), (1, True), (2, True), (24, False)):
             more = {"repeats": repeats, "adds": adds, "values": values}
-            micros.append(_wgmma(f"{name}_{repeats}_{int(adds)}", 64, b, a, "e4m3", **more))
-        micros.append(_wgmma(f"{name}_rs", 64, b, None, "e4m3", repeats=3, values=values))
+            micros.append(
+                _wgmma(f"{name}_{repeats}_{int(adds)}", 64, b, a, "e4m3", **more)
+            )
+        micros.append(
+            _wgmma(f"{name}_rs", 64, b, None, "e4m3", repeats=3, values=values)
+        )
     return micros
 
 
