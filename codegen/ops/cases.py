@@ -43,6 +43,7 @@ Data = Literal[
     "sinks",
     "slopes",
     "biases",
+    "descales",
 ]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
@@ -261,6 +262,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _magnitudes(spec, tiles)
     if spec.get("sink"):
         yield from _sinks(spec, tiles)
+    if spec.get("descale"):
+        rows, kv = min(tiles.positions, 33), 2 * tiles.kv + 5
+        yield _fitted(spec, tiles, "descales", rows, kv, 2, 3, data="descales")
     if spec.get("blocks"):
         yield from _lists(spec, tiles)
     if masks.of_spec(spec).params:
@@ -468,8 +472,9 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     )
     if masks.of_spec(spec).right_edges:
         yield case("future", 2 * block + 5, data="future")
-    yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
-    yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    if spec["dtype"] != "e4m3":  # which has no infinity
+        yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
+        yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
     yield case("steep", block + 3, scale_factor=STEEP)
     if "softcap" in spec:
         yield case("saturated", 2 * block + 3, data="saturated")
