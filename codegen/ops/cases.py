@@ -44,6 +44,7 @@ Data = Literal[
     "slopes",
     "biases",
     "descales",
+    "mean_v",
 ]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
@@ -61,6 +62,7 @@ REPEATS_ELSEWHERE = 2
 BIASES = 5  # of a case whose heads have biases of all kinds
 SINKS = 7  # of a case whose heads have sinks of all levels
 SLOPES = 7  # of a case whose heads have slopes of all kinds
+MEAN_KEYS = 4096  # over which a sum of 13 bits loses a twentieth
 FAR_KEYS = 4096  # that a bias of 1 for a key takes beyond what exp2 holds
 
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
@@ -475,6 +477,10 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if spec["dtype"] != "e4m3":  # which has no infinity
         yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
         yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    elif (
+        spec["seqlen"]["kv"] == DYNAMIC
+    ):  # sums that the tensor cores alone would cut off
+        yield case("mean_v", MEAN_KEYS, min(few, 9), data="mean_v")
     yield case("steep", block + 3, scale_factor=STEEP)
     if "softcap" in spec:
         yield case("saturated", 2 * block + 3, data="saturated")

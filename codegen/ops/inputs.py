@@ -406,6 +406,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         _saturated(spec, q, k)
     if case.data == "slope":
         _slope(q, k, v, random)
+    if case.data == "mean_v":
+        q *= QUIET
+        v += 1.0
     if case.data == "close":
         k *= CLOSE
     if case.data == "uniform_1e4":

@@ -83,6 +83,7 @@ MANTISSA_BITS = 3
 # sum before long. Partial sums are that many of their standard deviations, beside the whole one.
 CUT_OFF_UNIT = 2.0**-13
 PARTIAL_SIGMAS = 3.0
+FLUSHED_KEYS = 128  # after which sums of O go on in fp32
 STEPS_OF_PRODUCTS = 1.0 / 16  # half a unit for each of 32 products, or one for all
 LITTLE = 0.1  # of an error in a score, of which exp is nearly linear
 
@@ -355,7 +356,8 @@ def _errors(
         cut, scattered = _cut_off_scores(rows, keys, scale)
         # Alike for scores that are alike, so that O sees a part: that of a step, not of a product.
         error = error + cut * STEPS_OF_PRODUCTS
-        cut_off, of_sums = _cut_off(len(keys.v), o, w @ xp.abs(keys.v), squares)
+        count = min(len(keys.v), FLUSHED_KEYS)
+        cut_off, of_sums = _cut_off(count, o, w @ xp.abs(keys.v), squares)
         variance = variance + ((w * scattered) ** 2) @ (2.0 * v2) + of_sums**2
     if score is not PLAIN:
         scores, error = score.with_error(rows.products, error, rows.place)

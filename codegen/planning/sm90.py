@@ -55,9 +55,6 @@ REASONS: Final[Mapping[str, str]] = {
     "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
     "TILE_STAGES": "the next work tile is found while this one is computed",
 }
-SPARED_IN_8_BITS: Final = (
-    2  # registers: 160 keys at head_dim 64, but for a kernel with an LSE
-)
 REASON_OF_8_BITS: Final = (
     "the most keys that registers and two stages in shared memory take"
 )
@@ -137,8 +134,7 @@ def _query_rows(spec: Spec) -> int:
     """Rows of a query tile where the spec leaves them out: of three warpgroups where those fit."""
     has = features.flags(spec)
     alone = not (has["by_element"] or has_bias(spec))
-    narrow = is_bounded(spec) or is_e4m3(spec)
-    three = spec.head_dim.v <= 64 or (narrow and spec.head_dim.v <= 128)
+    three = spec.head_dim.v <= 64 or (is_bounded(spec) and spec.head_dim.v <= 128)
     return 192 if three and alone and not cut_group(spec, 192) else 128
 
 
@@ -241,10 +237,9 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         # Its rows are as S's; of keys alone a thread has half as many.
         elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
-    others = sm90.REGISTERS_BESIDE_TILES
-    if is_e4m3(spec) and not spec.lse:
-        others -= SPARED_IN_8_BITS
-    return {**parts, "others": others}
+    if is_e4m3(spec):
+        parts["part of O"] = spec.head_dim.v // 2
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
@@ -352,8 +347,6 @@ def _reason(spec: Spec, name: str) -> str:
         return "less than the window's keys: the blocks at its edges are masked in part"
     if name == "TILE_KV" and is_e4m3(spec):
         return REASON_OF_8_BITS
-    if name == "TILE_Q" and is_e4m3(spec):
-        return "192 up to head_dim 128, where a third warpgroup has registers enough"
     if name == "TILE_Q" and is_bounded(spec):
         return (
             "192 up to head_dim 128: what waits for the MUFU is one warpgroup of three"
