@@ -20,7 +20,8 @@ CONSTANTS: Final = {
     "WARPGROUP_THREADS": 128,
     "WARPGROUP_WARPS": 4,
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
-    "ELEMENT_BYTES": 2,
+    "ELEMENT_BYTES": 2,  # or 1, of e4m3
+    "KEY_GROUP": 16,
     "TMA_ALIGN": 16,
     "BYTE": 8,
 }
