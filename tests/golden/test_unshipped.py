@@ -27,8 +27,8 @@ TABLE = Path(__file__).with_name("unshipped.txt")
 DIGITS = 12  # of SHA-256
 # Flags with one value in all kernels: what tells architectures apart, and what one cannot do.
 CONSTANT = {
-    "sm90": {"NAMES_ARCH", "PERSISTENT"},
-    "sm100": {"NAMES_ARCH", "PACK_GQA", "E4M3"},
+    "sm90": {"NAMES_ARCH", "PERSISTENT", "UNEVEN"},
+    "sm100": {"NAMES_ARCH", "PACK_GQA", "SPLIT_K", "E4M3"},
 }
 
 
