@@ -43,7 +43,11 @@ DAMAGES = {
         *("rising", "        scale_row(part_O, r, factor)\n"),
         "",
     ),
-    "O of the tile before": ("tiles", "        mma.acc_O.fill(-0.0)  # to which any part adds up to itself\n", ""),
+    "O of the tile before": (
+        "tiles",
+        "        mma.acc_O.fill(-0.0)  # to which any part adds up to itself\n",
+        "",
+    ),
     "a block of V behind its own": (
         *("exact", "v.atom, tVgV[None, block + 1], tVsV"),
         "v.atom, tVgV[None, block + 1 - block % 2], tVsV",
