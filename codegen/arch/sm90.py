@@ -20,7 +20,8 @@ CONSTANTS: Final = {
     "WARPGROUP_THREADS": 128,
     "WARPGROUP_WARPS": 4,
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
-    "ELEMENT_BYTES": 2,
+    "ELEMENT_BYTES": 2,  # or 1, of e4m3
+    "KEY_GROUP": 16,
     "TMA_ALIGN": 16,
     "BYTE": 8,
 }
@@ -34,7 +35,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=930,
+    mean_lines=935,
     mma_classes=("HGMMA", "QGMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "HGMMA": "HGMMA",

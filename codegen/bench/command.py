@@ -456,7 +456,7 @@ def time_cell(
             try:
                 seen = contenders.as_packed(launch, cell.beside.get(name, ""))
                 errors[way] = right.error_of(seen)
-                if not errors[way] <= contenders.WRONG:
+                if not errors[way] <= contenders.wrong_from(cell.problem):
                     raise RuntimeError(
                         f"computes something else: relative error {errors[way]:.3g}"
                     )

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..ops import params
+from ..ops.e4m3 import E4M3, OWN_FIELDS, V_PERMUTED, is_e4m3, natural_v, permute_v
 from ..ops.operation import Given
 from ..ops.varlen import rows_of
 from . import fa3 as fa3_module
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
 WRONG = 0.02  # relative error beyond which a contender computes something else
+WRONG_IN_8_BITS = 0.06  # the same where P is rounded to e4m3, which alone is 0.026
 MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card is
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 
@@ -86,9 +88,17 @@ def _of_alibi(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tenso
     return torch.exp2(-8.0 * heads / shape[0])
 
 
+def _factors(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+    """Of a quantiser: near 1, and no two alike."""
+    import torch
+
+    return 0.5 + torch.rand(shape, device=generator.device, generator=generator)
+
+
 DRAWN: Final[Mapping[str, Draw]] = {
     **{"q": _normal, "k": _normal, "v": _normal, "bias": _normal},
     **{"sink": _of_bf16, "slopes": _of_alibi},
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _factors),
 }
 """The values of each input, by name."""
 
@@ -115,8 +125,12 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
         made[x.name] = torch.tensor(problem.drawn[x.name], device=device)
     for x in inputs:
         if x.name not in made:
-            drawn = DRAWN[x.name](x.shape(spec, problem), generator)
-            made[x.name] = drawn.to(DTYPES[x.type(spec)])
+            shape = x.shape(spec, problem)
+            if x is V_PERMUTED:
+                batch, heads, head_dim, _ = shape
+                shape = (batch, problem.kv, heads, head_dim)
+            drawn = DRAWN[x.name](shape, generator).to(DTYPES[x.type(spec)])
+            made[x.name] = permute_v(drawn) if x is V_PERMUTED else drawn
     by_name: dict[str, Any] = {x.name: made.pop(x.name) for x in inputs if x.when}
     for number in problem.operation.numbers(spec):
         by_name[number.name] = problem.drawn[number.name]
@@ -136,12 +150,15 @@ def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
 
 
 def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
-    """What a generated kernel's ``compile()`` returns, given all its tensors."""
+    """What a generated kernel's ``compile()`` returns, given all its tensors, e4m3 as bytes."""
+    import torch
+
     outputs = kernel.fmha(*inputs.qkv, **inputs.by_name)
     by_name = inputs.by_name.values()
     numbers = [x for x in by_name if isinstance(x, int)]
     tensors = [*inputs.qkv, *(x for x in by_name if not isinstance(x, int))]
     tensors += outputs if isinstance(outputs, tuple) else (outputs,)
+    tensors = [x.view(torch.uint8) if x.element_size() == 1 else x for x in tensors]
     run, scale = kernel.compile(), inputs.q.shape[-1] ** -0.5
     processors = kernel.sm_count(inputs.q.get_device())
     return lambda: run(*tensors, scale, *numbers, processors)
@@ -184,6 +201,9 @@ class Peer:
 def asks(problem: Problem) -> Iterator[str]:
     """What a problem has that not every attention does: of its mask, and each further field."""
     band, further = problem.band, problem.further
+    if is_e4m3(problem.spec):  # which has fields of its own
+        yield E4M3
+        further = {name: x for name, x in further.items() if name not in OWN_FIELDS}
     if band is None:
         beside = BESIDE_DOCUMENTS if "documents" in further else EXPRESSION
         yield OF_SEQUENCES if problem.lengths else beside
@@ -233,8 +253,20 @@ def fa3(problem: Problem, inputs: Inputs) -> dict[str, Launch]:
     def out_of(function: Launch) -> Launch:
         return lambda: _out(function())
 
+    if is_e4m3(problem.spec):
+        inputs = _with_rows_of_v(inputs)
     found = fa3_module.launches(problem, *inputs.qkv, inputs.by_name)
     return {way: out_of(function) for way, function in found.items()}
+
+
+def _with_rows_of_v(inputs: Inputs) -> Inputs:
+    """V as others take it: [batch, kv, kv_heads, d_v]; factors of 1 where there are none."""
+    import torch
+
+    ones = torch.ones(inputs.k.shape[0], inputs.k.shape[2], device=inputs.k.device)
+    factors = dict.fromkeys(("q_descale", "k_descale", "v_descale"), ones)
+    v = natural_v(inputs.v, inputs.k.shape[1])
+    return inputs._replace(v=v, by_name={**factors, **inputs.by_name})
 
 
 def flex_attention(problem: Problem, inputs: Inputs) -> Launch:
@@ -250,7 +282,7 @@ def _alone(
 
 
 _FUSED: Final = frozenset({UNEQUAL, WINDOW, "softcap", "documents", SEQUENCES})
-_OF_VLLM: Final = frozenset({"sink", PAGES})
+_OF_VLLM: Final = frozenset({"sink", PAGES, E4M3})
 _OF_FA4: Final = frozenset({EXPRESSION, "sink", PAGES})
 _OF_FLEX: Final = frozenset(
     {EXPRESSION, BESIDE_DOCUMENTS, OF_SEQUENCES, "sink", "score", "alibi"}
@@ -274,6 +306,11 @@ def matmul(device: str) -> Launch:
     generator = torch.Generator(device).manual_seed(SEED)
     a, b = (_normal((MATMUL_SIZE, MATMUL_SIZE), generator).bfloat16() for _ in range(2))
     return lambda: a @ b
+
+
+def wrong_from(problem: Problem) -> float:
+    """The relative error beyond which a contender computes something else than a problem."""
+    return WRONG_IN_8_BITS if is_e4m3(problem.spec) else WRONG
 
 
 @dataclass(frozen=True)

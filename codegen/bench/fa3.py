@@ -39,6 +39,7 @@ SETTINGS = {
     "cp_rank": 0,
     "max_seqlen_k_new": 0,
 }
+DESCALES = ("q_descale", "k_descale", "v_descale")  # [batch, KV heads], beside e4m3
 SPLITS = {"in one piece": 1, "own splits": 0}  # of keys, by `num_splits`
 
 
@@ -95,6 +96,7 @@ def launches(
     given |= {"softcap": problem.softcap or 0.0}
     sink = by_name.get("sink")
     given["s_aux"] = None if sink is None else sink.bfloat16()
+    given |= {name: by_name[name] for name in DESCALES if name in by_name}
 
     def way(splits: int, *, prepared: bool = False) -> Launch:
         more = {"num_splits": splits}

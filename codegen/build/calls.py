@@ -28,6 +28,7 @@ FAR_FIRST_ADDRESS = 0x2_0000_0000
 FAR_ADDRESS_STEP = 1 << 42
 
 PROBES: Final = 48
+AS_BYTES: Final = {"e4m3": "uint8"}  # but where tensors are PyTorch's
 TMA_RANK: Final = 4  # of tensors that TMA moves; others have fewer
 LAYOUTS: Final[tuple[cases.Layout, ...]] = get_args(cases.Layout)
 SCALES: Final = (1.0, 1.3, 2.0**-10, 30.0, 1e4)  # times 1 / sqrt(head_dim)
@@ -82,8 +83,12 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
     outputs and has a current stream.
     """
     located, operation = locate(place_tensors(spec, case)), operation_of(spec)
+    types = {} if case.layout == "plain" else AS_BYTES
     tensors = {
-        name: launch.tensor_at(x.placed.dtype, x.address, x.placed.shape, x.strides)
+        name: launch.tensor_at(
+            *(types.get(x.placed.dtype, x.placed.dtype), x.address),
+            *(x.placed.shape, x.strides),
+        )
         for name, x in located.items()
     }
     outputs = {x.name: len(x.axes) for x in operation.outputs(spec)}

@@ -22,7 +22,7 @@ from ..expressions.language import Name, Node, Term, parse, text_of
 from ..expressions.solve import Form
 from ..expressions.values import check_range
 from ..host import files, tools
-from ..ops.operation import OF_SPEC
+from ..ops.operation import OF_OUTPUT, OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from ..verify import Digests as Digests
 from ..verify import body_digest as body_digest
@@ -84,7 +84,8 @@ def element(tensor: Tensor) -> str:
     """Return a tensor's element type as the DSL says it."""
     if not isinstance(tensor.dtype, str):
         return f"{tensor.name.upper()}_DTYPE"
-    return {OF_SPEC: "DTYPE", "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
+    of_spec = {OF_SPEC: "DTYPE", OF_OUTPUT: "OUT_DTYPE"}
+    return {**of_spec, "fp32": "Float32", "int32": "Int32"}[tensor.dtype]
 
 
 def scalar_type(number: operation.Number) -> str:
@@ -107,10 +108,11 @@ def has_rank(tensor: Tensor) -> str:
     return f"{tensor.name}.ndim == {len(tensor.axes)}"
 
 
-def allocated(tensor: Tensor) -> str:
+def allocated(tensor: Tensor, spec: operation.Spec) -> str:
     """Return the arguments of PyTorch's `new_empty`, called on a tensor of the SPEC's type."""
     sizes = [x.symbol if x.constant else x.letter for x in tensor.axes]
-    types = [] if tensor.dtype == OF_SPEC else ["dtype=torch.float32"]
+    named = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    types = [] if tensor.dtype == OF_SPEC else [f"dtype=torch.{named[tensor.type(spec)]}"]
     return ", ".join([*sizes, *types])
 
 

@@ -722,7 +722,7 @@ def _pruned(pieces: Sequence[str], kept: frozenset[str]) -> list[str]:
 
 @functools.lru_cache(_KEPT_PIECES)
 def _without_targets(piece: str) -> str:
-    """A piece with `_` for what a call returns among other things and nothing reads."""
+    """A piece with `_` for what nothing reads of what a call returns, or of a loop."""
     if not _UNPACKED.search(piece):
         return piece
     module = _parsed(piece)
@@ -745,6 +745,13 @@ def _without_targets(piece: str) -> str:
         and isinstance(part.targets[0], ast.Tuple)
         for target in part.targets[0].elts
         if isinstance(target, ast.Name) and target.id not in {*read, "_"}
+    ]
+    edits += [
+        _Edit(*text.span(part.target), "_")
+        for part in ast.walk(module)
+        if isinstance(part, ast.For)
+        and isinstance(part.target, ast.Name)
+        and part.target.id not in {*read, "_"}
     ]
     return text.edited(0, len(piece), edits) if edits else piece
 

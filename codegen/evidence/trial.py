@@ -44,6 +44,7 @@ from ..ops.varlen import is_packed
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    "e4m3": torch.float8_e4m3fn,
     "fp32": torch.float32,
     "int32": torch.int32,
 }

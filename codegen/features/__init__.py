@@ -18,6 +18,7 @@ from . import (
     chunk,
     cluster,
     documents,
+    e4m3,
     gqa,
     lse,
     mask,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from ..spec.model import Spec
 
 _FILES: Final = (
-    *(problem, lse, softcap, bias, score, params, mask, chunk, window, documents),
+    *(problem, e4m3, lse, softcap, bias, score, params, mask, chunk, window, documents),
     *(prefix, varlen, paged),
     blocks,
     *(sink, gqa, cluster, tiling),

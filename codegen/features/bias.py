@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BeforeValidator
 
 from ..errors import Violation
+from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -110,5 +111,6 @@ BIAS_DTYPE: Final = Feature(
         Relation(["none"], {"pack_gqa": [True]}),
         # Its blocks are loaded from the last one down.
         Relation(["none"], {"blocks": ["lists"]}),
+        Relation(["none"], {"dtype": [E4M3]}),
     ],
 )

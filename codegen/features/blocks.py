@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation
 from .mask import keys_of
 
@@ -50,6 +51,7 @@ BLOCKS: Final = Feature(
         Relation(["derived"], {"pack_gqa": [True]}),
         # CTAs that share loads or an MMA would have to have one list.
         Relation(["derived"], {"cluster": [[2, 1], [1, 2]]}),
+        Relation(["derived"], {"dtype": [E4M3]}),
     ],
     flags=lambda spec: {"lists": has_lists(spec)},
     title=lambda spec: "block lists" if has_lists(spec) else "",

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation, either, in_yaml
 
 _CLUSTERS: Final = ([1, 1], [2, 1], [1, 2])
@@ -47,6 +48,7 @@ CLUSTER: Final = Feature(
     keys={r"cluster_(size|shape|dims?)": "write cluster: [2, 1]"},
     relations=[
         Relation(_ALONG_Q, {"arch": ["sm100"]}),
+        Relation([[1, 1]], {"dtype": [E4M3]}),
         Relation(
             _ALONG_Q,
             {"heads.q_per_kv": range(1, 129, 2)},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation
 
 Documents = Annotated[
@@ -21,6 +22,9 @@ DOCUMENTS: Final = Feature(
             "write documents: true; fmha_gen.document_starts makes its input of ids"
         )
     },
-    relations=[Relation([False], {"blocks": ["lists"]})],
+    relations=[
+        Relation([False], {"blocks": ["lists"]}),
+        Relation([False], {"dtype": [E4M3]}),
+    ],
     title=lambda spec: "documents" if spec.documents else "",
 )

@@ -16,7 +16,8 @@ from ..expressions.language import ExpressionError, Param, names_in, parse, text
 from ..expressions.solve import Form, falling_comparison
 from ..ops import masks, scores
 from . import vocabulary
-from .feature import Accepts, Feature, did_you_mean, refusal
+from .e4m3 import E4M3
+from .feature import Accepts, Feature, Relation, did_you_mean, refusal
 from .params import as_said, known_to
 from .vocabulary import NOT_YET
 
@@ -216,6 +217,7 @@ MASK: Final = Feature(
     keys={
         r"(is_)?causal": "write mask: causal",
     },
+    relations=[Relation(["none", "causal"], {"dtype": [E4M3]})],
     refusals=_refusals,
     notes=_notes,
     flags=_flags,

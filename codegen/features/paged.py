@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
+from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ PAGED: Final = Feature(
             "FG203",
             "needs packed queries",
             "set batch: varlen",
-        )
+        ),
+        Relation(["none"], {"dtype": [E4M3]}),
     ],
     flags=lambda spec: {"paged": page_of(spec) is not None},
     title=lambda spec: f"pages of {page_of(spec)} keys" if page_of(spec) else "",

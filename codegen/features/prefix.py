@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from ..errors import Violation
 from ..expressions.language import ExpressionError
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation
 from .mask import keys_of
 from .window import Sides
@@ -53,6 +54,7 @@ PREFIX: Final = Feature(
         ),
         Relation([False], {"documents": [True]}),
         Relation([False], {"blocks": ["lists"]}),
+        Relation([False], {"dtype": [E4M3]}),
     ],
     refusals=_refusals,
     title=lambda spec: "prefix" if spec.prefix else "",

@@ -100,6 +100,8 @@ HEAD_DIM: Final = Feature(
         ),
         # Half of V is a swizzled row at least.
         Relation([128, {"qk": 192, "v": 128}, 256], {"cta_group": [2]}),
+        # O and a part of it do not fit a thread's registers beyond.
+        Relation([64, 128], {"dtype": ["e4m3"]}),
     ],
     flags=lambda spec: {
         "head_dim_qk": spec.head_dim.qk,
@@ -113,13 +115,14 @@ HEAD_DIM: Final = Feature(
 )
 
 Dtype = Annotated[
-    Literal["bf16", "fp16"],
+    Literal["bf16", "fp16", "e4m3"],
     Accepts(
-        "of Q, K, V and O; softmax and sums are fp32",
+        "of Q, K, V and O; of e4m3 O has 16 bits. Softmax and sums are fp32",
         words={
             r"(torch\.)?(float16|half)|f16": "write fp16",
             r"(torch\.)?bfloat16|bfloat": "write bf16",
-            r".*(fp8|float8|e4m3|e5m2).*": f"FP8 is {NOT_YET}",
+            r"(torch\.)?(fp8|float8)(_?e4m3(fn)?)?|e4m3fn": "write e4m3",
+            r".*(fp8|float8|e4m3|e5m2).*": f"of FP8 there is e4m3: others are {NOT_YET}",
             r".*(fp4|mxfp|nvfp|int8|int4).*": f"Q, K and V of 4 or 8 bits are {NOT_YET}",
             r"(torch\.)?(fp32|float32|float|tf32|fp64|float64|double)|f32": (
                 "Q, K, V and O have 16 bits; softmax and sums are fp32 in any case"
@@ -129,9 +132,18 @@ Dtype = Annotated[
 ]
 DTYPE: Final = Feature(
     "dtype",
-    tokens={r"(bf|fp)\d+": lambda spec: [spec.dtype]},
+    tokens={
+        r"(bf|fp)\d+|e\dm\d": lambda spec: (
+            [spec.dtype, spec.out_dtype] if spec.dtype == "e4m3" else [spec.dtype]
+        )
+    },
     keys={r"type|element|precision": "write dtype"},
-    flags=lambda spec: {"dtype": spec.dtype, "bf16": spec.dtype == "bf16"},
+    relations=[Relation(["bf16", "fp16"], {"arch": ["sm100"]})],
+    flags=lambda spec: {
+        "dtype": spec.dtype,
+        "bf16": spec.dtype == "bf16",
+        "e4m3": spec.dtype == "e4m3",
+    },
     title=lambda spec: spec.dtype,
 )
 

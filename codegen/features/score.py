@@ -25,6 +25,7 @@ from ..expressions.values import check_range
 from ..ops import scores
 from .bias import BIAS_DTYPES, has_bias
 from .blocks import has_lists
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation, refusal
 from .params import as_said, known_to_scores
 
@@ -180,7 +181,10 @@ def _contract(spec: Spec) -> str:
 SCORES: Final = Feature(
     "score",
     keys={r"score_(mod|fn|function)": "write score: an expression over s, in quotes"},
-    relations=[Relation([_NONE], {"bias.dtype": BIAS_DTYPES})],
+    relations=[
+        Relation([_NONE], {"bias.dtype": BIAS_DTYPES}),
+        Relation([_NONE], {"dtype": [E4M3]}),
+    ],
     refusals=_refusals,
     flags=_flags,
     title=lambda spec: f"score {spec.score}" if spec.score != _NONE else "",
@@ -198,6 +202,7 @@ ALIBI: Final = Feature(
     relations=[
         Relation([False], {"blocks": ["lists"]}),
         Relation([False], {"bias.dtype": BIAS_DTYPES}),
+        Relation([False], {"dtype": [E4M3]}),
     ],
     title=lambda spec: "ALiBi" if spec.alibi else "",
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Annotated, Final
 
-from .feature import Accepts, Feature
+from .e4m3 import E4M3
+from .feature import Accepts, Feature, Relation
 
 Sink = Annotated[
     bool, Accepts("one learned logit per query head in the softmax's denominator")
@@ -18,6 +19,7 @@ SINK: Final = Feature(
             "write sink: true; the logits are an argument of fmha() at run time"
         )
     },
+    relations=[Relation([False], {"dtype": [E4M3]})],
     flags=lambda spec: {"sink": spec.sink},
     title=lambda spec: "sinks" if spec.sink else "",
     contract=lambda spec: (

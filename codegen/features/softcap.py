@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from pydantic import Field
 
 from .bias import BIAS_DTYPES
+from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation
 
 if TYPE_CHECKING:
@@ -70,7 +71,10 @@ SOFTCAP: Final = Feature(
             "leave it out: it is about the logits of a model's last layer, not attention's"
         ),
     },
-    relations=[Relation(["none"], {"bias.dtype": BIAS_DTYPES})],
+    relations=[
+        Relation(["none"], {"bias.dtype": BIAS_DTYPES}),
+        Relation(["none"], {"dtype": [E4M3]}),
+    ],
     flags=lambda spec: {"capped": cap_of(spec) is not None},
     title=_title,
     contract=_contract,

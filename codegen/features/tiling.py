@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
 
@@ -46,7 +47,13 @@ TILE_Q: Final = Feature(
         # A warpgroup's 64 rows, at most three times; two halves of 128 rows.
         Relation([None, 64, 128, 192], {"arch": ["sm90"]}),
         Relation([None, 256], {"arch": ["sm100"]}),
+        # The barrier of its turn tells a warpgroup that the O of the tile before has left.
+        Relation([None, 128, 192], {"dtype": [E4M3]}),
     ],
+)
+# 32 keys are a step of an MMA.
+TILE_KV: Final = Feature(
+    "tile.kv", relations=[Relation([None, *range(32, 257, 32)], {"dtype": [E4M3]})]
 )
 
 _Depth = Annotated[int, Field(ge=2, le=8)] | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .e4m3 import E4M3_FORWARD, is_e4m3
 from .forward import FORWARD
 from .operation import Operation, Spec
 from .paged import PAGED_FORWARD, is_paged
@@ -17,6 +18,8 @@ FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
 def operation_of(spec: Spec) -> Operation:
     """Return the operation of a SPEC; raises KeyError for one that is not generated."""
     operation = OPERATIONS[spec["op"]]
+    if is_e4m3(spec):
+        return E4M3_FORWARD
     if is_paged(spec):
         return PAGED_FORWARD
     return PACKED_FORWARD if is_packed(spec) else operation

@@ -43,6 +43,8 @@ Data = Literal[
     "sinks",
     "slopes",
     "biases",
+    "descales",
+    "mean_v",
 ]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
@@ -60,6 +62,7 @@ REPEATS_ELSEWHERE = 2
 BIASES = 5  # of a case whose heads have biases of all kinds
 SINKS = 7  # of a case whose heads have sinks of all levels
 SLOPES = 7  # of a case whose heads have slopes of all kinds
+MEAN_KEYS = 4096  # over which a sum of 13 bits loses a twentieth
 FAR_KEYS = 4096  # that a bias of 1 for a key takes beyond what exp2 holds
 
 # More (work tile, KV block) pairs than this are too much for the emulator. Fixed lengths may need
@@ -261,6 +264,9 @@ def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     yield from _magnitudes(spec, tiles)
     if spec.get("sink"):
         yield from _sinks(spec, tiles)
+    if spec.get("descale"):
+        rows, kv = min(tiles.positions, 33), 2 * tiles.kv + 5
+        yield _fitted(spec, tiles, "descales", rows, kv, 2, 3, data="descales")
     if spec.get("blocks"):
         yield from _lists(spec, tiles)
     if masks.of_spec(spec).params:
@@ -468,8 +474,13 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     )
     if masks.of_spec(spec).right_edges:
         yield case("future", 2 * block + 5, data="future")
-    yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
-    yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    if spec["dtype"] != "e4m3":  # which has no infinity
+        yield case("minus_inf", 2 * block - 5, data="first_at_minus_inf")
+        yield case("all_minus_inf", block // 2 + 1, data="all_at_minus_inf")
+    elif (
+        spec["seqlen"]["kv"] == DYNAMIC
+    ):  # sums that the tensor cores alone would cut off
+        yield case("mean_v", MEAN_KEYS, min(few, 9), data="mean_v")
     yield case("steep", block + 3, scale_factor=STEEP)
     if "softcap" in spec:
         yield case("saturated", 2 * block + 3, data="saturated")

@@ -20,6 +20,9 @@ from .reference import Array, Truth, namespace
 ROW_VARIANCE = 1.4
 LARGEST_ROW = 6.0
 EXPONENT = 25.0
+DEFINED = (
+    1.5  # of an error in P of 8 bits over what it is by definition, root mean square
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdi
     error = xp.abs(out - truth.out)
     error = xp.where(error == error, error, xp.zeros_like(error))  # rows not wanted
     ratio = _over(error, truth.out_bound)
-    of_head = _head_ratio(error, truth, rows)
+    of_head = _head_ratio(error, truth.rms * truth.rms, truth, rows)
+    of_definition = _head_ratio(error, DEFINED**2 * truth.defined, truth, rows)
+    of_head = xp.where(of_head > of_definition, of_head, of_definition)
     worst = max(float(ratio.max()), float(of_head.max()))
     absolute = float(error.max())
     wrong = (ratio > 1.0).any(-1)
@@ -177,13 +182,16 @@ def _over(error: Array, bound: Array) -> Array:
     return xp.where(allowed | (error == 0), quotient, refused)
 
 
-def _head_ratio(error: Array, truth: Truth, rows: Array) -> Array:
-    """Of each [batch, head], its root mean square error over what it may be."""
+def _head_ratio(error: Array, squared: Array, truth: Truth, rows: Array) -> Array:
+    """Of each [batch, head], its root mean square error over what it may be.
+
+    squared: as the error, what is expected of its square.
+    """
     xp = namespace(error)
     chosen, zero = rows[..., None], xp.zeros_like(error)
     squares, expected, shift = (
         xp.where(chosen, x, zero).sum(3).sum(1)
-        for x in (error * error, truth.rms * truth.rms, truth.shift * truth.shift)
+        for x in (error * error, squared, truth.shift * truth.shift)
     )
     count = xp.where(rows, zero[..., 0] + 1.0, zero[..., 0]).sum(1)
     count = xp.where(count > 0, count, count + 1.0)

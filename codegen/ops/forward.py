@@ -154,8 +154,8 @@ FULL_KV_INDICES: Final = _list("full_kv_indices", KV_BLOCKS)
 LISTS: Final = (KV_NUM_BLOCKS, KV_INDICES, FULL_KV_NUM_BLOCKS, FULL_KV_INDICES)
 
 
-def _defined_by(given: Given) -> dict[str, Any]:
-    """What defines the results, as functions of `reference` take it."""
+def defined_by(given: Given) -> dict[str, Any]:
+    """Return what defines the results, as functions of `reference` take it."""
     spec = given.spec
     return {
         **{x.name: given.inputs[x.name] for x in (Q, K, V)},
@@ -169,7 +169,7 @@ def _defined_by(given: Given) -> dict[str, Any]:
 
 
 def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
-    found = reference.attention(**_defined_by(given), wanted=wanted)
+    found = reference.attention(**defined_by(given), wanted=wanted)
     return {OUT.name: found.out, LSE.name: found.lse}
 
 
@@ -214,7 +214,7 @@ def _said(spec: Spec) -> str:
 
 def _truth(given: Given, wanted: Array | None = None) -> reference.Truth:
     return reference.truth(
-        **_defined_by(given),
+        **defined_by(given),
         dtype=given.spec["dtype"],
         exp_error=_exp_error(given.spec),
         wanted=wanted,

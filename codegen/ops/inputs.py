@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from . import masks, operation_of, scores
 from .cases import Case, Tiles
+from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, permute_v
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
@@ -67,6 +68,8 @@ BIAS = 2.0  # standard deviation of a bias, where scores are random
 # Of some keys of `biases`, by head; in all rows or in some.
 BIAS_LEVELS = (-np.inf, 1e4, -1e4)
 BIAS_STEP = 5  # keys from one of them to the next
+# Of `descales`, log2: of Q, K and V, one after the other by batch and head.
+DESCALE_LEVELS = ((-10, 0, 10, 3), (9, 1, -11, -2.5), (10, -10, 0, 0.3))
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
@@ -176,6 +179,8 @@ def _place(x: _Sized, number: int, layout: str) -> tuple[Placed, int]:
     """One tensor in a storage of its own, and its size; number: makes its strides its own."""
     orders = _ORDERS[layout][0 if x.tensor.tma else 1]
     named = orders[number % len(orders)]
+    if x.tensor is V_PERMUTED and layout != "mixed":
+        named = "bhs"  # its rows are head_dim's
     order = sorted((axis for axis in x.dims if axis != "d"), key=named.find)
     if layout == "plain":
         return _stacked(x, [(axis, 0, 0) for axis in order], (0, 0), DENSE_GUARD)
@@ -337,6 +342,8 @@ def _edges_of(x: Declared, bounds: I64, case: Case) -> I64:
 
 def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     """The inputs of a case by name; integers as their makers have them, others of them 0."""
+    if is_e4m3(spec):
+        return _in_8_bits(spec, tiles, case)
     if is_packed(spec):
         return _packed(spec, tiles, case)
     random = np.random.default_rng(case.seed)
@@ -399,6 +406,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         _saturated(spec, q, k)
     if case.data == "slope":
         _slope(q, k, v, random)
+    if case.data == "mean_v":
+        q *= QUIET
+        v += 1.0
     if case.data == "close":
         k *= CLOSE
     if case.data == "uniform_1e4":
@@ -412,6 +422,29 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if "sink" in drawn:
         drawn["sink"] = _sinks(spec, mask_of(spec, tiles, case), case, drawn)
     return drawn
+
+
+def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:
+    """The values of 16 bits, cut to what e4m3 has, V^T, and factors by batch and head.
+
+    Those of Q and K leave the scores as they are, but in `descales`.
+    """
+    drawn: dict[str, Any] = values(in_16_bits(spec), tiles, case)
+    found = {name: np.clip(x, -LARGEST, LARGEST) for name, x in drawn.items()}
+    found["v"] = permute_v(found["v"])
+    if not spec.get("descale"):
+        return found
+    random, shape = np.random.default_rng(case.seed + 2), (case.batch, case.kv_heads)
+    q, v = (np.exp2(random.uniform(-5, 5, shape)) for _ in range(2))
+    k = 1.0 / q
+    if case.data == "descales":
+        numbers = np.arange(math.prod(shape)).reshape(shape)
+        q, k, v = (
+            np.exp2(np.array(levels)[(numbers + each) % len(levels)])
+            for each, levels in enumerate(DESCALE_LEVELS)
+        )
+    factors = zip("qkv", (q, k, v), strict=True)
+    return found | {f"{name}_descale": x.astype(np.float32) for name, x in factors}
 
 
 def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:

@@ -18,6 +18,7 @@ Spec = Mapping[str, Any]  # the SPEC of a generated file
 Array = Any  # numpy.ndarray or torch.Tensor
 
 OF_SPEC: Final = "dtype"  # in place of an element type: the SPEC's
+OF_OUTPUT: Final = "out_dtype"  # the SPEC's of O, which may be another
 BYTES: Final[Mapping[str, int]] = {
     **{"e4m3": 1, "bf16": 2, "fp16": 2},
     **{"fp32": 4, "int32": 4},
@@ -65,7 +66,8 @@ class Axis:
     axes of a tensor have the same. size: in a call. fixed: the size that a SPEC decides, None where
     a call does. constant: every SPEC decides it. part_of: another axis, of which each element of
     this one stands for so many as `ratio` says. cached: its tensors may be the first rows of longer
-    ones. told: its size for a reader, where no other words do.
+    ones. follows: an axis whose size decides this one's, though they differ. told: its size for a
+    reader, where no other words do.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Axis:
     ratio: Callable[[Spec], int] = lambda spec: 1
     broadcast: bool = False
     cached: bool = False
+    follows: str = ""
     told: Callable[[Spec], str] = lambda spec: ""
 
     @property
@@ -110,7 +113,7 @@ class Axis:
 class Tensor:
     """A tensor of the public function.
 
-    dtype: of `BYTES`, `OF_SPEC` or a function of the SPEC. tma: moved by TMA, so the
+    dtype: of `BYTES`, `OF_SPEC`, `OF_OUTPUT` or a function of the SPEC. tma: moved by TMA, so the
     last axis is contiguous and the other strides are multiples of 16 bytes; else strides are free.
     words: a remark in the header. when: the field of the SPEC without which it is not there; "" for
     always. An input that has one comes by name. about: what it does or receives, for the function's
@@ -133,6 +136,8 @@ class Tensor:
         """Return the element type."""
         if not isinstance(self.dtype, str):
             return self.dtype(spec)
+        if self.dtype == OF_OUTPUT:
+            return str(spec.get("out_dtype", spec["dtype"]))
         return str(spec["dtype"]) if self.dtype == OF_SPEC else self.dtype
 
     def sizes(self, spec: Spec, sizes: Sizes) -> dict[str, int]:

@@ -12,7 +12,8 @@ A sink, [heads] in natural logarithms, is the score of one more key of every row
 V is 0: a row that sees no other key has O = 0 and LSE = sink. With +inf all rows have O = 0.
 
 What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
-sums have fp32's errors, and scores under a softcap those of `tanh.approx` (decision 0041).
+sums have fp32's errors, and scores under a softcap those of `tanh.approx` (decision 0041). In e4m3
+the tensor cores cut sums off after 13 bits, and P is held against its definition as well (0057, 0058).
 """
 
 from __future__ import annotations
@@ -68,7 +69,23 @@ class Rounding:
 ROUNDINGS: Mapping[str, Rounding] = {
     "bf16": Rounding(2.0**-8, 2.0**-134),
     "fp16": Rounding(2.0**-11, 2.0**-25),
+    "e4m3": Rounding(2.0**-4, 2.0**-10),
 }
+
+# Of e4m3. P of a row's reference is 2^P_OFFSET, and the largest of a row up to 2^P_SLACK more: of
+# what P has by definition these are the references, in powers of two below the row's largest score.
+P_OFFSET = 8
+P_SLACK = 0.8
+REFERENCES = (0.0, 0.2, 0.4, 0.6, 0.8)
+LEAST_EXPONENT = -6  # of a normal number
+MANTISSA_BITS = 3
+# A wgmma of 8 bits cuts each product off after 13 bits of the largest addend, which is the partial
+# sum before long. Partial sums are that many of their standard deviations, beside the whole one.
+CUT_OFF_UNIT = 2.0**-13
+PARTIAL_SIGMAS = 3.0
+FLUSHED_KEYS = 128  # after which sums of O go on in fp32
+STEPS_OF_PRODUCTS = 1.0 / 16  # half a unit for each of 32 products, or one for all
+LITTLE = 0.1  # of an error in a score, of which exp is nearly linear
 
 
 class Attention(NamedTuple):
@@ -83,6 +100,8 @@ class Truth(NamedTuple):
 
     rms: as out, the standard deviation of its random error at most; shift: as out, the largest
     error by scores and sums; both are 0 where only the exact value is right. lse_bound: as lse.
+    defined: as out, the mean square error of O by definition: exact scores and sums, P rounded, O
+    rounded. Of P in 16 bits it is rms's square.
     """
 
     out: Array
@@ -90,6 +109,7 @@ class Truth(NamedTuple):
     rms: Array
     shift: Array
     lse_bound: Array
+    defined: Array
 
     @property
     def out_bound(self) -> Array:
@@ -135,24 +155,41 @@ def truth(
     tensors: Mapping[str, Array] | None = None,
     sink: Array | None = None,
     lists: Lists | None = None,
+    dtype_of_p: str | None = None,
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
-    """Results and bounds for a kernel of a 16-bit ``dtype``.
+    """Results and bounds for a kernel whose O has the 16-bit ``dtype``.
 
-    exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR where a kernel has one.
-    wanted: bool [batch, q, heads]; other rows may be left NaN, which saves the time for them.
+    dtype_of_p: of Q, K, V and P, if not the same: e4m3. exp_error: of exp2, relative, beyond the
+    hardware's: POLYNOMIAL_ERROR where a kernel has one. wanted: bool [batch, q, heads]; other rows
+    may be left NaN, which saves the time for them.
     """
-    rounding = ROUNDINGS[dtype]
-    made = _empty(q, k, v, 5)
+    of_o, of_p = ROUNDINGS[dtype], ROUNDINGS[dtype_of_p or dtype]
+    in_8_bits = dtype_of_p == "e4m3"
+    made = _empty(q, k, v, 6)
     options: dict[str, Any] = {"scale": scale, "mask": mask, "score": score}
     options |= {"tensors": tensors, "sink": sink, "lists": lists, "wanted": wanted}
     for place, rows, keys in _blocks(q, k, v, **options):
         out, lse = _out(rows, keys), _lse(rows)
-        errors = _errors(rows, keys, out, lse, rounding, scale, score, exp_error)
-        for array, values in zip(made, (out, lse, *errors), strict=True):
+        roundings = _Roundings(of_o, of_p, in_8_bits)
+        errors = _errors(rows, keys, out, lse, roundings, scale, score, exp_error)
+        rms, shift, lse_bound = errors
+        defined = rms * rms
+        if in_8_bits:
+            defined = _by_definition(rows, keys, out, of_o)
+        found = out, lse, rms, shift, lse_bound, defined
+        for array, values in zip(made, found, strict=True):
             array[place.out if array.ndim == 4 else place.lse] = values
     return Truth(*made)
+
+
+class _Roundings(NamedTuple):
+    """Of O and of P, and whether the products are of e4m3."""
+
+    o: Rounding
+    p: Rounding
+    in_8_bits: bool
 
 
 def score_unit(head_dim: int) -> float:
@@ -195,7 +232,7 @@ def _empty(q: Array, k: Array, v: Array, count: int) -> list[Array]:
     xp = namespace(q)
     batch, q_len, heads, _ = q.shape
     shapes = [(batch, q_len, heads, v.shape[-1]), (batch, heads, q_len)]
-    shapes += [shapes[0], shapes[0], shapes[1]]
+    shapes += [shapes[0], shapes[0], shapes[1], shapes[0]]
     options = {"device": q.device} if xp.__name__ == "torch" else {}
     return [xp.full(s, math.nan, dtype=xp.float64, **options) for s in shapes[:count]]
 
@@ -288,7 +325,7 @@ def _errors(
     keys: _Keys,
     out: Array,
     lse: Array,
-    rounding: Rounding,
+    roundings: _Roundings,
     scale: float,
     score: Score,
     exp_error: float,
@@ -301,16 +338,27 @@ def _errors(
     o, w, v2 = out.swapaxes(0, 1), rows.weights, keys.v * keys.v
     # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
     squares = (w * w) @ v2
-    variance = rounding.unit**2 / 3 * (squares + o * o)
+    of_o, of_p, in_8_bits = roundings
+    variance = (of_p.unit**2 * squares + of_o.unit**2 * (o * o)) / 3
     # exp2's are in the sum of P, too: what all of a row's share does not count.
     variance = variance + exp_error**2 * squares
-    variance = variance + rounding.floor**2 / 3 * (v2.sum(0) + 1.0)
-    rms = xp.sqrt(variance).swapaxes(0, 1) * seen
-
+    divisor = xp.where(rows.total > 0, rows.total, _like(1.0, rows.total))
+    if in_8_bits:
+        least = of_p.floor * 2.0**-P_OFFSET / divisor  # half the least weight above 0
+        variance = variance + (least * least * v2.sum(0) + of_o.floor**2) / 3
+    else:
+        variance = variance + of_p.floor**2 / 3 * (v2.sum(0) + 1.0)
     norms = xp.sqrt((keys.k * keys.k).sum(-1))
     norms = xp.where(xp.isfinite(norms), norms, _like(0.0, norms))  # -inf is exact
     lengths = xp.sqrt((rows.q * rows.q).sum(-1, keepdims=True))
     error = score_unit(keys.k.shape[-1]) * scale * lengths * norms
+    if in_8_bits:
+        cut, scattered = _cut_off_scores(rows, keys, scale)
+        # Alike for scores that are alike, so that O sees a part: that of a step, not of a product.
+        error = error + cut * STEPS_OF_PRODUCTS
+        count = min(len(keys.v), FLUSHED_KEYS)
+        cut_off, of_sums = _cut_off(count, o, w @ xp.abs(keys.v), squares)
+        variance = variance + ((w * scattered) ** 2) @ (2.0 * v2) + of_sums**2
     if score is not PLAIN:
         scores, error = score.with_error(rows.products, error, rows.place)
         if score.cap is None:
@@ -319,6 +367,7 @@ def _errors(
             error = error + EXPONENT_UNIT * xp.where(
                 xp.isfinite(far), far, _like(0.0, far)
             )
+    rms = xp.sqrt(variance).swapaxes(0, 1) * seen
     if rows.sink is not None:
         # Its exponent is the difference to a reference, which is off as scores are.
         finite = xp.where(xp.isfinite(rows.sink), rows.sink, _like(0.0, rows.sink))
@@ -344,6 +393,11 @@ def _errors(
     spread = xp.where(spread > 0, spread, _like(0.0, spread))
     moved = xp.sqrt(mass * spread).swapaxes(0, 1)  # Cauchy-Schwarz
     shift = moved + SUM_UNIT * xp.abs(out)
+    if in_8_bits:
+        # And weights that are 0 in e4m3, whose errors have one sign.
+        lost = xp.where(w < 2.0 * least, w, _like(0.0, w))
+        lost = xp.where(lost < least, lost, least + 0.0 * lost) @ xp.abs(keys.v)
+        shift = shift + (cut_off + lost).swapaxes(0, 1)
     if rows.sink is not None:
         least = LEAST_FACTOR * 2.0**RESCALE_SLACK
         shift = shift + least * xp.abs(keys.v).sum(0)
@@ -352,8 +406,70 @@ def _errors(
     of_scores = xp.where(is_small, (w * error).sum(-1, keepdims=True) * factor, most)
     lse_bound = of_scores[..., 0] + SUM_UNIT + ADD_UNIT * keys.k.shape[0]
     lse_bound = lse_bound + exp_error
+    if in_8_bits:
+        scatter = xp.sqrt(((w * scattered) ** 2).sum(-1))
+        lse_bound = lse_bound + (w * cut).sum(-1) + SIGMAS * scatter
     if rows.sink is not None:  # of the sum of both
         lse_bound = lse_bound + SUM_UNIT
     finite = xp.where(xp.isinf(lse), _like(0.0, lse), lse)
     lse_bound = lse_bound + LSE_UNIT * xp.abs(finite)
     return rms, shift, lse_bound
+
+
+def _cut_off(
+    count: int, whole: Array, magnitudes: Array, squares: Array
+) -> tuple[Array, Array]:
+    """What is cut off of a sum of products: toward 0, as far as they have one sign, half a unit
+    each; and the standard deviation of what has either.
+
+    whole, magnitudes, squares: the sums of products, of their magnitudes and of their squares.
+    """
+    xp = namespace(whole)
+    some = xp.where(squares > 0, squares, _like(1.0, squares))
+    # Small products lose no more than they are: as if there were so many, all alike.
+    alike = 2.0 * magnitudes**2 / some
+    alike = xp.where(alike < count, alike, count + 0.0 * alike)
+    deviation, size = xp.sqrt(squares), xp.where(magnitudes > 0, magnitudes, some)
+    share = xp.abs(whole) / size  # of one sign
+    of_one_sign = alike * share * (xp.abs(whole) + deviation) * CUT_OFF_UNIT / 2
+    partial = xp.abs(whole) + PARTIAL_SIGMAS * deviation
+    return of_one_sign, xp.sqrt(alike / 3) * CUT_OFF_UNIT * partial
+
+
+def _cut_off_scores(rows: _Rows, keys: _Keys, scale: float) -> tuple[Array, Array]:
+    """Of scores: what has one sign, or is not little; and the standard deviation of the rest."""
+    xp, transposed = namespace(rows.q), keys.k.swapaxes(0, 1)
+    sums = xp.abs(rows.q) @ xp.abs(transposed), (rows.q**2) @ (transposed**2)
+    count = rows.q.shape[-1]
+    cut, scattered = _cut_off(count, rows.products / scale, *sums)
+    cut, scattered = cut * scale, scattered * scale
+    zero, is_little = xp.zeros_like(cut), PARTIAL_SIGMAS * scattered < LITTLE
+    cut = cut + xp.where(is_little, zero, PARTIAL_SIGMAS * scattered)
+    return cut, xp.where(is_little, scattered, zero)
+
+
+def _by_definition(rows: _Rows, keys: _Keys, out: Array, of_o: Rounding) -> Array:
+    """Mean square errors of O where P is rounded to e4m3 and nothing else but O is.
+
+    The reference of a row may be up to the slack below its largest score: on average over some.
+    """
+    xp, exact = namespace(out), out.swapaxes(0, 1)
+    divisor = xp.where(rows.total > 0, rows.total, _like(1.0, rows.total))
+    squares = xp.zeros_like(exact)
+    for below in REFERENCES:
+        factor = 2.0 ** (P_OFFSET + below) * divisor
+        found = in_e4m3(rows.weights * factor) @ keys.v / factor
+        squares = squares + (found - exact) ** 2
+    squares = squares / len(REFERENCES) + (of_o.unit * exact) ** 2 / 3
+    return squares.swapaxes(0, 1)
+
+
+def in_e4m3(x: Array) -> Array:
+    """Numbers from 0 to 448 rounded to e4m3, to nearest, ties to even."""
+    xp = namespace(x)
+    _, exponents = xp.frexp(x)  # of mantissas from 0.5 on
+    exponents = exponents - 1
+    least = xp.zeros_like(exponents) + LEAST_EXPONENT
+    exponents = xp.where(exponents > least, exponents, least) - MANTISSA_BITS
+    step = xp.ldexp(xp.ones_like(x), exponents)
+    return xp.round(x / step) * step

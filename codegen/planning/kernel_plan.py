@@ -12,7 +12,7 @@ from ..errors import SpecError
 from ..spec.model import SpecFile
 from .protocol import Load, Phase
 
-ELEMENT_BYTES: Final = 2  # bf16 and fp16
+ELEMENT_BYTES: Final = 2  # bf16 and fp16: of sm100, and of O
 WARPGROUP_THREADS: Final = 128
 
 

@@ -12,6 +12,7 @@ from .. import features
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.bias import has_bias
+from ..features.e4m3 import is_e4m3
 from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..features.mask import keys_of
 from ..features.varlen import is_packed
@@ -19,7 +20,6 @@ from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from ..spec.specfile import FieldPath
 from .kernel_plan import (
-    ELEMENT_BYTES,
     Barrier,
     DevicePlan,
     KernelPlan,
@@ -35,6 +35,8 @@ from .sm90_protocol import loads, phases
 from .sm90_words import statements
 
 KV_TILES: Final = (128, 64, 32, 16)  # tried in this order; they divide usual lengths
+# Of e4m3, whose MMAs take half as long: the more keys, the less is paid between blocks.
+KV_TILES_OF_8_BITS: Final = (160, 128, 96, 64, 32)
 # Stages of K and V, tried in this order. V is freed later than K, so it gains more from a third.
 KV_STAGES: Final = ((3, 3), (2, 3), (2, 2))  # d64: 3 and 4 stages ran alike on an H200
 SMS_PER_HEAD: Final = (
@@ -53,6 +55,9 @@ REASONS: Final[Mapping[str, str]] = {
     "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
     "TILE_STAGES": "the next work tile is found while this one is computed",
 }
+REASON_OF_8_BITS: Final = (
+    "the most keys that registers and two stages in shared memory take"
+)
 REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 TILE_STAGES: Final = 2
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
@@ -64,7 +69,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    numbers = tuple(derived(_derived(traits), chosen, sm90.CONSTANTS))
+    numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
     smem = _smem(traits)
     barriers = tuple(_barriers(traits))
     context = template_context(spec_file, sizes, chosen, numbers, barriers, total(smem))
@@ -140,7 +145,7 @@ def _kv_tiles(spec_file: SpecFile) -> list[int]:
     tiles = [
         rows
         for rows in ((spec.tile.kv,) if spec.tile.kv else _planned_kv_tiles(spec))
-        if all(rows * n * ELEMENT_BYTES % sm90.SMEM_ALIGN == 0 for n in widths)
+        if all(rows * n * BYTES[spec.dtype] % sm90.SMEM_ALIGN == 0 for n in widths)
     ]
     if spec.tile.kv and not tiles:
         raise _unaligned(spec_file, spec.tile.kv)
@@ -149,19 +154,25 @@ def _kv_tiles(spec_file: SpecFile) -> list[int]:
 
 def _planned_kv_tiles(spec: Spec) -> Sequence[int]:
     """All of KV_TILES, or without the first: of blocks as wide as a window most keys are hidden."""
+    tiles = _kv_tiles_of(spec)
     mask = keys_of(spec)
     if mask.left is None or mask.right is None:
-        return KV_TILES
+        return tiles
     keys = mask.left + mask.right + 1
-    return KV_TILES[1:] if keys <= KV_TILES[0] else KV_TILES
+    return tiles[1:] if keys <= tiles[0] else tiles
+
+
+def _kv_tiles_of(spec: Spec) -> Sequence[int]:
+    return KV_TILES_OF_8_BITS if is_e4m3(spec) else KV_TILES
 
 
 def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
     spec = spec_file.spec
     sizes = {"K": spec.head_dim.qk, "V": spec.head_dim.v}
+    nbytes = BYTES[spec.dtype]
     stages = [
-        f"{rows} * {n} * {ELEMENT_BYTES} % {sm90.SMEM_ALIGN} ="
-        f" {rows * n * ELEMENT_BYTES % sm90.SMEM_ALIGN} ({name})"
+        f"{rows} * {n} * {nbytes} % {sm90.SMEM_ALIGN} ="
+        f" {rows * n * nbytes % sm90.SMEM_ALIGN} ({name})"
         for name, n in sizes.items()
     ]
     message = (
@@ -217,14 +228,17 @@ def _registers(sizes: Sizes) -> tuple[Registers, ...]:
 
 
 def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
-    """Registers of a consumer thread: S and O in fp32, P in 16 bits, and the rest."""
-    parts = {"S": tile_kv // 2, "P": tile_kv // 4, "O": spec.head_dim.v // 2}
+    """Registers of a consumer thread: S and O in fp32, P in 16 or 8 bits, and the rest."""
+    of_p = tile_kv * BYTES[spec.dtype] // 8
+    parts = {"S": tile_kv // 2, "P": of_p, "O": spec.head_dim.v // 2}
     if features.flags(spec)["by_element"]:
         parts["scores"] = REGISTERS_OF_SCORES
     if has_bias(spec):
         # Its rows are as S's; of keys alone a thread has half as many.
         elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
+    if is_e4m3(spec):
+        parts["part of O"] = spec.head_dim.v // 2
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
@@ -239,11 +253,13 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
             "sQ",
             "Q_TX_BYTES * Q_STAGES",
             sizes.q_stages,
-            "Q, then O" if traits.cross_tile else "Q",
+            "Q, then O" if traits.cross_tile and not is_e4m3(traits.spec) else "Q",
         ),
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
         ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
     ]
+    if is_e4m3(traits.spec) and traits.cross_tile:
+        rows.append(("sO", "2 * TILE_Q * HEAD_DIM_V", 1, "O"))
     if traits.bounded:
         rows.append(("sOnes", "2 * 8 * 16", 1, "ones"))
         rows.append(("padding", "-(2 * 8 * 16) % 1024", 1, ""))
@@ -254,7 +270,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
             f"{of_stage} * BIAS_STAGES",
         )
         rows.append(("sBias", formula, stages, "the bias"))
-    numbers = (*chosen, *derived(_derived(traits), chosen, sm90.CONSTANTS))
+    numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 
 
@@ -327,8 +343,10 @@ def _reason(spec: Spec, name: str) -> str:
     for q_stages in (2, 1) if name == "Q_STAGES" else ():
         if why := _against(spec, q_stages):
             return f"{q_stages} {why}"
-    if name == "TILE_KV" and _planned_kv_tiles(spec) is not KV_TILES:
+    if name == "TILE_KV" and _planned_kv_tiles(spec)[0] != _kv_tiles_of(spec)[0]:
         return "less than the window's keys: the blocks at its edges are masked in part"
+    if name == "TILE_KV" and is_e4m3(spec):
+        return REASON_OF_8_BITS
     if name == "TILE_Q" and is_bounded(spec):
         return (
             "192 up to head_dim 128: what waits for the MUFU is one warpgroup of three"
@@ -359,6 +377,9 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
         ctas = " * CLUSTER_SIZE" if shared else ""
         yield f"{name}_RELEASES", frees, f"{warps}{ctas}"
+    if is_e4m3(traits.spec) and traits.seqlen_kv is not None:
+        up = "-(-SEQLEN_KV // KEY_GROUP) * KEY_GROUP"
+        yield "SEQLEN_V", "keys of V^T", up
     if traits.bias:
         yield "BIAS_RELEASES", frees, "WARPGROUP_WARPS"
         yield "BIAS_STAGES", "one for each warpgroup", "WARPGROUPS"
@@ -387,6 +408,11 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "Q_TILES", unit, f"-(-SEQLEN_Q // {tile})"
     if not traits.dynamic_blocks:
         yield "KV_BLOCKS", "per query tile", "-(-SEQLEN_KV // TILE_KV)"
+
+
+def _constants(spec: Spec) -> dict[str, int]:
+    """The numbers of the architecture that formulas read, for the SPEC's element type."""
+    return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
 def _by_warpgroups(role: str) -> str:

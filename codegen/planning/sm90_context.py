@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..arch.sm90 import WARPGROUP_ROWS
+from ..features.e4m3 import is_e4m3, output_type
 from ..features.softcap import cap_of
 from ..features.varlen import is_packed
 from ..ops.operation import BYTES
@@ -19,7 +20,7 @@ from .kernel_plan import ELEMENT_BYTES, Barrier, Number
 from .traits import P_LIMIT, Loops
 
 K_WARPS: Final = 2  # that load K where its boxes are small
-_PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}
+_PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}  # of two elements of O
 
 
 def is_bounded(spec: Spec) -> bool:
@@ -135,7 +136,8 @@ class Traits(shared.Traits):
         """PV takes longer than the first row's exponentials, so waiting later gains nothing."""
         if self.bounded:
             return True  # the other warpgroups' MMAs run meanwhile
-        return self.spec.head_dim.v > 128 and self.softcap is None
+        wide = self.spec.head_dim.v > 128 and not is_e4m3(self.spec)
+        return wide and self.softcap is None
 
     @property
     def cross_tile(self) -> bool:
@@ -173,7 +175,7 @@ def template_context(
     return {
         **common,
         "names_arch": True,
-        "packed_type": _PACKED_TYPES[spec.dtype],
+        "packed_type": _PACKED_TYPES[output_type(spec)],
         "bias_swizzle": bias_swizzle(traits),
         "swizzled_columns": math.gcd(64, spec.head_dim.qk, spec.head_dim.v),
         **_flags(traits),
@@ -211,6 +213,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
+        "descale": traits.spec.descale != "none",
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,

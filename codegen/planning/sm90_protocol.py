@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ..arch import sm90
+from ..features.e4m3 import is_e4m3
 from ..features.varlen import is_packed
 from ..ops.operation import BYTES
-from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS
+from .kernel_plan import WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
 from .sm90_context import K_WARPS, Traits
 
@@ -75,7 +76,7 @@ def loads(traits: Traits) -> Iterator[Load]:
                 rows=(cta * count if shared else 0, count),
                 columns=(0, columns),
                 receivers=tuple(range(ctas)) if shared else (cta,),
-                nbytes=count * columns * ELEMENT_BYTES,
+                nbytes=count * columns * BYTES[spec.dtype],
             )
 
 
@@ -103,7 +104,7 @@ def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step
     full = Signal(
         f"{ring}_full",
         1,
-        tx_bytes=rows * columns * ELEMENT_BYTES // warps,
+        tx_bytes=rows * columns * BYTES[spec.dtype] // warps,
         ctas=_ctas(traits, ring),
     )
     return Step(
@@ -158,7 +159,7 @@ class _Consumer:
         if self._traits.bounded:
             yield _math("tanh")
             yield over
-            yield _math("exp2; P(n) = S(n) in 16 bits")
+            yield _math(f"exp2; P(n) = S(n) in {self._bits()} bits")
         elif self._traits.early_wait:
             yield _math("row 0: max")
             yield over
@@ -167,7 +168,7 @@ class _Consumer:
             first, second = self._softmax()
             yield _math(first)
             yield over
-            yield _math(f"{second}; P(n) = S(n) in 16 bits")
+            yield _math(f"{second}; P(n) = S(n) in {self._bits()} bits")
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""
@@ -190,11 +191,12 @@ class _Consumer:
             (*self._free("v"), *self._free("k")),
             retires=("next QK(0)", "PV(last)"),
         )
-        yield _math("O / sum, in Q's place")
+        where = "to sO" if is_e4m3(self._traits.spec) else "in Q's place"
+        yield _math(f"O / sum, {where}")
         store = Wait("store", str(self._index), arrivals=WARPGROUP_THREADS)
         yield Step("store O", "tma", (store,), issues="store O")
         yield from self._bias("S(0)")
-        yield _math("first softmax; P(0) = S(0) in 16 bits")
+        yield _math(f"first softmax; P(0) = S(0) in {self._bits()} bits")
         freed = Signal("q_empty", 1)  # by the first warp
         yield Step("O has left", "wait", (), (freed,), retires=("store O",))
 
@@ -211,7 +213,7 @@ class _Consumer:
         yield self._mma(first, waits=ready, signals=self._pass_on())
         yield Step("S(0) is there", "wait", (), self._free("k"), retires=(first,))
         yield from self._bias("S(0)")
-        yield _math("first softmax; P(0) = S(0) in 16 bits")
+        yield _math(f"first softmax; P(0) = S(0) in {self._bits()} bits")
 
     def _mma(
         self, text: str, waits: tuple[Wait, ...], signals: tuple[Signal, ...] = ()
@@ -237,6 +239,10 @@ class _Consumer:
 
     def _free(self, ring: str) -> tuple[Signal, ...]:
         return (Signal(f"{ring}_empty", _WARPS, ctas=_ctas(self._traits, ring)),)
+
+    def _bits(self) -> int:
+        """Of an element of P."""
+        return 8 * BYTES[self._traits.spec.dtype]
 
     def _lse(self) -> str:
         return ", LSE" if self._traits.spec.lse else ""

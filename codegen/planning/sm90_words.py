@@ -53,6 +53,8 @@ def _reference_statement(traits: Traits, cap: float) -> str:
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:
+    if has["cross_tile"] and has["e4m3"]:
+        return "O goes through a buffer of its own; TMA drops rows past the end."
     if has["cross_tile"]:
         return "O goes through the stage that its Q had; TMA drops rows past the end."
     tail = words.tail_of_rows(has)

@@ -33,6 +33,7 @@ from ..features.blocks import Blocks
 from ..features.chunk import Chunk, spelt_out
 from ..features.cluster import Cluster, CtaGroup, Multicast
 from ..features.documents import Documents
+from ..features.e4m3 import Descale, OutDtype, VLayout, with_output
 from ..features.feature import Model, accepts_of, did_you_mean
 from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
@@ -61,10 +62,13 @@ class Spec(Model):
     arch: Arch
     op: Op
     dtype: Dtype
+    out_dtype: OutDtype = "none"
     head_dim: HeadDim
     seqlen: Seqlen = Lengths()
     batch: Batch = "dense"
     kv: Kv = Cache()
+    v_layout: VLayout = "rows"
+    descale: Descale = "none"
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"
@@ -91,7 +95,9 @@ class Spec(Model):
     @classmethod
     def _says_it_in_words(cls, data: Any) -> Any:
         """Fields that say the same become one, and specs that mean the same have one digest."""
-        return in_words(spelt_out(data)) if isinstance(data, dict) else data
+        return (
+            in_words(spelt_out(with_output(data))) if isinstance(data, dict) else data
+        )
 
     @model_validator(mode="after")
     def _keeps_rules(self, info: ValidationInfo) -> Spec:

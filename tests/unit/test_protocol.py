@@ -317,6 +317,8 @@ def test_stages_of_shared_memory_are_those_of_the_barriers(stem: str) -> None:
     plan = support.shipped_plan(stem)
     stages = {barrier.name: barrier.stages for barrier in plan.kernels[0].barriers}
     rings = {"sQ": "q", "sK": "k", "sV": "v", "sKV": "kv", "sO": "out"}
+    if "out_full" not in stages:  # of e4m3 O has a buffer that is no ring
+        del rings["sO"]
     regions = [region for region in plan.kernels[0].smem if region.name in rings]
     assert len(regions) == 3
     for region in regions:

@@ -73,6 +73,15 @@ PACKED: dict[str, tuple[Any, ...]] = {
     "prefix": (None, True),
     "bias": (None, "fp32"),
 }
+E4M3: dict[str, tuple[Any, ...]] = {
+    **{name: MASKS[name] for name in ("arch", "mask", "blocks", "cluster")},
+    "dtype": ("bf16", "e4m3"),
+    "head_dim": (64, 96),
+    "out_dtype": (None, "none", "fp16"),
+    "v_layout": (None, "rows", "permuted"),
+    "descale": (None, "head"),
+    "tile": (None, {"q": 64, "kv": 48}),
+}
 
 
 # As `pack_gqa: true`, or `cluster is [1, 1]`.
@@ -113,8 +122,8 @@ def refusals(data: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "axes",
-    [AXES, MASKS, EDGES, CHUNKS, BIASES, PACKED],
-    ids=["tiles", "masks", "edges", "chunks", "biases", "packed"],
+    [AXES, MASKS, EDGES, CHUNKS, BIASES, PACKED, E4M3],
+    ids=["tiles", "masks", "edges", "chunks", "biases", "packed", "e4m3"],
 )
 def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> None:
     rules = {"allOf": schema()["allOf"]}
@@ -122,7 +131,7 @@ def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> 
     for values in itertools.product(*axes.values()):
         given = dict(zip(axes, values, strict=True))
         data = {key: value for key, value in given.items() if value is not None}
-        data |= {"op": "fmha_fwd", "dtype": "bf16"}
+        data = {"op": "fmha_fwd", "dtype": "bf16", **data}
         said = refusals(data)
         assert holds(rules, data) == (not said), data
         seen[not said] += 1

@@ -37,6 +37,7 @@ def test_defaults() -> None:
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "blocks": "derived",
+        **{"out_dtype": "none", "v_layout": "rows", "descale": "none"},
         **{"params": {}, "chunk": "none", "documents": False, "prefix": False},
         "lse": False,
         "sink": False,
@@ -177,7 +178,7 @@ def test_schema_states_what_is_accepted() -> None:
     assert stated["required"] == list(MINIMAL)
     assert stated["additionalProperties"] is False
     assert all(field["description"] for field in fields.values())
-    assert fields["dtype"]["enum"] == ["bf16", "fp16"]
+    assert fields["dtype"]["enum"] == ["bf16", "fp16", "e4m3"]
     assert fields["cluster"]["enum"] == [[1, 1], [2, 1], [1, 2]]
     number, pair = fields["head_dim"]["anyOf"]
     assert (number["minimum"], number["maximum"], number["multipleOf"]) == (32, 256, 16)

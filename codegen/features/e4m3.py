@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Q, K and V in e4m3: the type of O, where V's keys lie, and the factors of a quantiser."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+
+from .feature import Accepts, Feature, Relation
+from .vocabulary import NOT_YET
+
+if TYPE_CHECKING:
+    from ..spec.model import Spec
+
+E4M3: Final = "e4m3"
+SIXTEEN_BITS: Final = ("bf16", "fp16")
+
+OutDtype = Annotated[
+    Literal["none", "bf16", "fp16"],
+    Accepts(
+        "of O beside dtype: e4m3, where none is bf16; none: dtype is also that of O"
+    ),
+]
+VLayout = Annotated[
+    Literal["rows", "permuted"],
+    Accepts(
+        "rows: V as K; permuted: V^T with keys in the order of the MMA, as"
+        " fmha_gen.permute_v(v) makes it",
+        words={
+            r"(natural|bshd|default)": "write rows",
+            r"(columns?|transposed|vt|bhds)": f"natural V^T is {NOT_YET}: write permuted",
+        },
+    ),
+]
+Descale = Annotated[
+    Literal["none", "head"],
+    Accepts(
+        "factors of Q, K and V; head: fp32 [batch, heads_kv] each, arguments of fmha()",
+        words={
+            r"tensor|(per_?)?head": "write head; one number for all is a tensor with strides of 0",
+            r"(per_?)?(block|token|row|channel)": f"write head: others are {NOT_YET}",
+        },
+    ),
+]
+
+
+def is_e4m3(spec: Spec) -> bool:
+    """Return whether Q, K and V have 8 bits."""
+    return spec.dtype == E4M3
+
+
+def output_type(spec: Spec) -> str:
+    """Return the element type of O."""
+    return spec.out_dtype if is_e4m3(spec) else spec.dtype
+
+
+def with_output(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with the type of O said where e4m3 leaves it to the default."""
+    left_out = data.get("out_dtype", "none") == "none"
+    if data.get("dtype") == E4M3 and left_out:
+        return {**data, "out_dtype": "bf16"}
+    return data
+
+
+OUT_DTYPE: Final = Feature(
+    "out_dtype",
+    keys={r"(o|out|output)_?(type|dtype|precision)": "write out_dtype: bf16 or fp16"},
+    relations=[Relation(["none"], {"dtype": SIXTEEN_BITS})],
+    flags=lambda spec: {"out_bf16": output_type(spec) == "bf16"},
+)
+V_LAYOUT: Final = Feature(
+    "v_layout",
+    keys={r"v_?(colmajor|col_major|transposed?|t)": "write v_layout: permuted"},
+    relations=[
+        Relation(["rows"], {"dtype": SIXTEEN_BITS}),
+        Relation(
+            ["permuted"],
+            {"dtype": [E4M3]},
+            hint="set v_layout: permuted; fmha_gen.permute_v(v) makes it of V",
+        ),
+    ],
+    contract=lambda spec: (
+        "v is V^T: of each 16 keys the order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, and\n"
+        "zeros stand for those behind the last key; fmha_gen.permute_v(v) makes it of V."
+        if spec.v_layout == "permuted"
+        else ""
+    ),
+)
+DESCALE: Final = Feature(
+    "descale",
+    tokens={r"descales?": lambda spec: ["" if spec.descale == "none" else "descale"]},
+    keys={
+        r"([qkv]_)?(de|dequant_?)?scales?": (
+            "write descale: head; q_descale, k_descale and v_descale are arguments of fmha()"
+        )
+    },
+    relations=[Relation(["none"], {"dtype": SIXTEEN_BITS})],
+    title=lambda spec: "descales" if spec.descale != "none" else "",
+    contract=lambda spec: (
+        "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
+        "batch and KV head, positive numbers."
+        if spec.descale != "none"
+        else ""
+    ),
+)
