@@ -98,7 +98,7 @@ def _factors(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 DRAWN: Final[Mapping[str, Draw]] = {
     **{"q": _normal, "k": _normal, "v": _normal, "bias": _normal},
     **{"sink": _of_bf16, "slopes": _of_alibi},
-    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _factors),
+    **dict.fromkeys(fa3_module.DESCALES, _factors),
 }
 """The values of each input, by name."""
 
@@ -264,8 +264,11 @@ def _with_rows_of_v(inputs: Inputs) -> Inputs:
     import torch
 
     ones = torch.ones(inputs.k.shape[0], inputs.k.shape[2], device=inputs.k.device)
-    factors = dict.fromkeys(("q_descale", "k_descale", "v_descale"), ones)
-    v = natural_v(inputs.v, inputs.k.shape[1])
+    factors = dict.fromkeys(fa3_module.DESCALES, ones)
+    rows = natural_v(inputs.v, inputs.k.shape[1])
+    # A copy, for `rows` steps through V^T: a batch of 1 would be packed as it lies.
+    v = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+    v.copy_(rows)
     return inputs._replace(v=v, by_name={**factors, **inputs.by_name})
 
 

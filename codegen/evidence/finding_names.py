@@ -2,7 +2,8 @@
 """What a generated kernel calls its barriers, its tiles and its warps, for the emulator's findings.
 
 All of it is read from the text: SharedStorage says in which order barriers and tiles lie in shared
-memory, the constants how many stages a ring has, and the header which warps have which role.
+memory, the constants how many stages a ring has and what elements are, and the header which warps
+have which role.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from ..emulator.barriers import NAMED_BARRIERS
 from ..emulator.memory import RESERVED
 from ..emulator.report import Names
 
-_BYTES = {"Int64": 8, "Int32": 4, "Float32": 4}
-_DTYPE, _DTYPE_BYTES = "DTYPE", "ELEMENT_BYTES"
-"""The element type that Q, K and V share, and the constant that says its size."""
-_OTHER_DTYPE = "_DTYPE"
-"""How the name of another element type ends; a constant of that name with _BYTES has its size."""
+_BYTES: Mapping[str, int] = {
+    **{"Int64": 8, "Int32": 4, "Float32": 4},
+    **{"BFloat16": 2, "Float16": 2, "Float8E4M3FN": 1},
+}
+"""By the DSL's name of an element type."""
 _OPERATORS: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -38,10 +39,10 @@ _WARPS = re.compile(r"(\d+)(?: to (\d+))?")
 def names_of(text: str) -> Names:
     """The names in a generated kernel's text; none of what it does not have."""
     tree = ast.parse(text)
-    constants = _constants(tree)
+    constants, sizes = _constants(tree), {**_BYTES, **dict(_named_types(tree))}
     barriers: dict[int, str] = {}
     tiles: list[tuple[range, str]] = []
-    for name, place in _storage(tree, constants):
+    for name, place in _storage(tree, constants, sizes):
         if not name.endswith(_BARRIERS):
             tiles.append((place, name))
             continue
@@ -91,6 +92,18 @@ def _constants(tree: ast.Module) -> dict[str, int]:
     return found
 
 
+def _named_types(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    """[bytes] Names of element types at the top level, such as DTYPE = cutlass.BFloat16."""
+    for node in tree.body:
+        if not isinstance(node, ast.Assign) or not isinstance(
+            node.value, ast.Attribute
+        ):
+            continue
+        target, size = node.targets[0], _BYTES.get(node.value.attr)
+        if isinstance(target, ast.Name) and size is not None:
+            yield target.id, size
+
+
 def _value(node: ast.expr, known: Mapping[str, int]) -> int | None:
     """Of an expression; None when it is no integer that the constants decide."""
     if isinstance(node, ast.Constant):
@@ -105,7 +118,7 @@ def _value(node: ast.expr, known: Mapping[str, int]) -> int | None:
 
 
 def _storage(
-    tree: ast.Module, constants: Mapping[str, int]
+    tree: ast.Module, constants: Mapping[str, int], sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, range]]:
     """The fields of SharedStorage and their bytes in a CTA's shared memory."""
     end = RESERVED
@@ -115,7 +128,7 @@ def _storage(
         for line in node.body:
             if not isinstance(line, ast.AnnAssign):
                 continue
-            field = _field(line.annotation, constants)
+            field = _field(line.annotation, constants, sizes)
             if field is None or not isinstance(line.target, ast.Name):
                 return  # nobody knows where what follows lies
             size, alignment = field
@@ -124,20 +137,21 @@ def _storage(
             yield line.target.id, range(start, end)
 
 
-def _field(node: ast.expr, constants: Mapping[str, int]) -> tuple[int, int] | None:
-    """[bytes, bytes] The size of a field of SharedStorage and its alignment."""
+def _field(
+    node: ast.expr, constants: Mapping[str, int], sizes: Mapping[str, int]
+) -> tuple[int, int] | None:
+    """[bytes, bytes] The size of a field of SharedStorage and its alignment.
+
+    sizes: of elements, by the name of their type.
+    """
     if isinstance(node, ast.Name):
-        stem, other, _ = node.id.rpartition(_OTHER_DTYPE)
-        if node.id == _DTYPE:
-            size = constants.get(_DTYPE_BYTES)
-        else:
-            size = constants.get(f"{stem}_BYTES") if other else _BYTES.get(node.id)
+        size = sizes.get(node.id)
         return None if size is None else (size, size)
     if not isinstance(node, ast.Subscript) or not isinstance(node.slice, ast.Tuple):
         return None
     first, second = node.slice.elts
     number = _value(second, constants)
-    inner = _field(first, constants)
+    inner = _field(first, constants, sizes)
     if number is None or inner is None or not isinstance(node.value, ast.Attribute):
         return None
     if node.value.attr == "Align":

@@ -562,10 +562,11 @@ def _misaligned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(x: torch.Tensor, *, axis: int) -> torch.Tensor:
-    """The same values with 4 more elements (8 bytes) per step along an axis."""
-    size = [*x.shape[: axis + 1], math.prod(x.shape[axis + 1 :]) + 4]
+    """The same values with 8 more bytes per step along an axis."""
+    more = 8 // x.element_size()
+    size = [*x.shape[: axis + 1], math.prod(x.shape[axis + 1 :]) + more]
     storage = torch.zeros(size, dtype=x.dtype, device=x.device)
-    return storage[..., :-4].unflatten(-1, x.shape[axis + 1 :]).copy_(x)
+    return storage[..., :-more].unflatten(-1, x.shape[axis + 1 :]).copy_(x)
 
 
 # --- the whole kernel ----------------------------------------------------------------

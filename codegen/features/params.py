@@ -25,7 +25,7 @@ _AXES: Final = ("b", "h", "h_kv", "row")
 
 # Names that the host section of a kernel has for other things (tests/unit/test_params_field.py).
 _OF_HOST: Final = """
-    all arguments batch check check_tensors cluster cluster_layout clusters compile cpasync
+    all arguments batch bias_tma check check_tensors cluster cluster_layout clusters compile cpasync
     cuda current cute cutlass device divisor error fits float fmha_kernel g getattr given
     grads half half_layout handle heads high in_fp32 int is_current is_torch isinstance
     k_layout last_heads last_section list load low math name num_tiles number o_layout

@@ -123,9 +123,9 @@ Dtype = Annotated[
             r"(torch\.)?bfloat16|bfloat": "write bf16",
             r"(torch\.)?(fp8|float8)(_?e4m3(fn)?)?|e4m3fn": "write e4m3",
             r".*(fp8|float8|e4m3|e5m2).*": f"of FP8 there is e4m3: others are {NOT_YET}",
-            r".*(fp4|mxfp|nvfp|int8|int4).*": f"Q, K and V of 4 or 8 bits are {NOT_YET}",
+            r".*(fp4|mxfp|nvfp|int8|int4).*": f"of 8 bits there is e4m3: others are {NOT_YET}",
             r"(torch\.)?(fp32|float32|float|tf32|fp64|float64|double)|f32": (
-                "Q, K, V and O have 16 bits; softmax and sums are fp32 in any case"
+                "Q, K and V have 16 bits or 8, O has 16; softmax and sums are fp32 in any case"
             ),
         },
     ),

@@ -19,7 +19,8 @@ NOT_YET: Final = "not generated; the README's Limits list what is not"
 KEYS: Final[Words] = {
     r"(attn_)?bias": f"a bias is {NOT_YET}",
     r"dropout(_p)?": f"dropout is {NOT_YET}",
-    r"(q_|k_|v_)?descale|fp8|kv_dtype": f"FP8 is {NOT_YET}",
+    r"(is_|use_)?fp8": "write dtype: e4m3",
+    r"kv_(cache_)?dtype": f"K and V of another type than Q are {NOT_YET}",
     r"(num_|kv_)?splits?(_k|_kv)?": f"KV split among CTAs is {NOT_YET}",
     r"deterministic": "leave it out: the same inputs give the same bits",
     r"(softmax_|sm_)?scale": "leave it out: softmax_scale is an argument of fmha() at run time",

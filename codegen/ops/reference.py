@@ -13,7 +13,8 @@ V is 0: a row that sees no other key has O = 0 and LSE = sink. With +inf all row
 
 What a kernel may be off by is derived in decision 0026. P and O are rounded to 16 bits; scores and
 sums have fp32's errors, and scores under a softcap those of `tanh.approx` (decision 0041). In e4m3
-the tensor cores cut sums off after 13 bits, and P is held against its definition as well (0057, 0058).
+the tensor cores cut sums off after 13 bits, and P is held against its definition as well (decisions
+0057 and 0058).
 """
 
 from __future__ import annotations

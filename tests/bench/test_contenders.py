@@ -24,6 +24,7 @@ torch = pytest.importorskip(
 from fmha_gen.bench import contenders, fa3  # noqa: E402
 from fmha_gen.bench.cuda import CudaDevice  # noqa: E402
 from fmha_gen.ops import masks  # noqa: E402
+from fmha_gen.ops.e4m3 import natural_v, permute_v  # noqa: E402
 from fmha_gen.ops.masks import MASKS  # noqa: E402
 from fmha_gen.ops.reference import attention  # noqa: E402
 from unit.fake_kernel import FakeKernel, spec  # noqa: E402
@@ -198,6 +199,155 @@ class OfVllm:
         sides = [given.pop(f"window_size_{side}") for side in ("left", "right")]
         causal = given.pop("is_causal")
         return [self.varlen(**given, causal=causal, window_size=sides)]
+
+
+# --- e4m3 ---------------------------------------------------------------------------------
+
+PLAIN_E4M3 = {"dtype": "e4m3", "out_dtype": "bf16", "v_layout": "permuted"}
+E4M3: dict[str, Any] = {**PLAIN_E4M3, "descale": "head"}
+
+
+def in_8_bits(
+    batch: int = 2, kv: int = 48, kv_heads: int = 2, fields: dict[str, Any] = E4M3
+) -> Any:
+    return problem(batch, 2 * kv_heads, kv_heads, 20, kv, 64, causal=True, **fields)
+
+
+def test_inputs_in_8_bits() -> None:
+    one = in_8_bits(kv=75)
+    inputs = contenders.make_inputs(one, "cpu")
+    assert {x.dtype for x in inputs.qkv} == {torch.float8_e4m3fn}
+    assert tuple(inputs.v.shape) == (2, 2, 64, 80) and inputs.v.is_contiguous()
+    v = natural_v(inputs.v, 75).float()
+    assert torch.equal(permute_v(v), inputs.v.float()), "0 behind the last key"
+    for x in (inputs.q.float(), inputs.k.float(), v):
+        assert 0.9 < float(x.std()) < 1.1 and abs(float(x.mean())) < 0.1
+    assert list(inputs.by_name) == [*fa3.DESCALES]
+    for factors in inputs.by_name.values():
+        assert tuple(factors.shape) == (2, 2) and factors.dtype == torch.float32
+        assert 0.5 <= float(factors.min()) < float(factors.max()) < 1.5
+    every = torch.cat([x.flatten() for x in inputs.by_name.values()])
+    assert len(every.unique()) == len(every), "no two alike"
+    again = contenders.make_inputs(one, "cpu")
+    assert torch.equal(again.v.float(), inputs.v.float())
+    plain = contenders.make_inputs(in_8_bits(fields=PLAIN_E4M3), "cpu")
+    assert not plain.by_name
+
+
+def test_an_error_in_8_bits_may_be_that_of_p() -> None:
+    one = problem(1, 2, 2, 300, 300, 64, **E4M3)
+    inputs = contenders.make_inputs(one, "cpu")
+    truth = one.operation.truth(inputs.given(one))
+    error = float(truth.defined.sum().sqrt() / truth.out.norm())
+    assert contenders.WRONG < error < contenders.wrong_from(one) / 2
+    assert contenders.wrong_from(PROBLEM) == contenders.WRONG
+
+
+def test_the_bare_callable_is_given_bytes() -> None:
+    one = in_8_bits()
+    inputs = contenders.make_inputs(one, "cpu")
+    calls: list[Any] = []
+    out = torch.empty(2, 20, 4, 64, dtype=torch.bfloat16)
+    kernel: Any = SimpleNamespace(
+        fmha=lambda *tensors, **named: out,
+        compile=lambda: lambda *arguments: calls.append(arguments),
+        sm_count=lambda device: 132,
+    )
+    contenders.bare(kernel, inputs)()
+    ((*tensors, scale, processors),) = calls
+    assert [x.dtype for x in tensors[:3]] == [torch.uint8] * 3
+    given = zip(tensors, (*inputs.qkv, *inputs.by_name.values(), out), strict=True)
+    assert all(x.data_ptr() == y.data_ptr() for x, y in given)
+    assert (scale, processors) == (64**-0.5, 132)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("kv", [1, 16, 21, 48])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_rows_of_v_are_contiguous(batch: int, kv: int, kv_heads: int) -> None:
+    one = in_8_bits(batch, kv, kv_heads)
+    inputs = contenders.make_inputs(one, "cpu")
+    v = contenders._with_rows_of_v(inputs).v
+    assert tuple(v.shape) == (batch, kv, kv_heads, 64)
+    row = kv_heads * 64
+    assert v.stride() == (kv * row, row, 64, 1)
+    assert v.flatten(0, 1).stride() == (row, 64, 1)
+    assert torch.equal(v.float(), natural_v(inputs.v, kv).float())
+
+
+class OfVllmIn8Bits:
+    """The operator of vLLM's library, which takes factors: [batch, KV heads] each."""
+
+    names = (*"qkv", "cu_seqlens_q", "cu_seqlens_k", "is_causal", *fa3.DESCALES)
+    _schema = SimpleNamespace(arguments=[SimpleNamespace(name=n) for n in names])
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+
+    def __call__(self, *values: Any) -> list[Any]:
+        given = dict(zip(self.names, values, strict=True))
+        self.calls.append(given)
+        q, k, v = (given[name] for name in "qkv")
+        if any(x.stride(-1) != 1 for x in (q, k, v)):
+            raise RuntimeError("Input tensor must have contiguous last dimension")
+        out = torch.empty(q.shape, dtype=torch.bfloat16)
+        edges = [given[f"cu_seqlens_{name}"].tolist() for name in "qk"]
+        pairs = zip(*map(itertools.pairwise, edges), strict=True)
+        for b, (rows, keys) in enumerate(pairs):
+            places = (slice(*rows), slice(*keys), slice(*keys))
+            parts = []
+            for x, place, name in zip((q, k, v), places, fa3.DESCALES, strict=True):
+                factors = given[name][b].repeat_interleave(
+                    x.shape[1] // k.shape[1], dim=0
+                )
+                parts.append((x[place].double() * factors[:, None])[None])
+            mask = MASKS["causal" if given["is_causal"] else "none"]
+            found = attention(*parts, scale=q.shape[-1] ** -0.5, mask=mask)
+            out[places[0]] = found.out[0].bfloat16()
+        return [out]
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("fields", [E4M3, PLAIN_E4M3], ids=["descales", "plain"])
+def test_fa3_of_vllm_takes_v_as_rows_and_factors(
+    batch: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = in_8_bits(batch, fields=fields)
+    operator = OfVllmIn8Bits()
+    operators = SimpleNamespace(fwd=SimpleNamespace(default=operator))
+    monkeypatch.setitem(sys.modules, fa3.OWN, None)
+    monkeypatch.setitem(sys.modules, fa3.VLLM, ModuleType(fa3.VLLM))
+    monkeypatch.setattr(fa3, "library", lambda: "library")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    monkeypatch.setattr(torch.ops, "_vllm_fa3_C", operators, raising=False)
+    inputs = contenders.make_inputs(one, "cpu")
+    launch = launch_of("fa3", one, inputs)
+    assert launch().shape == (batch, 20, 4, 64)
+    assert 0 < error_of(launch, one, inputs) < 0.005
+    call, *_ = operator.calls
+    assert call["q"].data_ptr() == inputs.q.data_ptr(), "copied"
+    assert call["v"].dtype == torch.float8_e4m3fn
+    for name in fa3.DESCALES:
+        if fields is PLAIN_E4M3:
+            assert call[name].tolist() == [[1.0] * 2] * batch
+        else:
+            assert call[name] is inputs.by_name[name]
+    if fields is E4M3:
+        wrong = {**inputs.by_name, "v_descale": inputs.by_name["k_descale"]}
+        other = launch_of("fa3", one, inputs._replace(by_name=wrong))
+        assert error_of(other, one, inputs) > contenders.wrong_from(one)
+
+
+def test_who_takes_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in (fa3.VLLM, "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    one = in_8_bits()
+    said = {name: peer.refusal(one) for name, peer in contenders.PEERS.items()}
+    unequal = "takes no e4m3, no causal mask of unequal lengths"
+    no = "takes no e4m3"
+    assert said == {"cudnn": unequal, "fa3": "", "fa4": no, "flex": no}
+    monkeypatch.setitem(sys.modules, fa3.OWN, ModuleType(fa3.OWN))
+    assert contenders.PEERS["fa3"].refusal(one) == no, "its own package"
 
 
 def test_who_takes_no_documents_or_prefix_says_so(calls: list[Any]) -> None:

@@ -258,6 +258,21 @@ def test_a_bias_is_said_by_its_shape() -> None:
     assert one.flops == problem(4, 16, 16, 4096, 4096, causal=True).flops
 
 
+def test_8_bits_are_a_family_of_their_own() -> None:
+    """With the same FLOPs, and half the bytes of K and V."""
+    fields = {"dtype": "e4m3", "out_dtype": "bf16", "v_layout": "permuted"}
+    wide = problem(2, 4, 2, 1000, 1000, causal=True)
+    plain, scaled = (
+        problem(2, 4, 2, 1000, 1000, causal=True, **fields, **more)
+        for more in ({}, {"descale": "head"})
+    )
+    assert len({each.family for each in (wide, plain, scaled)}) == 3
+    assert plain.shape == "d128 e4m3 GQA 2"
+    assert plain.flops == scaled.flops == wide.flops
+    assert plain.visible == wide.visible
+    assert 2 * plain.kv_bytes == wide.kv_bytes
+
+
 def test_an_expression_is_no_band() -> None:
     chunks = "kv <= q and kv // 8192 == q // 8192"
     (one,) = problems_for(spec(mask=chunks), lengths=[16384])

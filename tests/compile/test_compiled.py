@@ -45,7 +45,10 @@ def test_compiled_as_planned(stem: str) -> None:
     (made,) = report.kernels
     assert (made.stack_bytes, made.local_bytes) == (0, 0)
     assert (made.instructions["LDL"], made.instructions["STL"]) == (0, 0)
-    assert made.instructions[plan.architecture.mma_classes[0]] > 0
+    in_16_bits, in_8_bits = plan.architecture.mma_classes
+    is_e4m3 = plan.spec_file.spec.dtype == "e4m3"
+    used, other = (in_8_bits, in_16_bits) if is_e4m3 else (in_16_bits, in_8_bits)
+    assert made.instructions[used] > 0 == made.instructions.get(other, 0)
     assert report.arch == plan.compile_arch
     assert made.entry.startswith(stem)
     assert known["shared_bytes"] == plan.smem_bytes
@@ -163,6 +166,9 @@ def test_spec(stem: str) -> None:
     given |= {} if spec.score == "none" else {"score": spec.score}
     if spec.bias.dtype != "none":
         given["bias"] = {"shape": list(spec.bias.shape), "dtype": spec.bias.dtype}
+    if spec.dtype == "e4m3":
+        given |= {"out_dtype": spec.out_dtype, "v_layout": spec.v_layout}
+    given |= {} if spec.descale == "none" else {"descale": spec.descale}
     given |= {} if spec.batch == "dense" else {"batch": spec.batch}
     if spec.kv.paged.page != "none":
         given["kv"] = {"paged": {"page": spec.kv.paged.page}}

@@ -42,7 +42,7 @@ def h200():
 
 
 # Made after the capture.
-_WORDS = "sink|alibi|bias|docs|prefix|warg|lists|near|distance|dilated|varlen"
+_WORDS = "sink|alibi|bias|docs|prefix|warg|lists|near|distance|dilated|varlen|e4m3"
 _LATER = rf"_(w|cap|chunk|first)\d|_({_WORDS})"
 NOT_CAPTURED = {
     *(path.stem for path in KERNELS if re.search(_LATER, path.stem)),

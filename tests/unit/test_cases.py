@@ -462,6 +462,7 @@ def test_packed_cases_have_every_kind_of_data_layout_scale_and_grid(constants):
     spec, tiles, cases = taken(constants)
     shown, walks = emulated(cases), walks_for(spec, tiles)
     data = set(get_args(Data)) - {"saturated", "sinks", "slopes", "biases"}
+    data -= {"descales", "mean_v"}  # of e4m3, of which there are no packed sequences
     if masks.of_spec(spec).right is None:
         data -= {"future"}
     assert {case.data for case in shown} >= data
@@ -483,13 +484,50 @@ def test_packed_cases_have_every_kind_of_data_layout_scale_and_grid(constants):
 # --- kinds of SPEC that are not shipped -----------------------------------------------------
 
 
-def spec(q=DYNAMIC, kv=DYNAMIC, q_per_kv=1, mask="causal", arch="sm90"):
+def spec(q=DYNAMIC, kv=DYNAMIC, q_per_kv=1, mask="causal", arch="sm90", dtype="bf16"):
     return {
         "arch": arch,
+        "dtype": dtype,
         "seqlen": {"q": q, "kv": kv},
         "q_per_kv": q_per_kv,
         "mask": mask,
     }
+
+
+E4M3 = {
+    **{"dtype": "e4m3", "out_dtype": "bf16", "v_layout": "permuted"},
+    **{"head_dim": {"qk": 128, "v": 128}, "op": "fmha_fwd", "lse": True},
+}
+
+
+@pytest.mark.parametrize("q_per_kv", [1, 4])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+@pytest.mark.parametrize("kv_tile", [96, 128])
+def test_cases_of_8_bits(kv_tile, mask, q_per_kv):
+    """No infinite keys; sums of one sign that are long; factors, where there are some."""
+    tiles = Tiles(128, kv_tile, (1, 1), sms_per_head=4 * (mask == "causal"), slack=0.8)
+    plain = {**spec(q_per_kv=q_per_kv, mask=mask), **E4M3}
+    cases = cases_for(plain, tiles)
+    in_16_bits = tags(cases_for({**plain, "dtype": "bf16"}, tiles))
+    found = tags(cases)
+    assert {*in_16_bits} - {*found} == {"minus_inf", "all_minus_inf"}
+    assert {*found} - {*in_16_bits} == {"mean_v"}
+    mean = found["mean_v"]
+    assert mean.data == "mean_v" and mean.emulated and mean.kv >= 4096
+    assert mean.q > 1 and mean.kv >= 32 * tiles.kv
+    assert sum(case.blocks for case in emulated(cases)) <= MOST_BLOCKS
+    scaled = tags(cases_for({**plain, "descale": "head"}, tiles))
+    assert {*scaled} - {*found} == {"descales"}
+    case = scaled["descales"]
+    assert (case.batch, case.kv_heads, case.data) == (2, 3, "descales")
+    assert case.kv > 2 * tiles.kv and case.emulated
+
+
+def test_fixed_lengths_of_8_bits_have_no_long_sum():
+    tiles = Tiles(128, 128, (1, 1), slack=0.8)
+    for q, kv in ((DYNAMIC, 1000), (300, 300)):
+        assert "mean_v" not in tags(cases_for({**spec(q, kv), **E4M3}, tiles))
+    assert "mean_v" in tags(cases_for({**spec(300, DYNAMIC), **E4M3}, tiles))
 
 
 @pytest.mark.parametrize("page", [16, 32, 48, 64, 128, 256, 528])
@@ -497,7 +535,7 @@ def spec(q=DYNAMIC, kv=DYNAMIC, q_per_kv=1, mask="causal", arch="sm90"):
 def test_paged_cases_have_every_length_and_table(page, q_per_kv, packed):
     paged = {
         **spec(q_per_kv=q_per_kv),
-        **{"batch": "varlen", "kv": {"paged": {"page": page}}, "dtype": "bf16"},
+        **{"batch": "varlen", "kv": {"paged": {"page": page}}},
         **{"op": "fmha_fwd", "head_dim": {"qk": 128, "v": 128}, "lse": True},
     }
     tiles = Tiles(128, 128, (1, 1), sms_per_head=4, packed=packed)

@@ -29,7 +29,7 @@ def some_truth(rms=0.125, shift=0.0):
     """O and LSE of 1, with the same bounds everywhere: 8 times 1/8 of O."""
     rows = (SHAPE[0], SHAPE[2], SHAPE[1])
     out, lse = np.ones(SHAPE), np.ones(rows)
-    return Truth(out, lse, out * rms, out * shift, lse * 0.25)
+    return Truth(out, lse, out * rms, out * shift, lse * 0.25, out * rms**2)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,61 @@ def test_rows_and_heads_are_counted():
 def test_a_head_that_is_off_everywhere_by_little_is_named():
     """Each element is within its bound, but of 4000 none is as it should be."""
     out, lse = np.ones((1, 1000, 2, 4)), np.ones((1, 2, 1000))
-    expected = Truth(out, lse, out * 0.125, out * 0.0, lse)
+    expected = Truth(out, lse, out * 0.125, out * 0.0, lse, out * 0.125**2)
     noise = np.random.default_rng(0).uniform(-1, 1, out.shape) * 0.125 * math.sqrt(3)
     assert judge_output(out + noise, expected).finding == ""
     noise[:, :, 1] *= 2
     verdict = judge_output(out + noise, expected)
     assert verdict.finding.startswith("head 1 of batch 0 of out: its mean square error")
     assert verdict.of_bound > 1
+
+
+@pytest.mark.parametrize(("of_definition", "holds"), [(1.5, True), (1.7, False)])
+def test_errors_are_held_to_those_of_the_definition(of_definition, holds):
+    """Of P in 8 bits, where rounding may explain far more, and each element is within its bound."""
+    out, lse = np.ones((1, 4000, 2, 64)), np.ones((1, 2, 4000))
+    by_definition = 0.01
+    bounds = (out * 0.125, out * 0.0, lse, out * by_definition**2)
+    expected = Truth(out, lse, *bounds)
+    noise = np.random.default_rng(0).choice([-1.0, 1.0], out.shape) * by_definition
+    assert judge_output(out + noise, expected).finding == ""
+    noise[:, :, 1] *= of_definition
+    verdict = judge_output(out + noise, expected)
+    assert (verdict.of_bound <= 1) is holds
+    assert (verdict.finding == "") is holds
+    if not holds:
+        head = "head 1 of batch 0 of out: its mean square error"
+        assert verdict.finding.startswith(head)
+    in_16_bits = expected._replace(defined=expected.rms**2)
+    assert judge_output(out + noise, in_16_bits).finding == ""
+    assert judge_output(out + noise, in_16_bits).of_bound < 0.2
+
+
+def test_few_rows_may_be_off_by_more_than_the_definition():
+    """As of the expectation: a row alone has a chance to."""
+    out, lse = np.ones((1, 1, 1, 64)), np.ones((1, 1, 1))
+    expected = Truth(out, lse, out * 0.125, out * 0.0, lse, out * 0.01**2)
+    assert judge_output(out + 3 * 0.01, expected).finding == ""
+    assert judge_output(out + 20 * 0.01, expected).finding
+
+
+def test_what_scores_shift_is_not_the_definitions():
+    out, lse = np.ones((1, 4000, 1, 8)), np.ones((1, 1, 4000))
+    expected = Truth(out, lse, out * 0.125, out * 0.0, lse, out * 0.01**2)
+    assert judge_output(out + 0.05, expected).finding
+    shifted = expected._replace(shift=out * 0.05)
+    assert judge_output(out + 0.05, shifted).finding == ""
+
+
+def test_only_wanted_rows_are_held_to_the_definition():
+    out, lse = np.ones((1, 4000, 1, 8)), np.ones((1, 1, 4000))
+    expected = Truth(out, lse, out * 0.125, out * 0.0, lse, out * 0.01**2)
+    off = out.copy()
+    off[:, 2000:] += 0.05
+    wanted = np.ones((1, 4000, 1), np.bool_)
+    assert judge_output(off, expected, wanted).finding
+    wanted[:, 2000:] = False
+    assert judge_output(off, expected, wanted).finding == ""
 
 
 def test_output_must_be_exact_where_only_one_value_is_right():

@@ -11,9 +11,10 @@ import fmha_gen
 import numpy as np
 import pytest
 from fmha_gen.emulator import numerics
+from fmha_gen.emulator.accumulation import multiply_add
 from fmha_gen.errors import SpecError
-from fmha_gen.ops import operation_of, reference
-from fmha_gen.ops.cases import Case, Tiles
+from fmha_gen.ops import masks, operation_of, reference
+from fmha_gen.ops.cases import Case, Tiles, cases_for
 from fmha_gen.ops.e4m3 import natural_v
 from fmha_gen.ops.inputs import values
 from fmha_gen.ops.operation import Given
@@ -28,6 +29,7 @@ SPEC: dict[str, Any] = {
     **{"lse": True, "v_layout": "permuted", "descale": "head"},
 }
 TILES = Tiles(192, 96, (1, 1), slack=0.8)
+STEP = 32  # keys of a wgmma
 CASE = Case("some", batch=2, kv_heads=2, q=70, kv=75)
 
 
@@ -172,10 +174,24 @@ def computed(given: Given, **wrong: Any) -> dict[str, Any]:
         p = 2.0 ** wrong.get("offset", 8) * np.exp(scores - reference_of)
         total = p.sum(1)
         p8 = rounded(np.minimum(p * wrong.get("over", 1.0), wrong.get("most", 448.0)))
-        o = p8 @ vs / total[:, None] / wrong.get("over", 1.0)
+        o = added(p8, vs, wrong["every"]) if "every" in wrong else p8 @ vs
+        o = o / total[:, None] / wrong.get("over", 1.0)
         out[b, :, h] = o * (1 if wrong.get("v_descale") else of["v_descale"][b, g])
         lse[b, h] = reference_of[:, 0] + np.log(total * 2.0 ** -wrong.get("offset", 8))
     return {"out": out, "lse": lse}
+
+
+def added(p: np.ndarray, v: np.ndarray, every: int) -> np.ndarray:
+    """P V as tensor cores add it; every so many keys it goes on in fp32."""
+    total = np.zeros((len(p), v.shape[1]), np.float32)
+    for first in range(0, len(v), every):
+        part, end = None, min(first + every, len(v))
+        for start in range(first, end, STEP):
+            some = slice(start, min(start + STEP, end))
+            factors = p[:, some], np.ascontiguousarray(v[some].T)
+            part = multiply_add(*factors, part, ("e4m3", "e4m3"))
+        total += part
+    return total
 
 
 def verdicts(case: Case = CASE, **wrong: Any) -> dict[str, str]:
@@ -208,6 +224,160 @@ def test_a_wrong_result_does_not(wrong: dict[str, Any]) -> None:
     case = replace(case, scale_factor=wrong.get("steep", 1.0))
     assert verdicts(case, **wrong)["out"]
     assert not verdicts(case)["out"]
+
+
+# --- O by definition ----------------------------------------------------------------------
+
+
+CODES = numerics.e4m3_to_f32(np.arange(127, dtype=np.uint8)).astype(np.float64)
+
+
+def nearest(x: np.ndarray) -> np.ndarray:
+    """The numbers of e4m3 that are nearest, of two the even one."""
+    halves = (CODES[1:] + CODES[:-1]) / 2
+    low, high = (np.searchsorted(halves, x, side) for side in ("left", "right"))
+    return CODES[np.where(low % 2 == 0, low, high)]
+
+
+def defined_by_loops(given: Given) -> np.ndarray:
+    """Mean square errors of O, row by row: P rounded to the nearest, then O."""
+    of, v = given.inputs, natural_v(given.inputs["v"], given.inputs["k"].shape[1])
+    made = np.empty((*of["q"].shape[:3], v.shape[-1]))
+    for b, row, h in np.ndindex(made.shape[:3]):
+        g = h // SPEC["q_per_kv"]
+        seen = row + 1 + of["k"].shape[1] - of["q"].shape[1]
+        factors = [float(of[f"{name}_descale"][b, g]) for name in "qkv"]
+        k, q = of["k"][b, :seen, g].astype(float), of["q"][b, row, h].astype(float)
+        scores = (k * factors[1]) @ (q * factors[0]) * given.scale
+        values = v[b, :seen, g].astype(float) * factors[2]
+        weights = np.exp(scores - scores.max())
+        exact = weights @ values / weights.sum()
+        squares = np.zeros_like(exact)
+        for below in (0.0, 0.2, 0.4, 0.6, 0.8):
+            p = weights * 2.0 ** (8 + below)
+            squares += (nearest(p) @ values / p.sum() - exact) ** 2 / 5
+        made[b, row, h] = squares + (exact * 2.0**-8) ** 2 / 3  # O in bf16
+    return made
+
+
+@pytest.mark.parametrize("data", ["normal", "edges", "descales", "peaks"])
+@pytest.mark.parametrize("steep", [1.0, 3.5])
+def test_errors_by_definition(data: Any, steep: float) -> None:
+    given = call(replace(CASE, q=40, data=data, scale_factor=steep))
+    found = operation_of(SPEC).truth(given).defined
+    np.testing.assert_allclose(found, defined_by_loops(given), rtol=1e-6, atol=1e-12)
+
+
+def test_a_single_key_leaves_o_s_rounding() -> None:
+    given = call(replace(CASE, q=1, kv=1))
+    truth = operation_of(SPEC).truth(given)
+    # Where the reference is the row's largest score, P is exact; below it is not.
+    p = 2.0 ** (8 + np.array([0.0, 0.2, 0.4, 0.6, 0.8]))
+    of_p = np.mean((nearest(p) / p - 1) ** 2)
+    expected = truth.out**2 * (of_p + 2.0**-16 / 3)
+    np.testing.assert_allclose(truth.defined, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "unit"), [("bf16", 2.0**-8), ("fp16", 2.0**-11)])
+def test_o_is_rounded_to_its_own_type(dtype: str, unit: float) -> None:
+    given = call()
+    spec = {**SPEC, "out_dtype": dtype}
+    truth = operation_of(spec).truth(replace(given, spec=spec))
+    of_o = unit**2 / 3 * truth.out**2
+    assert (truth.defined >= of_o * (1 - 1e-9)).all()
+    other = operation_of(SPEC).truth(given)
+    moved = (unit**2 - 2.0**-16) / 3 * truth.out**2
+    np.testing.assert_allclose(truth.defined - other.defined, moved, atol=1e-15)
+
+
+def test_in_16_bits_the_definition_is_what_is_expected() -> None:
+    given = call()
+    q, k = given.inputs["q"], given.inputs["k"]
+    v = natural_v(given.inputs["v"], k.shape[1])
+    mask = masks.of_spec(SPEC)
+    for dtype in ("bf16", "fp16"):
+        truth = reference.truth(q, k, v, scale=0.125, mask=mask, dtype=dtype)
+        assert (truth.defined == truth.rms**2).all()
+
+
+@pytest.mark.parametrize("data", ["normal", "rising", "slope"])
+def test_a_right_result_has_the_errors_of_the_definition(data: Any) -> None:
+    """But where one key has all the weight: that of the largest score is exact here."""
+    case = replace(CASE, name="far", q=600, kv=700, batch=1, data=data)
+    given = call(case)
+    truth, out = operation_of(SPEC).truth(given), computed(given)["out"]
+    ratio = ((out - truth.out) ** 2).sum((1, 3)) / truth.defined.sum((1, 3))
+    assert ratio.min() > 0.5 and ratio.max() < 1.5
+
+
+def test_rows_that_are_not_wanted_have_no_errors() -> None:
+    given = call()
+    wanted = np.ones(given.inputs["q"].shape[:3], np.bool_)
+    wanted[1] = False
+    whole, some = (operation_of(SPEC).truth(given, w) for w in (None, wanted))
+    assert np.isnan(some.defined[1]).all()
+    assert (some.defined[0] == whole.defined[0]).all()
+
+
+def test_a_row_without_a_key_has_no_error() -> None:
+    given = call(replace(CASE, q=80, kv=75))  # five rows before the first key
+    truth = operation_of(SPEC).truth(given)
+    assert not truth.defined[:, :5].any() and truth.defined[:, 5:].all()
+
+
+# --- cases of 8 bits ----------------------------------------------------------------------
+
+
+def case_of(data: str) -> Case:
+    (found,) = (case for case in cases_for(SPEC, TILES) if case.data == data)
+    return found
+
+
+def test_v_of_one_sign_has_weights_that_are_nearly_alike() -> None:
+    given = call(case_of("mean_v"))
+    v = natural_v(given.inputs["v"], given.inputs["k"].shape[1])
+    assert abs(v.mean() - 1) < 0.05 and 0.9 < v.std() < 1.1
+    exact = operation_of(SPEC).truth(given).out / given.inputs["v_descale"].item()
+    assert abs(exact.mean() - 1) < 0.05 and exact.std() < 0.1
+
+
+def test_sums_that_are_cut_off_are_noticed() -> None:
+    """By V of one sign alone: with a mean of 0 nothing is lost."""
+    mean = case_of("mean_v")
+    assert not any(verdicts(mean, every=TILES.kv).values())
+    assert "out" in verdicts(mean, every=mean.kv)["out"]
+    assert not any(verdicts(replace(mean, data="normal"), every=mean.kv).values())
+
+
+def test_factors_of_most_cases_leave_the_scores() -> None:
+    given = call().inputs
+    product = given["q_descale"] * given["k_descale"]
+    np.testing.assert_allclose(product, 1.0, rtol=1e-6)
+    for name in "qkv":
+        factors = given[f"{name}_descale"]
+        assert factors.shape == (2, 2) and factors.dtype == np.float32
+        assert len({*factors.flat}) == 4 and (factors > 0).all()
+
+
+def test_factors_of_their_own_case_differ_by_batch_and_head() -> None:
+    case = case_of("descales")
+    given = call(case).inputs
+    scales = given["q_descale"] * given["k_descale"]
+    for factors in (given["q_descale"], given["v_descale"], scales):
+        assert factors.shape == (case.batch, case.kv_heads)
+        assert len({*factors.flat}) > 2
+        assert (factors[0] != factors[1]).any()
+        assert all((factors[:, n] != factors[:, n - 1]).any() for n in (1, 2))
+    assert len({*given["k_descale"].flat} | {*given["q_descale"].flat}) > 4
+
+
+@pytest.mark.parametrize("data", ["uniform_1e4", "all_1e4", "huge_key", "descales"])
+def test_values_are_those_that_e4m3_has(data: Any) -> None:
+    drawn = values(SPEC, TILES, replace(CASE, data=data))
+    for name in "qkv":
+        assert np.abs(drawn[name]).max() <= 448
+    large = np.abs(drawn["q"]).max()
+    assert ("1e4" in data) == (large == 448)
 
 
 def test_p_of_fewer_bits_is_noticed() -> None:

@@ -10,6 +10,8 @@ import fmha_gen
 import numpy as np
 import pytest
 import support
+from fmha_gen.build import kernel_text
+from fmha_gen.errors import SpecError
 from fmha_gen.expressions.language import NAMES
 from fmha_gen.features import params as feature
 from fmha_gen.ops import masks, params
@@ -34,16 +36,33 @@ def test_words_of_the_host_section_are_no_names() -> None:
     operation = {x.name for x in (*FORWARD.reads, *FORWARD.writes, *FORWARD.scalars)}
     known = {*feature._RESERVED, *operation, *NAMES, "stream"}
     known |= {x.name for x in params.OF_WORDS}
-    # With packed sequences no params are generated.
-    texts = sorted(support.GENERATED.glob("*.py"))
-    for path in [each for each in texts if "varlen" not in each.stem][::5]:
-        for node in ast.parse(path.read_text("utf-8")).body:
+    for path in sorted(support.GENERATED.glob("*.py")):
+        text = path.read_text("utf-8")
+        spec = kernel_text.read_constants(text)["SPEC"]
+        if spec.get("batch") == "varlen" or spec["dtype"] == "e4m3":
+            continue  # no params are generated beside
+        for node in ast.parse(text).body:
             if getattr(node, "name", "") not in ("fmha", "launch", "run", "Problem"):
                 continue
             inside = [*ast.walk(node)]
             found = {x.id for x in inside if isinstance(x, ast.Name)}
             found |= {x.arg for x in inside if isinstance(x, ast.arg)}
+            found -= {*spec.get("params", {})}
             assert {x for x in found if feature._NAME.fullmatch(x)} <= known, path
+
+
+@pytest.mark.parametrize("beside", ["batch: varlen", "dtype: e4m3\nv_layout: permuted"])
+def test_beside_what_no_input_is_generated(beside: str) -> None:
+    """Names of their host sections are free: nothing reads an input there."""
+    head = HEAD.replace("dtype: bf16\n", "") if "dtype" in beside else HEAD
+    for reads in ("mask: kv < as_bytes", "score: s + as_bytes"):
+        dtype = "int32" if "mask" in reads else "fp32"
+        with pytest.raises(SpecError) as raised:
+            support.load_text(
+                f"{head}{beside}\n{reads}\nparams: {{as_bytes: {dtype}}}\n"
+            )
+        message, refused = str(raised.value), beside.partition("\n")[0]
+        assert f"is not generated for {refused}" in message
 
 
 @pytest.mark.parametrize(
