@@ -21,6 +21,7 @@ CONSTANTS: Final = {
     "WARPGROUP_WARPS": 4,
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
     "ELEMENT_BYTES": 2,  # or 1, of e4m3
+    "ATOM_ROWS": 8,
     "KEY_GROUP": 16,
     "TMA_ALIGN": 16,
     "BYTE": 8,

@@ -41,6 +41,17 @@ Descale = Annotated[
         },
     ),
 ]
+Exp = Annotated[
+    Literal["exact", "linear"],
+    Accepts(
+        "exponentials of dtype: e4m3; linear: P's code, a straight line between powers of two,"
+        " without the MUFU",
+        words={
+            r"(log_?linear|schraudolph|fast|approx\w*)": "write linear",
+            r"(mufu|ex2|exp2|hardware|true|default)": "write exact",
+        },
+    ),
+]
 
 
 def is_e4m3(spec: Spec) -> bool:
@@ -101,4 +112,23 @@ DESCALE: Final = Feature(
         if spec.descale != "none"
         else ""
     ),
+)
+EXP: Final = Feature(
+    "exp",
+    tokens={r"linear": lambda spec: ["linear" if spec.exp == "linear" else ""]},
+    keys={
+        r"exp2?(_?(mode|impl|method))?|exponentials?|softmax_exp": (
+            "write exp: linear or exact, of dtype: e4m3"
+        )
+    },
+    relations=[
+        Relation(["exact"], {"dtype": SIXTEEN_BITS}),
+        Relation(
+            ["exact"],
+            {"lse": [True]},
+            reason="has no sum of P before its rounding",
+            hint="leave out exp, or lse",
+        ),
+    ],
+    title=lambda spec: "linear exp" if spec.exp == "linear" else "",
 )

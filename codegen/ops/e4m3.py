@@ -24,7 +24,7 @@ from .scores import float64
 E4M3: Final = "e4m3"
 LARGEST: Final = 448.0
 KEY_GROUP: Final = 16
-OWN_FIELDS: Final = ("out_dtype", "v_layout", "descale")
+OWN_FIELDS: Final = ("out_dtype", "v_layout", "descale", "exp")
 
 
 def is_e4m3(spec: Spec) -> bool:
@@ -147,6 +147,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
         **forward.defined_by(_dequantised(given)),
         dtype=given.spec["out_dtype"],
         dtype_of_p=E4M3,
+        linear_exp=given.spec.get("exp") == "linear",
         wanted=wanted,
     )
 

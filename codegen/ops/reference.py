@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,13 +78,18 @@ ROUNDINGS: Mapping[str, Rounding] = {
 P_OFFSET = 8
 P_SLACK = 0.8
 REFERENCES = (0.0, 0.2, 0.4, 0.6, 0.8)
+FIRST_HEADROOM = 2  # of a tile's first reference, which may be its last: P is that much less
+# Where P's code is a straight line between powers of two, P is off by 2^-4 either way at most, and by
+# 2^-5 on average; below 2^-6, where codes are numbers, by four of the least.
+LINEAR_ERROR = 2.0**-5
+LINEAR_FLOOR = 2.0**-7
 LEAST_EXPONENT = -6  # of a normal number
 MANTISSA_BITS = 3
 # A wgmma of 8 bits cuts each product off after 13 bits of the largest addend, which is the partial
 # sum before long. Partial sums are that many of their standard deviations, beside the whole one.
 CUT_OFF_UNIT = 2.0**-13
 PARTIAL_SIGMAS = 3.0
-FLUSHED_KEYS = 128  # after which sums of O go on in fp32
+FLUSHED_KEYS = 256  # after which sums of O go on in fp32
 STEPS_OF_PRODUCTS = 1.0 / 16  # half a unit for each of 32 products, or one for all
 LITTLE = 0.1  # of an error in a score, of which exp is nearly linear
 
@@ -157,17 +162,21 @@ def truth(
     sink: Array | None = None,
     lists: Lists | None = None,
     dtype_of_p: str | None = None,
+    linear_exp: bool = False,
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
     """Results and bounds for a kernel whose O has the 16-bit ``dtype``.
 
-    dtype_of_p: of Q, K, V and P, if not the same: e4m3. exp_error: of exp2, relative, beyond the
-    hardware's: POLYNOMIAL_ERROR where a kernel has one. wanted: bool [batch, q, heads]; other rows
-    may be left NaN, which saves the time for them.
+    dtype_of_p: of Q, K, V and P, if not the same: e4m3. linear_exp: P's code is a straight line
+    between powers of two. exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR
+    where a kernel has one. wanted: bool [batch, q, heads]; other rows may be left NaN, which saves
+    the time for them.
     """
     of_o, of_p = ROUNDINGS[dtype], ROUNDINGS[dtype_of_p or dtype]
     in_8_bits = dtype_of_p == "e4m3"
+    if linear_exp:
+        of_p, exp_error = replace(of_p, floor=LINEAR_FLOOR), LINEAR_ERROR
     made = _empty(q, k, v, 6)
     options: dict[str, Any] = {"scale": scale, "mask": mask, "score": score}
     options |= {"tensors": tensors, "sink": sink, "lists": lists, "wanted": wanted}
@@ -345,7 +354,7 @@ def _errors(
     variance = variance + exp_error**2 * squares
     divisor = xp.where(rows.total > 0, rows.total, _like(1.0, rows.total))
     if in_8_bits:
-        least = of_p.floor * 2.0**-P_OFFSET / divisor  # half the least weight above 0
+        least = of_p.floor * 2.0 ** (FIRST_HEADROOM - P_OFFSET) / divisor  # half the least weight above 0
         variance = variance + (least * least * v2.sum(0) + of_o.floor**2) / 3
     else:
         variance = variance + of_p.floor**2 / 3 * (v2.sum(0) + 1.0)

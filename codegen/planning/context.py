@@ -23,7 +23,7 @@ from .traits import Traits
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
 _LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
     *("chunk", "documents", "prefix", "bias", "batch", "kv"),
-    *("out_dtype", "v_layout", "descale"),
+    *("out_dtype", "v_layout", "descale", "exp"),
 }
 
 

@@ -246,6 +246,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
     bias = " + BIAS_STAGES" if traits.bias else ""
     tiles = " + TILE_STAGES" if is_packed(traits.spec) else ""
+    of_v = "TILE_KV * V_ROWS" if traits.sums_by_mma else "V_TX_BYTES"
     rows = [
         ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles})", 1, ""),
         *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
@@ -256,7 +257,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
             "Q, then O" if traits.cross_tile and not is_e4m3(traits.spec) else "Q",
         ),
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
-        ("sV", "V_TX_BYTES * V_STAGES", sizes.v_stages, "V"),
+        ("sV", f"{of_v} * V_STAGES", sizes.v_stages, "V"),
     ]
     if is_e4m3(traits.spec) and traits.cross_tile:
         rows.append(("sO", "2 * TILE_Q * HEAD_DIM_V", 1, "O"))
@@ -372,6 +373,9 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
+    if traits.sums_by_mma:
+        yield "V_ROWS", "of a stage of V^T, and of ones", "HEAD_DIM_V + ATOM_ROWS"
+        yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
     warps = "WARPGROUP_WARPS * WARPGROUPS"
     yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):

@@ -107,6 +107,11 @@ class Traits(shared.Traits):
         return is_bounded(self.spec)
 
     @property
+    def sums_by_mma(self) -> bool:
+        """PV has a column of ones, so that sums have P as it was rounded, as O has. An LSE has not."""
+        return is_e4m3(self.spec) and not self.spec.lse
+
+    @property
     def polynomial_elements(self) -> int:
         """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
         lists = (
@@ -214,6 +219,8 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "descale": traits.spec.descale != "none",
+        "sums_by_mma": traits.sums_by_mma,
+        "linear_exp": traits.spec.exp == "linear",
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,

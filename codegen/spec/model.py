@@ -33,7 +33,7 @@ from ..features.blocks import Blocks
 from ..features.chunk import Chunk, spelt_out
 from ..features.cluster import Cluster, CtaGroup, Multicast
 from ..features.documents import Documents
-from ..features.e4m3 import Descale, OutDtype, VLayout, with_output
+from ..features.e4m3 import Descale, Exp, OutDtype, VLayout, with_output
 from ..features.feature import Model, accepts_of, did_you_mean
 from ..features.gqa import Group, Heads, PackGqa
 from ..features.lse import Lse
@@ -69,6 +69,7 @@ class Spec(Model):
     kv: Kv = Cache()
     v_layout: VLayout = "rows"
     descale: Descale = "none"
+    exp: Exp = "exact"
     heads: Heads = Group()
     pack_gqa: PackGqa = False
     softcap: Softcap = "none"
