@@ -4,7 +4,8 @@
 Unrolled code repeats itself: a tile of S is 64 times the same few instructions, and numpy takes
 longer to begin on 128 lanes than to work on them. Lines of one pattern of which none needs
 another's result become one line on an array `[lines, lanes]`. Nothing moves across a line that does
-more than to assign an expression of registers to a register.
+more than to assign an expression of registers to a register. A check of registers may wait for
+lines after it that leave these alone: code that checks what it just computed has batches, too.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ FEWEST = 4
 """Lines that are worth a batch: gathering operands and handing results out takes about two."""
 
 _ASSIGNMENT = re.compile(r"R\[(\d+)\] = (.*)")
-_CHECK = re.compile(r"if (R\[\d+\] is IN_FLIGHT|numerics\.saturates\()")
-"""A line that only looks at registers, and reports."""
+_CHECK = re.compile(
+    r"if (R\[\d+\] is IN_FLIGHT|numerics\.(?P<late>saturates|miscoded)\()"
+)
+"""A line that only looks at registers, and reports; late: of values, and these may come later."""
 _VALUE = re.compile(r"R\[(\d+)\]|\bK\d+\b")
 _NAME = re.compile(r"\b[A-Za-z_][\w.]*")
 _BY_LANE = re.compile(
@@ -66,21 +69,30 @@ def batched(
     done: list[str] = []
     segment: list[Assignment] = []
     written: set[int] = set()
+    waiting: list[str] = []  # checks, and what they look at
+    looked_at: set[int] = set()
 
     def close() -> None:
         done.extend(_Segment(segment, homes, bind).lines())
-        segment.clear()
-        written.clear()
+        done.extend(waiting)
+        for each in (segment, written, waiting, looked_at):
+            each.clear()
 
     for line in lines:
         assignment = Assignment.parse(line)
         if assignment is not None:
+            if assignment.slot in looked_at:
+                close()
             segment.append(assignment)
             written.add(assignment.slot)
-        elif _CHECK.match(line) and written.isdisjoint(
-            map(int, re.findall(r"R\[(\d+)\]", line))
-        ):
+            continue
+        check = _CHECK.match(line)
+        looks_at = set(map(int, re.findall(r"R\[(\d+)\]", line)))
+        if check and not waiting and written.isdisjoint(looks_at):
             done.append(line)  # of what the segment finds there, not of what it writes
+        elif check and check["late"]:
+            waiting.append(line)
+            looked_at |= looks_at
         else:
             close()
             done.append(line)

@@ -21,6 +21,7 @@ import numpy as np
 
 from . import numerics
 from .batches import batched
+from .codes import coded
 from .contraction import contractions
 from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
@@ -80,6 +81,8 @@ class Program:
         self.module = module
         self.contractions = contractions(module) if contract else {}
         """Each sum that is fused with its product: (index of that, the source that it is)."""
+        self.coded = coded(module)
+        """The bytes that each `prmt` takes for e4m3 codes: (source, half)."""
         self.instructions = module.instructions
         self.slots: dict[str, int] = {}
         self.homes: list[str] = []

@@ -2,8 +2,9 @@
 """Arithmetic as PTX defines it, on whole arrays of lanes.
 
 Float functions take and return float32 arrays, integer functions uint32 arrays (a register is bits;
-the suffix says how they are read), conversions to a narrow format return its bits. Overflows are
-infinities and invalid operations NaN, as on the device, of which numpy warns: run all of this under
+the suffix says how they are read), conversions to a narrow format return its bits. Arithmetic of
+halves is on float16 arrays, of `.f16x2` with two for each lane. Overflows are infinities and
+invalid operations NaN, as on the device, of which numpy warns: run all of this under
 `np.errstate(all="ignore")`, as the machine does. To do so in every function would take longer than
 some of them do.
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 
 U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
+F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
 
@@ -73,6 +75,21 @@ def bf16x2_rn(high: F32, low: F32) -> U32:
 def f16x2_rn(high: F32, low: F32) -> U32:
     """cvt.rn.f16x2.f32 d, high, low."""
     return f16_rn(_pairs(high, low)).view(np.uint32)
+
+
+def bf16x2_rn_relu(high: F32, low: F32) -> U32:
+    """cvt.rn.relu.bf16x2.f32 d, high, low."""
+    return _relu(bf16_rn(_pairs(high, low))).view(np.uint32)
+
+
+def f16x2_rn_relu(high: F32, low: F32) -> U32:
+    """cvt.rn.relu.f16x2.f32 d, high, low."""
+    return _relu(f16_rn(_pairs(high, low))).view(np.uint32)
+
+
+def _relu(halves: U16) -> U16:
+    """What has a sign as +0: negative numbers and -0, for a NaN has none after a conversion."""
+    return np.where(halves >> 15, np.uint16(0), halves)
 
 
 def e4m3x2_rn_satfinite(high: F32, low: F32) -> U16:
@@ -151,6 +168,25 @@ def saturates(x: F32, dtype: str) -> NDArray[np.bool_]:
     """Where a conversion to an 8-bit float clips, infinities too; a NaN stays one."""
     clipped: NDArray[np.bool_] = np.abs(x) > SATURATES_ABOVE[dtype]
     return clipped
+
+
+def miscoded(word: U32, half: int) -> NDArray[np.bool_]:
+    """Where a half, 0 for the lower one, does not have an e4m3 number's code in its low byte.
+
+    Halves from 1024 to 1150 are 0x6400 plus 0 to 0x7e, the codes of 0 to 448. One more is a NaN's
+    code, then come negative numbers, from 1280 on it starts over; an infinity has that of 0. A NaN
+    has a NaN's code, as it has to.
+    """
+    bits = word.view(np.uint16)[..., half::2]
+    wrong: NDArray[np.bool_] = bits - _CODED_ZERO > _LARGEST_CODE
+    if wrong.any():
+        wrong &= bits & np.uint16(0x7FFF) <= _INFINITY_16
+    return wrong
+
+
+_CODED_ZERO = np.float16(1024).view(np.uint16)
+_LARGEST_CODE = np.uint16(0x7E)  # of e4m3
+_INFINITY_16 = np.float16(np.inf).view(np.uint16)
 
 
 def _narrow(x: F32, *, mantissa_bits: int, bias: int, largest: float) -> U16:
@@ -302,6 +338,39 @@ def _round_to_odd(x: F64, y: F64, total: F64) -> F64:
     return np.where(nudge, np.nextafter(total, np.copysign(np.inf, error)), total)
 
 
+def add_f16(a: F16, b: F16) -> F16:
+    """add.rn.f16: subnormals are kept, a NaN is 0x7fff.
+
+    numpy rounds twice, to float32 first, which has more than twice as many bits: no difference.
+    """
+    return _canonical_16(a + b)
+
+
+def sub_f16(a: F16, b: F16) -> F16:
+    """sub.rn.f16, like `add_f16`."""
+    return _canonical_16(a - b)
+
+
+def mul_f16(a: F16, b: F16) -> F16:
+    """mul.rn.f16, like `add_f16`."""
+    return _canonical_16(a * b)
+
+
+def fma_f16(a: F16, b: F16, c: F16) -> F16:
+    """fma.rn.f16: a * b + c, rounded once; subnormals are kept, a NaN is 0x7fff.
+
+    A float64 holds the product, and the sum unless that is infinite or c is 2 ** 30 times as large
+    as the product: then it is far from a tie.
+    """
+    total: F64 = a.astype(np.float64) * b + c
+    return _canonical_16(total.astype(np.float16))
+
+
+def _canonical_16(x: F16) -> F16:
+    nan = x != x
+    return np.where(nan, NAN_16.view(np.float16), x) if nan.any() else x
+
+
 def max_f32(a: F32, b: F32) -> F32:
     """max.f32: a NaN yields to a number, two of them give the canonical one, and -0 < +0."""
     return _extreme(a, b, np.fmax, np.bitwise_and)
@@ -380,6 +449,20 @@ def prmt(a: U32, b: U32, selector: U32) -> U32:
         signs = byte.view(np.int8) >> 7
         chosen = np.where(nibble >= 8, signs.view(np.uint8), byte)
         result |= chosen.astype(np.uint32) << np.uint32(place)
+    return result
+
+
+def prmt_by(a: U32, b: U32, selector: int) -> U32:
+    """prmt.b32 with a selector that all lanes have: byte by byte as it is there."""
+    held = a.view(np.uint8), b.view(np.uint8)
+    result: U32 = np.empty(np.broadcast(a, b).shape, np.uint32)
+    chosen = result.view(np.uint8)
+    for place in range(4):
+        nibble = selector >> 4 * place & 0xF
+        byte = held[nibble >> 2 & 1][..., nibble & 3 :: 4]
+        if nibble >= 8:
+            byte = (byte.view(np.int8) >> 7).view(np.uint8)
+        chosen[..., place::4] = byte
     return result
 
 

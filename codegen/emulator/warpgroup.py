@@ -377,6 +377,17 @@ class Warpgroup:
                 f"a number beyond what {dtype} holds is clipped to {largest:g}",
             )
 
+    def miscoded(self, index: int, wrong: Mask, mask: Mask) -> None:
+        """In these lanes the low byte of a half was taken for an e4m3 number's code and is none."""
+        warps = warps_of(wrong & mask)
+        if warps:
+            self.here(index, warps[0])
+            self.machine.report(
+                Kind.SATURATION,
+                "a half that is not 1024 to 1150 has no e4m3 number's code in its low byte: "
+                "beyond that it is NaN, or wraps around",
+            )
+
     # --- registers ----------------------------------------------------------------------------
 
     def set_max_registers(

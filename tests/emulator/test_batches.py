@@ -22,6 +22,14 @@ floats = st.sampled_from([f"R[{slot}]" for slot in FLOATS])
 operands = st.one_of(floats, st.sampled_from(sorted(CONSTANTS)))
 
 
+def bits(operand: str) -> str:
+    return f"{operand}.view(np.uint32)"
+
+
+def halves(operand: str) -> str:
+    return f"{operand}.view(np.float16)"
+
+
 def lines_of(target: int, first: str, second: str, how: int) -> str:
     """A line of one of a few patterns, as emitters write them."""
     wide = WIDE[target % len(WIDE)]
@@ -39,11 +47,16 @@ def lines_of(target: int, first: str, second: str, how: int) -> str:
         f"if R[{target}] is IN_FLIGHT: ctx.see(None)",
         f"if numerics.saturates({first}, 'e4m3').any(): "
         f"ctx.see(numerics.saturates({first}, 'e4m3'))",
+        f"R[{target}] = numerics.add_f16({halves(first)}, {halves(second)}).view(np.float32)",
+        f"R[{target}] = numerics.prmt_by({bits(first)}, {bits(second)}, {0x6420})"
+        ".view(np.float32)",
+        f"if numerics.miscoded({bits(first)}, 1).any(): "
+        f"ctx.see(numerics.miscoded({bits(first)}, 1))",
     )[how]
 
 
 line = st.builds(
-    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 10)
+    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 13)
 )
 repeated = st.builds(  # the same to many registers, as unrolled code does
     lambda how, begin, step, second: [
@@ -121,3 +134,15 @@ def test_unrolled_lines_become_one():
     assert (
         sum("concatenate" in each for each in found) == 1
     )  # the second finds both in rows
+
+
+def test_checks_of_what_lines_compute_wait_for_them():
+    lines = []
+    for n in range(6):
+        lines += [
+            f"R[{n}] = R[{n + 6}] * K1",
+            f"if numerics.saturates(R[{n}], 'e4m3').any(): ctx.see(R[{n}])",
+        ]
+    found = batched([*lines, "R[0] = K2"], HOMES, pytest.fail)
+    assert sum("*" in each for each in found) == 1
+    assert found[-7:] == [*lines[1::2], "R[0] = K2"]

@@ -67,6 +67,20 @@ def test_packed_sums_are_fused():
     assert both(free.replace("mul.", "mul.rn.")) == (0, 0)
 
 
+def test_packed_sums_of_halves_are_fused():
+    """1 + 2 ** -6, whose square loses 2 ** -12 to rounding."""
+    halves = (
+        "mov.b32 %r4, 0x3C103C10; mov.b32 %r5, 0x3C203C20; mul.f16x2 %r6, %r4, %r4;"
+    )
+    lost, negative = np.array([0x0C000C00, 0x8C008C00], np.uint32).view(np.float32)
+    assert both(f"{halves} sub.f16x2 %r9, %r6, %r5;") == (0, lost)
+    assert both(f"{halves} sub.f16x2 %r9, %r5, %r6;") == (0, negative)
+    free = f"{halves} xor.b32 %r5, %r5, 0x80008000; add.f16x2 %r9, %r5, %r6;"
+    assert both(free) == (0, lost)
+    assert both(free.replace("add.", "add.rn.")) == (0, 0)
+    assert both(free.replace("mul.", "mul.rn.")) == (0, 0)
+
+
 def test_the_kernel_says_which():
     body = HEAD + "mul.f32 %r4, %r2, %r2; sub.f32 %r9, %r3, %r4;" + STORE
     module = ptx.parse(text(body))

@@ -227,7 +227,19 @@ BYTES = [  # registers of S that are the four bytes of each word of P: (half of 
 ]
 
 
-def attention(words: list[list[int]], v_order=in_order, scale: int = 1):
+CONVERTED = """cvt.rn.satfinite.e4m3x2.f32 %rs1, {1}, {0};
+cvt.rn.satfinite.e4m3x2.f32 %rs2, {3}, {2};
+mov.b32 {4}, {{%rs1, %rs2}};"""
+ROUNDED = """{{ .reg .b32 low, high, whole;
+cvt.rn.relu.f16x2.f32 low, {1}, {0}; cvt.rn.relu.f16x2.f32 high, {3}, {2};
+mov.b32 whole, 0x64006400; add.rn.f16x2 low, low, whole; add.rn.f16x2 high, high, whole;
+prmt.b32 {4}, low, high, 0x6420; }}"""
+"""Four numbers to a word of P: by their values, and to the codes that they are."""
+
+
+def attention(
+    words: list[list[int]], v_order=in_order, scale: int = 1, word: str = CONVERTED
+):
     """What is right, and what a kernel with these words of P computes."""
     q = RNG.integers(-1, 2, (64, KEYS)) * scale
     k, v = RNG.integers(-1, 2, (KEYS, KEYS)), RNG.integers(-2, 3, (KEYS, COLUMNS))
@@ -239,11 +251,8 @@ def attention(words: list[list[int]], v_order=in_order, scale: int = 1):
     descriptors = [wgmma.Descriptor(x, 128, 256, 0).encode() for x in starts]
     pack = []
     for number, (a, b, c, d) in enumerate(words):
-        pack.append(
-            f"cvt.rn.satfinite.e4m3x2.f32 %rs1, %r{100 + b}, %r{100 + a};"
-            f"cvt.rn.satfinite.e4m3x2.f32 %rs2, %r{100 + d}, %r{100 + c};"
-            f"mov.b32 %r{60 + number}, {{%rs1, %rs2}};"
-        )
+        registers = [f"%r{100 + part}" for part in (a, b, c, d)]
+        pack.append(word.format(*registers, f"%r{60 + number}"))
     o = [f"%r{200 + i}" for i in range(COLUMNS // 2)]
     body = ATTENTION
     for mark, text in {
@@ -260,7 +269,9 @@ def attention(words: list[list[int]], v_order=in_order, scale: int = 1):
         body = body.replace(mark, text)
     out = np.zeros((COLUMNS // 2, LANES), np.float32)
     _, result = execute(body, codes(np.concatenate(held)), out=out)
-    p = numerics.e4m3_to_f32(codes(q @ k.T))
+    s = q @ k.T
+    rounded = np.maximum(s, 0).astype(np.uint8)
+    p = numerics.e4m3_to_f32(rounded if word == ROUNDED else codes(s))
     return p @ v, matrix(out), result
 
 
@@ -288,6 +299,20 @@ def test_attention_with_another_lane_map(words):
 def test_attention_with_keys_in_their_natural_order():
     want, got, result = attention(BYTES, v_order=lambda v: v)
     assert result.findings == () and (got != want).mean() > 0.5
+
+
+def test_attention_with_p_rounded_to_codes():
+    want, got, result = attention(BYTES, word=ROUNDED)
+    assert result.findings == ()
+    np.testing.assert_array_equal(got, want)
+    _, got, result = attention([[b, a, c, d] for a, b, c, d in BYTES], word=ROUNDED)
+    assert result.findings == () and (got != want).mean() > 0.5
+
+
+def test_attention_whose_rounded_p_overflows():
+    """Codes that wrap around are numbers: no NaN tells."""
+    _, got, result = attention(BYTES, scale=256, word=ROUNDED)
+    assert kinds(result) == ["saturation"] and np.isfinite(got).all()
 
 
 def test_attention_whose_p_overflows():

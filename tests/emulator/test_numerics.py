@@ -201,6 +201,50 @@ def test_what_saturates_is_what_rounds_to_more_than_there_is(
     assert not numerics.saturates(finite, dtype)[np.isfinite(finite)].any()
 
 
+RELU = [
+    (numerics.f16x2_rn_relu, numerics.f16x2_rn),
+    (numerics.bf16x2_rn_relu, numerics.bf16x2_rn),
+]
+
+
+@pytest.mark.parametrize(("clamped", "plain"), RELU)
+@settings(max_examples=300, deadline=None)
+@given(high=U32, low=U32)
+def test_relu_of_any_pair(clamped, plain, high, low):
+    """Each half by itself: negative numbers and -0 are +0, all else is as without."""
+    bits = int(plain(f32(high), f32(low))[0])
+    want = 0
+    for half in (bits & 0xFFFF, bits & 0xFFFF0000):
+        want |= 0 if half & 0x80008000 else half
+    assert int(clamped(f32(high), f32(low))[0]) == want
+
+
+def test_relu_at_the_edges():
+    cases = {
+        0x80000000: 0,  # -0
+        0x80000001: 0,  # rounds to -0
+        0xFF800000: 0,  # -inf
+        0xBF800000: 0,
+        0x7FC00000: 0x7FFF,
+        0xFFC00001: 0x7FFF,  # a NaN with a sign, and one that signals
+        0xFF800001: 0x7FFF,
+        0x7F800000: 0x7C00,
+        0x477FEFFF: 0x7BFF,  # below 65520, and the tie, which goes to infinity
+        0x477FF000: 0x7C00,
+        0xC77FF000: 0,
+        0x33000000: 0,  # 2 ** -25, a tie of 0 and the smallest subnormal
+        0x33000001: 1,
+        0x33C00000: 2,  # 1.5 of the smallest, to the even
+        0x387FC000: 0x03FF,  # the largest subnormal
+        0x3F801000: 0x3C00,  # ties beside 1, both to the even
+        0x3F803000: 0x3C02,
+    }
+    for pattern, want in cases.items():
+        one = f32(0x3F800000)
+        assert int(numerics.f16x2_rn_relu(f32(pattern), one)[0]) == want << 16 | 0x3C00
+        assert int(numerics.f16x2_rn_relu(one, f32(pattern))[0]) == want | 0x3C000000
+
+
 def test_pairs_put_their_first_operand_high():
     high, low = np.full(128, 1.5, np.float32), np.full(128, -2.0, np.float32)
     assert (numerics.bf16x2_rn(high, low) == 0x3FC0C000).all()
@@ -287,6 +331,85 @@ def test_fma_where_rounding_twice_goes_wrong():
     assert float(twice[0]) == 1 + 2.0**-22
     assert float(numerics.fma32(a, b, c)[0]) == 1 + 2.0**-23
     assert float(numerics.fma32(-a, b, -c)[0]) == -(1 + 2.0**-23)
+
+
+# -- arithmetic of halves
+
+HALF = st.integers(0, 2**16 - 1)
+
+
+def f16(*bits: int) -> np.ndarray:
+    return np.array(bits, np.uint16).view(np.float16)
+
+
+def half_bits(exact: Fraction) -> int:
+    """What a number that is not 0 rounds to: the definition; a half is 11 bits."""
+    sign = 0x8000 if exact < 0 else 0
+    result = abs(rounded(exact, 11, -24))
+    if result >= 65536:
+        return sign | 0x7C00
+    return sign | int(np.float16(float(result)).view(np.uint16))  # exact
+
+
+IN_HALVES = {
+    "add": (numerics.add_f16, lambda a, b, c: a + b),
+    "sub": (numerics.sub_f16, lambda a, b, c: a - b),
+    "mul": (numerics.mul_f16, lambda a, b, c: a * b),
+    "fma": (numerics.fma_f16, lambda a, b, c: a * b + c),
+}
+
+
+def check_halves(name: str, a: int, b: int, c: int) -> None:
+    function, exactly = IN_HALVES[name]
+    operands = (a, b, c)[: 3 if name == "fma" else 2]
+    got = int(function(*map(f16, operands)).view(np.uint16)[0])
+    values = [decoded(bits, 5, 10) for bits in operands]
+    if None in values:  # infinities and NaNs, which float64 computes alike
+        x, y, z = (np.float64(f16(bits)[0]) for bits in (a, b, c))
+        wide = exactly(x, y, z)
+        want = 0x7FFF if math.isnan(wide) else int(np.float16(wide).view(np.uint16))
+        assert got == want
+        return
+    exact = exactly(*values, *[0] * (3 - len(values)))
+    if exact:
+        assert got == half_bits(exact)
+    else:  # a zero by the rules of signs, which float64 has, too
+        wide = exactly(*(np.float64(f16(bits)[0]) for bits in (a, b, c)))
+        assert got == (0x8000 if math.copysign(1, wide) < 0 else 0)
+
+
+@pytest.mark.parametrize("name", IN_HALVES)
+@settings(max_examples=500, deadline=None)
+@given(a=HALF, b=HALF, c=HALF)
+def test_arithmetic_of_any_halves(name, a, b, c):
+    check_halves(name, a, b, c)
+
+
+@pytest.mark.parametrize("name", IN_HALVES)
+def test_arithmetic_of_halves_at_the_edges(name):
+    edges = (
+        *(0, 0x8000, 1, 0x8001, 0x03FF, 0x0400, 0x8400, 0x3BFF, 0x3C00, 0x3C01),
+        *(0xBC00, 0x3800, 0x1400, 0x6400, 0x6401, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00),
+        *(0x7E00, 0xFE01, 0x7C01),
+    )
+    with np.errstate(all="ignore"):
+        for a in edges:
+            for b in edges:
+                for c in edges if name == "fma" else (0,):
+                    check_halves(name, a, b, c)
+
+
+def test_fma_of_halves_where_rounding_twice_goes_wrong():
+    """Sums 2 ** -24 beside a tie of halves, which float32 takes for the tie."""
+    for factors, addend, want in (
+        ((3, 683 / 2048), 2.0**-24, 1 + 2.0**-10),  # 1 + 2 ** -11
+        ((7, 293 / 2048), -(2.0**-24), 1 + 2.0**-10),  # 1 + 3 * 2 ** -11
+    ):
+        a, b, c = (np.array([x], np.float16) for x in (*factors, addend))
+        assert (float(a[0]), float(b[0]), float(c[0])) == (*factors, addend)
+        product = a.astype(np.float32) * b
+        assert float((product + c).astype(np.float16)[0]) != want
+        assert float(numerics.fma_f16(a, b, c)[0]) == want
 
 
 def test_max_and_min():

@@ -357,6 +357,71 @@ def test_packed_conversions_put_the_first_source_high():
     np.testing.assert_array_equal(value(body, one, two), 0x3C41)
 
 
+def test_packed_conversions_with_relu():
+    x = np.resize(
+        np.float32([-1, -0.0, np.nan, -np.inf, 7e4, 3e-8, -1e-7, 2.5]), LANES
+    ).copy()
+    want = [0, 0, 0x7FFF, 0, 0x7C00, 1, 0, 0x4100]
+    high = value("cvt.rn.relu.f16x2.f32 %r20, %r10, 0f3F800000;", x)
+    assert high[:8].tolist() == [code << 16 | 0x3C00 for code in want]
+    low = value("cvt.rn.relu.f16x2.f32 %r20, 0f3F800000, %r10;", x)
+    assert low[:8].tolist() == [code | 0x3C000000 for code in want]
+    low = value("cvt.rn.relu.bf16x2.f32 %r20, 0fBF800000, %r10;", x)
+    assert low[:4].tolist() == [0, 0, 0x7FFF, 0] and low[7] == 0x4020
+
+
+HALVES = {
+    "add.f16x2 %r20, %r10, %r11;": lambda a, b, c: a + b,
+    "add.rn.f16x2 %r20, %r10, %r11;": lambda a, b, c: a + b,
+    "sub.rn.f16x2 %r20, %r10, %r11;": lambda a, b, c: a - b,
+    "mul.rn.f16x2 %r20, %r10, %r11;": lambda a, b, c: a * b,
+    "fma.rn.f16x2 %r20, %r10, %r11, %r12;": lambda a, b, c: (
+        (a.astype(np.float64) * b + c).astype(np.float16)
+    ),
+}
+
+
+@pytest.mark.parametrize("body", HALVES)
+def test_packed_halves(body):
+    """Of any bits: numpy's halves, but every NaN is 0x7fff."""
+    with np.errstate(all="ignore"):
+        halves = HALVES[body](*(words.view(np.float16) for words in WORDS))
+    expected = np.where(np.isnan(halves), np.uint16(0x7FFF), halves.view(np.uint16))
+    result = value(body, *(words.copy() for words in WORDS))
+    np.testing.assert_array_equal(result.view(np.uint16), expected)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "add.rm.f16x2 %r20, %r10, %r10;",
+        "add.rn.ftz.f16x2 %r20, %r10, %r10;",
+        "fma.rm.f16x2 %r20, %r10, %r10, %r10;",
+        "cvt.relu.rn.f16x2.f32 %r20, %r10, %r10;",
+        "cvt.rn.relu.f16.f32 %rs1, %r10;",
+        "cvt.rn.relu.s32.f32 %r20, %r10;",
+    ],
+)
+def test_forms_of_halves_that_are_refused(body):
+    with pytest.raises(UnsupportedInstruction):
+        execute(body, WORDS[0].copy())
+
+
+def test_e4m3_codes_by_a_sum_of_halves():
+    """As inline assembly has it: 1024 + t has the code of t, to the nearest and ties to even."""
+    body = """{ .reg .b32 low, high, whole;
+cvt.rn.relu.f16x2.f32 low, %r11, %r10; cvt.rn.relu.f16x2.f32 high, %r13, %r12;
+mov.b32 whole, 0x64006400; add.rn.f16x2 low, low, whole; add.rn.f16x2 high, high, whole;
+prmt.b32 %r20, low, high, 0x6420; }"""
+    t = RNG.uniform(-20, 126.5, (4, LANES)).astype(np.float32)
+    t[:, :8] = [0, -0.0, 0.5, 1.5, 125.5, 126.5, -np.inf, 1e-30]
+    half = np.maximum(t, 0).astype(np.float16).astype(np.float32)
+    expected = np.rint(half).astype(np.uint8).T.reshape(-1).view(np.uint32)
+    np.testing.assert_array_equal(value(body, *t), expected)
+    t[2] = np.nan
+    assert (value(body, *t) >> 16 & 0xFF == 0xFF).all()  # a NaN's code
+
+
 def test_conversions_of_one_value_to_16_bits_and_back():
     third = np.full(LANES, 1 / 3, np.float32)
     for narrow, widen, bits in (
@@ -564,6 +629,10 @@ def test_permuted_bytes():
     a, b, selector = (words.copy() for words in WORDS)
     got = value("prmt.b32 %r20, %r10, %r11, %r12;", a, b, selector)
     np.testing.assert_array_equal(got, permuted(a, b, selector))
+    for fixed_selector in (0x6420, 0x0123, 0x89AB, 0xFEDC, 0x73C8, -1):
+        fixed = value(f"prmt.b32 %r20, %r10, %r11, {fixed_selector};", a, b)
+        selectors = np.full(LANES, fixed_selector & 0xFFFF, np.uint32)
+        np.testing.assert_array_equal(fixed, permuted(a, b, selectors))
     fixed = value("prmt.b32 %r20, %r10, 305419896, 0x7531U;", a)
     second = np.full(LANES, 305419896, np.uint32)
     np.testing.assert_array_equal(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arithmetic, logic and comparisons.
 
-Floating point: ptxas may contract `mul.f32` and `add.f32` without `.rn` to one fused operation. The
+Floating point: ptxas may contract `mul` and `add` without `.rn` to one fused operation. The
 model rounds twice, as the PTX reads, or once wherever it may (see `contraction`): a kernel whose
 result depends on the choice beyond rounding is not right.
 """
@@ -15,10 +15,18 @@ from .emitter import Emitter, UnsupportedInstruction, dtype_of, emits
 _ROUNDINGS = ("rn", "rm")
 
 
-@emits("add", "sub", modifiers=f"rn rm ftz f32 f32x2 {INTEGERS}")
-@emits("mul", modifiers=f"lo hi wide rn rm ftz f32 f32x2 {INTEGERS}")
+_FLOATS = {
+    "f32": ("f32", "float32"),
+    "f32x2": ("u64", "float32"),
+    "f16x2": ("u32", "float16"),
+}
+"""By type: the dtype of its registers, and of the floats in them."""
+
+
+@emits("add", "sub", modifiers=f"rn rm ftz {' '.join(_FLOATS)} {INTEGERS}")
+@emits("mul", modifiers=f"lo hi wide rn rm ftz {' '.join(_FLOATS)} {INTEGERS}")
 def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
-    if instruction.modifiers[-1] in ("f32", "f32x2"):
+    if instruction.modifiers[-1] in _FLOATS:
         _float_arithmetic(emitter, instruction)
         return
     if instruction.opcode == "mul":
@@ -36,29 +44,33 @@ def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def _floats(emitter: Emitter, instruction: Instruction) -> list[str]:
-    """The sources as float32 arrays: 128 lanes of `.f32`, 256 halves of `.f32x2`."""
-    if instruction.modifiers[-1] == "f32":
-        return [emitter.value(source, "f32") for source in instruction.operands[1:]]
-    return [
-        f"{emitter.value(source, 'u64')}.view(np.float32)"
-        for source in instruction.operands[1:]
-    ]
+    """The sources as arrays of floats: 128 lanes of `.f32`, of `.f32x2` and `.f16x2` 256."""
+    held, kind = _FLOATS[instruction.modifiers[-1]]
+    unpack = "" if held == "f32" else f".view(np.{kind})"
+    return [emitter.value(source, held) + unpack for source in instruction.operands[1:]]
 
 
 def _assign_floats(emitter: Emitter, instruction: Instruction, expression: str) -> None:
-    """Writes a float32 array of the shape that `_floats` gives."""
-    if instruction.modifiers[-1] == "f32":
-        emitter.assign(instruction.operands[0], expression, "f32")
-    else:
-        packed = f"({expression}).view(np.uint64)"
-        emitter.assign(instruction.operands[0], packed, "u64")
+    """Writes floats of the dtype and the shape that `_floats` gives."""
+    held, _ = _FLOATS[instruction.modifiers[-1]]
+    if held != "f32":
+        expression = f"({expression}).view(np.{numpy_name(held)})"
+    emitter.assign(instruction.operands[0], expression, held)
+
+
+def _is_half(instruction: Instruction) -> bool:
+    return instruction.modifiers[-1] == "f16x2"
 
 
 def _rounding(instruction: Instruction) -> str:
-    """rn or rm, of an instruction that may have that, `.ftz` and a type; rn by default."""
+    """rn or rm, of an instruction that may have that, `.ftz` and a type; rn by default.
+
+    Halves are rounded to nearest, and not flushed here.
+    """
     options = list(instruction.modifiers[:-1])
     rounding = options.pop(0) if options and options[0] in _ROUNDINGS else "rn"
-    if options not in ([], ["ftz"]):
+    halves = _is_half(instruction)
+    if options not in ([], ["ftz"]) or (halves and (options or rounding == "rm")):
         raise UnsupportedInstruction(instruction)
     return rounding
 
@@ -75,6 +87,8 @@ def _float_arithmetic(emitter: Emitter, instruction: Instruction) -> None:
         first, second = f"numerics.ftz({first})", f"numerics.ftz({second})"
     if _rounding(instruction) == "rm":
         expression = f"numerics.{opcode}_rm({first}, {second})"
+    elif _is_half(instruction):
+        expression = f"numerics.{opcode}_f16({first}, {second})"
     else:
         sign = {"add": "+", "sub": "-", "mul": "*"}[opcode]
         expression = f"{first} {sign} {second}"
@@ -96,7 +110,8 @@ def _fused_sum(
     values = [*factors, addend]
     if instruction.has("ftz"):
         values = [f"numerics.ftz({value})" for value in values]
-    expression = f"numerics.fma32({', '.join(values)})"
+    function = "fma_f16" if _is_half(instruction) else "fma32"
+    expression = f"numerics.{function}({', '.join(values)})"
     if instruction.has("ftz"):
         expression = f"numerics.ftz({expression})"
     _assign_floats(emitter, instruction, expression)
@@ -133,9 +148,10 @@ def _multiply_add(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(instruction.operands[0], f"{expression} + {addend}", dtype)
 
 
-@emits("fma", modifiers="rn rm f32 f32x2")
+@emits("fma", modifiers=f"rn rm {' '.join(_FLOATS)}")
 def _fused_multiply_add(emitter: Emitter, instruction: Instruction) -> None:
     function = {"rn": "fma32", "rm": "fma_rm"}[_rounding(instruction)]
+    function = "fma_f16" if _is_half(instruction) else function
     values = ", ".join(_floats(emitter, instruction))
     _assign_floats(emitter, instruction, f"numerics.{function}({values})")
 
@@ -221,8 +237,16 @@ def _not(emitter: Emitter, instruction: Instruction) -> None:
 @emits("prmt", modifiers="b32")
 def _permute_bytes(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
-    values = ", ".join(emitter.value(source, "u32") for source in sources)
-    emitter.assign(destination, f"numerics.prmt({values})", "u32")
+    for place, half in emitter.program.coded.get(emitter.index, ()):
+        wrong = f"numerics.miscoded({emitter.value(sources[place], 'u32')}, {half})"
+        emitter.lines.append(f"if {wrong}.any(): {emitter.call('miscoded', wrong)}")
+    first, second, selector = (emitter.value(source, "u32") for source in sources)
+    function = "prmt"
+    if isinstance(sources[2], Immediate):
+        function, selector = "prmt_by", str(sources[2].value & 0xFFFF)
+    emitter.assign(
+        destination, f"numerics.{function}({first}, {second}, {selector})", "u32"
+    )
 
 
 @emits("popc", modifiers="b32")

@@ -75,15 +75,16 @@ _SIXTEEN_BITS = ("bf16", "f16")
 
 @emits(
     "cvt",
-    modifiers=f"rn satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_HALVES)} "
+    modifiers=f"rn relu satfinite {' '.join(_INTEGER_ROUNDINGS)} {' '.join(_HALVES)} "
     f"{' '.join(_QUARTERS)} {' '.join(_SIXTEEN_BITS)} f32 s8 u8 {INTEGERS}",
 )
 def _convert(emitter: Emitter, instruction: Instruction) -> None:
     destination, *sources = instruction.operands
     *options, to, source_type = instruction.modifiers
-    if to in _HALVES and source_type == "f32" and options == ["rn"]:
+    if to in _HALVES and source_type == "f32" and options in (["rn"], ["rn", "relu"]):
         high, low = (emitter.value(source, "f32") for source in sources)
-        emitter.assign(destination, f"numerics.{to}_rn({high}, {low})", "u32")
+        function = "_".join((to, *options))
+        emitter.assign(destination, f"numerics.{function}({high}, {low})", "u32")
     elif to in _QUARTERS and source_type == "f32" and options == ["rn", "satfinite"]:
         high, low = (emitter.value(source, "f32") for source in sources)
         dtype = to.removesuffix("x2")
