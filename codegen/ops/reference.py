@@ -78,7 +78,9 @@ ROUNDINGS: Mapping[str, Rounding] = {
 P_OFFSET = 8
 P_SLACK = 0.8
 REFERENCES = (0.0, 0.2, 0.4, 0.6, 0.8)
-FIRST_HEADROOM = 2  # of a tile's first reference, which may be its last: P is that much less
+FIRST_HEADROOM = (
+    2  # of a tile's first reference, which may be its last: P is that much less
+)
 # Where P's code is a straight line between powers of two, P is off by 2^-4 either way at most, and by
 # 2^-5 on average; below 2^-6, where codes are numbers, by four of the least.
 LINEAR_ERROR = 2.0**-5
@@ -354,7 +356,9 @@ def _errors(
     variance = variance + exp_error**2 * squares
     divisor = xp.where(rows.total > 0, rows.total, _like(1.0, rows.total))
     if in_8_bits:
-        least = of_p.floor * 2.0 ** (FIRST_HEADROOM - P_OFFSET) / divisor  # half the least weight above 0
+        least = (
+            of_p.floor * 2.0 ** (FIRST_HEADROOM - P_OFFSET) / divisor
+        )  # half the least weight above 0
         variance = variance + (least * least * v2.sum(0) + of_o.floor**2) / 3
     else:
         variance = variance + of_p.floor**2 / 3 * (v2.sum(0) + 1.0)

@@ -102,10 +102,12 @@ PROMISED = {
 # Emulated, and validated with an earlier text if at all: a run on a GPU takes them out of here.
 WAITING = frozenset(
     {
-        "sm90_d128_e4m3_causal",
+        "sm90_d128_e4m3_causal_lse",
         "sm90_d128_e4m3_full",
-        "sm90_d64_e4m3_causal",
-        "sm90_d64_e4m3_full",
+        "sm90_d128_e4m3_linear_causal",
+        "sm90_d128_e4m3_linear_full",
+        "sm90_d64_e4m3_linear_causal",
+        "sm90_d64_e4m3_linear_full",
     }
 )
 

@@ -37,7 +37,7 @@ def test_defaults() -> None:
         "mask": "none",
         "window": {"left": "none", "right": "none"},
         "blocks": "derived",
-        **{"out_dtype": "none", "v_layout": "rows", "descale": "none"},
+        **{"out_dtype": "none", "v_layout": "rows", "descale": "none", "exp": "exact"},
         **{"params": {}, "chunk": "none", "documents": False, "prefix": False},
         "lse": False,
         "sink": False,
