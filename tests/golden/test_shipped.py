@@ -106,8 +106,10 @@ WAITING = frozenset(
         "sm90_d128_e4m3_full",
         "sm90_d128_e4m3_linear_causal",
         "sm90_d128_e4m3_linear_full",
+        "sm90_d192x128_e4m3_causal_lse",
         "sm90_d64_e4m3_linear_causal",
         "sm90_d64_e4m3_linear_full",
+        "sm90_d96_e4m3_linear_causal",
     }
 )
 
