@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final
 from pydantic import Field
 
 from ..errors import SpecError
-from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -76,7 +75,6 @@ PACK_GQA: Final = Feature(
     tokens={r"pack": lambda spec: ["pack" if spec.pack_gqa else ""]},
     relations=[
         Relation([False], {"arch": ["sm100"]}),
-        Relation([False], {"dtype": [E4M3]}),
         Relation(
             [False],
             {"heads.q_per_kv": [1]},
