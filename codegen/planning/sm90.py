@@ -238,7 +238,8 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     if is_e4m3(spec):
-        parts["part of O"] = spec.head_dim.v // 2
+        slices = Traits(spec, Sizes(128, tile_kv, 2, 2, 2)).pv_slices
+        parts["part of O"] = spec.head_dim.v // 2 // slices
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
 
 
@@ -376,6 +377,10 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.sums_by_mma:
         yield "V_ROWS", "of a stage of V^T, and of ones", "HEAD_DIM_V + ATOM_ROWS"
         yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
+    if traits.pv_slices > 1:
+        columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
+        yield "PV_SLICES", "of PV's columns, one after the other", str(traits.pv_slices)
+        yield "PV_COLUMNS", "of a slice", f"{columns} // PV_SLICES"
     warps = "WARPGROUP_WARPS * WARPGROUPS"
     yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):

@@ -112,6 +112,16 @@ class Traits(shared.Traits):
         return is_e4m3(self.spec) and not self.spec.lse
 
     @property
+    def pv_slices(self) -> int:
+        """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
+
+        With ones below V^T, 264 columns are three slices of 88, without four of 64.
+        """
+        if not is_e4m3(self.spec) or self.spec.head_dim.v <= 128:
+            return 1
+        return 3 if self.sums_by_mma else 4
+
+    @property
     def polynomial_elements(self) -> int:
         """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
         lists = (
@@ -220,6 +230,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
+        "sliced_pv": traits.pv_slices > 1,
         "linear_exp": traits.spec.exp == "linear",
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,

@@ -160,6 +160,11 @@ class _Consumer:
             yield _math("tanh")
             yield over
             yield _math(f"exp2; P(n) = S(n) in {self._bits()} bits")
+        elif self._traits.pv_slices > 1:
+            yield _math("row 0: max, row 1: max")
+            yield _math("each slice of PV(n-1) to O, the next one issued; exp2")
+            yield over
+            yield _math(f"P(n) = S(n) in {self._bits()} bits")
         elif self._traits.early_wait:
             yield _math("row 0: max")
             yield over

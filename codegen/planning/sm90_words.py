@@ -18,6 +18,9 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         query = "position" if traits.packed else "row"
         yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
+    if has["sliced_pv"]:
+        slices = f"PV comes in {traits.pv_slices} slices of columns"
+        yield f"{slices}, each added to O before the next is issued."
     yield from words.scores(traits.score)
     if traits.softcap is not None:
         yield words.capped(traits.softcap)

@@ -55,6 +55,34 @@ DAMAGES = {
 }
 
 
+SLICED = "sm90_d256_e4m3_linear_full"
+DAMAGES_OF_SLICES = {
+    "a slice that keeps its scale": ("rising", "        stats.late[r] = factor\n", ""),
+    "a last block's slices with a factor of another's": (
+        "rising",
+        "        for r in cutlass.range_constexpr(ROWS_PER_THREAD):\n"
+        "            stats.late[r] = Float32(1.0)\n",
+        "",
+    ),
+    "a slice that is not over": (
+        "exact",
+        "    warpgroup.wait_group(0)\n    O, part",
+        "    O, part",
+    ),
+    "another slice's columns": (
+        "exact",
+        "issue_pv(mma, v_stage, n + 1)",
+        "issue_pv(mma, v_stage, n)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES_OF_SLICES)
+def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
+    tag, right, wrong = DAMAGES_OF_SLICES[name]
+    assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
+
+
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damage_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES[name]
@@ -75,8 +103,11 @@ def test_what_is_not_damaged_holds(tag: str) -> None:
         "descale: head\n",
         "head_dim: 128\nmask: causal\nwindow: {left: 255}\ndescale: head\n",
         "head_dim: 128\ntile: {q: 128, kv: 128}\nstages: {q: 1}\ndescale: head\n",
+        "head_dim: 64\nheads: {q_per_kv: 4}\npack_gqa: true\nmask: causal\ndescale: head\n",
+        "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n",
+        "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
     ],
-    ids=["gqa", "fp16", "window", "one_q_stage"],
+    ids=["gqa", "fp16", "window", "one_q_stage", "pack", "pack_3", "slices"],
 )
 def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     specs, made = tmp_path / "specs", tmp_path / "generated"
