@@ -100,7 +100,7 @@ HEAD_DIM: Final = Feature(
         ),
         # Half of V is a swizzled row at least.
         Relation([128, {"qk": 192, "v": 128}, 256], {"cta_group": [2]}),
-        # O and a part of it do not fit a thread's registers beyond.
+        # Others have no kernel that was compiled and emulated.
         Relation([64, 96, 128, {"qk": 192, "v": 128}, 256], {"dtype": ["e4m3"]}),
     ],
     flags=lambda spec: {
