@@ -22,6 +22,7 @@ CONSTANTS: Final = {
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
     "ELEMENT_BYTES": 2,  # or 1, of e4m3
     "ATOM_ROWS": 8,
+    "TRANSPOSE_WARPS": 2,
     "KEY_GROUP": 16,
     "TMA_ALIGN": 16,
     "BYTE": 8,
@@ -63,6 +64,11 @@ REGISTERS: Final[Mapping[int, RegisterSplit]] = {  # by number of consumer warpg
     3: RegisterSplit(producer=32, consumer=160),
 }
 """Per thread: 128 * (producer + warpgroups * consumer) stays within 65536."""
+# Where warps of the producer's warpgroup transpose V.
+REGISTERS_TRANSPOSING: Final[Mapping[int, RegisterSplit]] = {
+    2: RegisterSplit(producer=32, consumer=240),
+    3: RegisterSplit(producer=32, consumer=160),
+}
 
 # Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled.
 REGISTERS_BESIDE_TILES: Final = 30

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import masks, operation_of, scores
 from .cases import Case, Tiles
-from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, permute_v
+from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, is_permuted, permute_v
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
@@ -431,7 +431,8 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
     """
     drawn: dict[str, Any] = values(in_16_bits(spec), tiles, case)
     found = {name: np.clip(x, -LARGEST, LARGEST) for name, x in drawn.items()}
-    found["v"] = permute_v(found["v"])
+    if is_permuted(spec):
+        found["v"] = permute_v(found["v"])
     if not spec.get("descale"):
         return found
     random, shape = np.random.default_rng(case.seed + 2), (case.batch, case.kv_heads)

@@ -53,6 +53,7 @@ REASONS: Final[Mapping[str, str]] = {
     "POLYNOMIAL_ELEMENTS": "of the MUFU's work, which tanh doubles, so much made loops fastest",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
+    "ROWS_STAGES": "one is transposed while the next one comes",
     "TILE_STAGES": "the next work tile is found while this one is computed",
 }
 REASON_OF_8_BITS: Final = (
@@ -60,6 +61,7 @@ REASON_OF_8_BITS: Final = (
 )
 REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 TILE_STAGES: Final = 2
+ROWS_STAGES: Final = 2
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
@@ -79,7 +81,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         barriers=barriers,
         phases=phases(traits),
         loads=tuple(loads(traits)),
-        registers=_registers(sizes),
+        registers=_registers(spec, sizes),
         register_parts=_register_parts(spec, sizes.tile_kv),
     )
     return KernelPlan(
@@ -105,7 +107,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         others = _query_tiles(spec, kv_tiles[-1])
         raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
-    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = _splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
@@ -218,9 +220,15 @@ def _against(spec: Spec, q_stages: int) -> str:
     return ""
 
 
-def _registers(sizes: Sizes) -> tuple[Registers, ...]:
+def _splits(spec: Spec) -> Mapping[int, sm90.RegisterSplit]:
+    """Registers of the roles by number of warpgroups that compute."""
+    transposes = is_e4m3(spec) and spec.v_layout == "rows"
+    return sm90.REGISTERS_TRANSPOSING if transposes else sm90.REGISTERS
+
+
+def _registers(spec: Spec, sizes: Sizes) -> tuple[Registers, ...]:
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = sm90.REGISTERS[warpgroups]
+    split = _splits(spec)[warpgroups]
     return (
         Registers("producer", 1, split.producer),
         Registers("consumer", warpgroups, split.consumer),
@@ -239,16 +247,18 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     if is_e4m3(spec):
         parts["part of O"] = spec.head_dim.v // 2
-    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
+    few = is_e4m3(spec) and not spec.lse  # sums are columns of O
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES - 6 * few}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
     bias = " + BIAS_STAGES" if traits.bias else ""
     tiles = " + TILE_STAGES" if is_packed(traits.spec) else ""
+    of_rows = " + ROWS_STAGES" if traits.transposes_v else ""
     of_v = "TILE_KV * V_ROWS" if traits.sums_by_mma else "V_TX_BYTES"
     rows = [
-        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles})", 1, ""),
+        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles}{of_rows})", 1, ""),
         *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
         (
             "sQ",
@@ -259,6 +269,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
         ("sV", f"{of_v} * V_STAGES", sizes.v_stages, "V"),
     ]
+    if traits.transposes_v:
+        rows.append(("sRows", "V_TX_BYTES * ROWS_STAGES", ROWS_STAGES, "V"))
     if is_e4m3(traits.spec) and traits.cross_tile:
         rows.append(("sO", "2 * TILE_Q * HEAD_DIM_V", 1, "O"))
     if traits.bounded:
@@ -278,7 +290,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
     parts = _register_parts(spec, tile_kv)
-    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = _splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
     message = (
         f"a consumer thread needs about {sum(parts.values())} registers, "
         f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
@@ -305,7 +317,7 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
     needed = sum(_register_parts(spec, tile_kv).values())
     return [
         warpgroups * sm90.WARPGROUP_ROWS
-        for warpgroups, split in sm90.REGISTERS.items()
+        for warpgroups, split in _splits(spec).items()
         if needed <= split.consumer
     ]
 
@@ -327,6 +339,8 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         rows.append(
             ("POLYNOMIAL_ELEMENTS", traits.polynomial_elements, f"of {beside}", "")
         )
+    if traits.transposes_v:
+        rows.append(("ROWS_STAGES", ROWS_STAGES, "tiles of V as it comes", ""))
     sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
     if is_packed(spec):
         rows.append(("TILE_STAGES", TILE_STAGES, "work tiles", ""))
@@ -368,20 +382,25 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     frees = "warps that free it"
     yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
-    yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
-    yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups(traits.spec, "consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups(traits.spec, "producer")
     yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
     if traits.sums_by_mma:
         yield "V_ROWS", "of a stage of V^T, and of ones", "HEAD_DIM_V + ATOM_ROWS"
         yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
+    if traits.transposes_v:
+        if not traits.sums_by_mma:
+            yield "V_ROWS", "of a stage of V^T", "HEAD_DIM_V"
+            yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
+        yield "ROWS_SWIZZLE", "bytes of a row of V in a swizzle atom", "math.gcd(128, HEAD_DIM_V)"
     warps = "WARPGROUP_WARPS * WARPGROUPS"
     yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
         ctas = " * CLUSTER_SIZE" if shared else ""
         yield f"{name}_RELEASES", frees, f"{warps}{ctas}"
-    if is_e4m3(traits.spec) and traits.seqlen_kv is not None:
+    if traits.spec.v_layout == "permuted" and traits.seqlen_kv is not None:
         up = "-(-SEQLEN_KV // KEY_GROUP) * KEY_GROUP"
         yield "SEQLEN_V", "keys of V^T", up
     if traits.bias:
@@ -419,10 +438,11 @@ def _constants(spec: Spec) -> dict[str, int]:
     return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
-def _by_warpgroups(role: str) -> str:
+def _by_warpgroups(spec: Spec, role: str) -> str:
     """The register split of a role as a formula over WARPGROUPS."""
-    choices = tuple(getattr(split, role) for split in sm90.REGISTERS.values())
-    return f"{choices}[WARPGROUPS - 1]"
+    splits = _splits(spec)
+    choices = tuple(getattr(split, role) for split in splits.values())
+    return f"{choices}[WARPGROUPS - {min(splits)}]"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:
@@ -444,8 +464,15 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         arrivals = K_WARPS if name == "k" and traits.split_k else 1
         if arrivals > 1:
             full = f"{arrivals} + K_TX_BYTES by TMA of {arrivals} warps"
+        by = "producer"
+        if name == "v" and traits.transposes_v:
+            arrivals, by = sm90.CONSTANTS["TRANSPOSE_WARPS"], "transposing warps"
+            yield Barrier("rows_full", ROWS_STAGES, 1, full, by)
+            freed_rows = f"{arrivals}: every transposing warp"
+            yield Barrier("rows_empty", ROWS_STAGES, arrivals, freed_rows, "producer")
+            full = freed_rows
         yield Barrier(f"{name}_full", stages, arrivals, full, "consumers")
-        yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
+        yield Barrier(f"{name}_empty", stages, warps, freed, by)
     if traits.bias:
         full = "1 + BIAS_TX_BYTES by TMA"
         yield Barrier("bias_full", warpgroups, 1, full, "the warpgroup")

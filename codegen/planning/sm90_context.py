@@ -112,6 +112,11 @@ class Traits(shared.Traits):
         return is_e4m3(self.spec) and not self.spec.lse
 
     @property
+    def transposes_v(self) -> bool:
+        """V comes as rows: MMAs of 8 bits take it as V^T."""
+        return is_e4m3(self.spec) and self.spec.v_layout == "rows"
+
+    @property
     def polynomial_elements(self) -> int:
         """Of EX2_GROUP elements, how many exponentials of whole blocks the FMA units take."""
         lists = (
@@ -221,6 +226,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
         "linear_exp": traits.spec.exp == "linear",
+        "transposes_v": traits.transposes_v,
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,
