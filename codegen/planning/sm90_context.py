@@ -172,6 +172,8 @@ def template_context(
         loaders = "warps 0 and 2 load Q and K by TMA, warp 1 V; "
     elif traits.page is not None:
         loaders = "warp 0 loads Q and K by TMA, warp 1 V; "
+    if traits.transposes_v:
+        loaders += "warps 1 and 2 transpose V;\n"
     if is_packed(spec):
         loaders += "warp 3 finds work tiles;\n"
     roles = (
@@ -201,6 +203,8 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
         name: f"{name.upper()} by TMA{by_all if is_sliced else ''}"
         for name, is_sliced in sliced.items()
     }
+    if traits.transposes_v:
+        fills |= {"v": "V^T by warps 1 and 2", "rows": "V by TMA"}
     if traits.page is not None:
         rows = math.gcd(traits.page, traits.sizes.tile_kv)
         boxes = traits.sizes.tile_kv // rows

@@ -22,6 +22,8 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
         yield _reference_statement(traits, traits.softcap)
+    if has["e4m3"]:
+        yield from _sums_of_8_bits(has)
     if not has["bounded"]:
         least = "below any tangent" if has["capped"] else "the least float"
         yield f"A row may have no finite score so far: its maximum is then {least}, and P is 0."
@@ -50,6 +52,15 @@ def _reference_statement(traits: Traits, cap: float) -> str:
     else:
         why = "a sink may be 2^128 above all of exp(S)"
     return f"Rows have references: {why}."
+
+
+def _sums_of_8_bits(has: Mapping[str, Any]) -> Iterator[str]:
+    blocks = "two blocks" if has["sums_by_mma"] else "a block"
+    yield f"The tensor cores keep 13 bits of a sum: they add up PV of {blocks}, O takes it in fp32."
+    if has["sums_by_mma"]:
+        yield "Rows of ones below V^T make the row sums of P, as it was rounded, columns of PV."
+    if has["linear_exp"]:
+        yield "P's code is a straight line between powers of two: no exponential is taken."
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:
