@@ -103,11 +103,15 @@ PROMISED = {
 WAITING = frozenset(
     {
         "sm90_d128_e4m3_causal_lse",
-        "sm90_d128_e4m3_full",
         "sm90_d128_e4m3_linear_causal",
         "sm90_d128_e4m3_linear_full",
+        "sm90_d128_e4m3_permuted_full",
+        "sm90_d128_e4m3_permuted_linear_causal",
+        "sm90_d128_e4m3_permuted_linear_full",
         "sm90_d64_e4m3_linear_causal",
         "sm90_d64_e4m3_linear_full",
+        "sm90_d64_e4m3_permuted_linear_causal",
+        "sm90_d64_e4m3_permuted_linear_full",
     }
 )
 

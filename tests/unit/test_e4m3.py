@@ -70,7 +70,7 @@ def test_names_say_both_types() -> None:
         *("batch: varlen", "softcap: 30.0", "blocks: lists", "sink: true"),
         *("alibi: true", "tile.q: 64", "tile.kv: 48", "mask: kv < q"),
         *("documents: true", "prefix: true", "cluster: [2, 1]"),
-        *("bias.dtype: fp32", "score: s + kv", "v_layout: rows", "head_dim: 96"),
+        *("bias.dtype: fp32", "score: s + kv", "head_dim: 96"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(other: str) -> None:
