@@ -10,6 +10,7 @@ from typing import Any
 import fmha_gen
 import numpy as np
 import pytest
+import support
 from fmha_gen.emulator import numerics
 from fmha_gen.emulator.accumulation import multiply_add
 from fmha_gen.errors import SpecError
@@ -227,6 +228,17 @@ def test_a_wrong_result_does_not(wrong: dict[str, Any]) -> None:
     case = replace(case, scale_factor=wrong.get("steep", 1.0))
     assert verdicts(case, **wrong)["out"]
     assert not verdicts(case)["out"]
+
+
+@pytest.mark.parametrize("stem", [x for x in support.SHIPPED if "_e4m3_" in x])
+def test_kernels_have_the_numbers_that_bounds_are_made_of(stem: str) -> None:
+    found = support.constants(stem)
+    assert found["P_OFFSET"] == reference.P_OFFSET
+    assert found["RESCALE_SLACK"] == reference.P_SLACK == max(reference.REFERENCES)
+    assert found["FIRST_HEADROOM"] == reference.FIRST_HEADROOM
+    flushed = found.get("FLUSH_BLOCKS", 1) * found["TILE_KV"]
+    assert flushed <= reference.FLUSHED_KEYS
+    assert ("FLUSH_BLOCKS" in found) == (not found["SPEC"]["lse"])
 
 
 # --- O by definition ----------------------------------------------------------------------
