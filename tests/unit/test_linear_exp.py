@@ -25,7 +25,7 @@ from tests.linear_exp import F32, codes_of, o_of
 
 STEM = "sm90_d64_e4m3_linear_full"
 KERNEL = support.constants(STEM)
-SPEC = KERNEL["SPEC"]
+SPEC = {**KERNEL["SPEC"], "v_layout": "permuted"}
 DIM = 64
 ROWS = 256
 SCALE = DIM**-0.5
