@@ -25,6 +25,7 @@ from .rehearsals import damaged, findings, rehearsals, tagged, written
 STEM = "sm90_d128_e4m3_full"
 LINEAR = "sm90_d128_e4m3_linear_full"
 LINEAR_CAUSAL = "sm90_d128_e4m3_linear_causal"
+WITH_LSE = "sm90_d128_e4m3_causal_lse"
 LINEAR_64 = "sm90_d64_e4m3_linear_full"
 PACKS = "S[r, c + n] for n in range(PACKED)"
 WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
@@ -165,12 +166,26 @@ def test_sums_that_stay_in_the_tensor_cores_are_noticed(
     assert "its mean square error" in found
 
 
+def test_so_they_are_where_fp32_has_the_row_sums(tmp_path: Path) -> None:
+    text = (support.GENERATED / f"{WITH_LSE}.py").read_text("utf-8")
+    begins = "        mma.acc_O.fill(-0.0)"
+    for right, wrong in (
+        ("    pack_p(mma, acc_S)\n    add_part(mma)\n", "    pack_p(mma, acc_S)\n"),
+        ("tOrV, False)", "tOrV, True)"),
+        (begins, f"        mma.part_O.fill(0.0)\n{begins}"),
+    ):
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    (found,) = findings(written(tmp_path, text, WITH_LSE), "mean_v")
+    assert "of out: wrong" in found
+
+
 @pytest.mark.parametrize(
     ("stem", "tag"),
     sorted(
         {(STEM, tag) for tag, _, _ in DAMAGES.values()}
         | {(LINEAR, tag) for tag, _, _ in LINEAR_DAMAGES.values()}
-        | {(stem, "mean_v") for stem in (STEM, LINEAR)}
+        | {(stem, "mean_v") for stem in (STEM, LINEAR, WITH_LSE)}
     ),
 )
 def test_what_is_not_damaged_holds(stem: str, tag: str) -> None:
