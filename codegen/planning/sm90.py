@@ -258,7 +258,12 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     of_rows = " + ROWS_STAGES" if traits.transposes_v else ""
     of_v = "TILE_KV * V_ROWS" if traits.sums_by_mma else "V_TX_BYTES"
     rows = [
-        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles}{of_rows})", 1, ""),
+        (
+            "barriers",
+            f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles}{of_rows})",
+            1,
+            "",
+        ),
         *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
         (
             "sQ",

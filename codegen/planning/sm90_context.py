@@ -108,7 +108,7 @@ class Traits(shared.Traits):
 
     @property
     def sums_by_mma(self) -> bool:
-        """PV has a column of ones, so that sums have P as it was rounded, as O has. An LSE has not."""
+        """V^T has rows of ones, so that sums have P as it was rounded: not for an LSE."""
         return is_e4m3(self.spec) and not self.spec.lse
 
     @property

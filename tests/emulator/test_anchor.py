@@ -122,7 +122,7 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
     "stem",
     [
         *("sm90_d128_bf16_causal_lse", "sm90_d64_fp16_causal_gqa8"),
-        *("sm90_d128_e4m3_causal_lse", "sm90_d64_e4m3_linear_full"),
+        *("sm90_d128_e4m3_causal_lse", "sm90_d64_e4m3_permuted_linear_full"),
     ],
 )
 def test_a_capture_passes_what_the_emulator_has(stem: str) -> None:

@@ -22,11 +22,11 @@ from tests.linear_exp import o_of
 
 from .rehearsals import damaged, findings, rehearsals, tagged, written
 
-STEM = "sm90_d128_e4m3_full"
-LINEAR = "sm90_d128_e4m3_linear_full"
-LINEAR_CAUSAL = "sm90_d128_e4m3_linear_causal"
+STEM = "sm90_d128_e4m3_permuted_full"
+LINEAR = "sm90_d128_e4m3_permuted_linear_full"
+LINEAR_CAUSAL = "sm90_d128_e4m3_permuted_linear_causal"
 WITH_LSE = "sm90_d128_e4m3_causal_lse"
-LINEAR_64 = "sm90_d64_e4m3_linear_full"
+LINEAR_64 = "sm90_d64_e4m3_permuted_linear_full"
 PACKS = "S[r, c + n] for n in range(PACKED)"
 WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
 FENCE = '    cute.arch.fence_proxy("async.shared", space="cta")\n\n\ndef make_ring'
