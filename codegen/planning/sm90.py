@@ -107,7 +107,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         others = _query_tiles(spec, kv_tiles[-1])
         raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
-    budget = _splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
@@ -220,15 +220,9 @@ def _against(spec: Spec, q_stages: int) -> str:
     return ""
 
 
-def _splits(spec: Spec) -> Mapping[int, sm90.RegisterSplit]:
-    """Registers of the roles by number of warpgroups that compute."""
-    transposes = is_e4m3(spec) and spec.v_layout == "rows"
-    return sm90.REGISTERS_TRANSPOSING if transposes else sm90.REGISTERS
-
-
 def _registers(spec: Spec, sizes: Sizes) -> tuple[Registers, ...]:
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = _splits(spec)[warpgroups]
+    split = sm90.REGISTERS[warpgroups]
     return (
         Registers("producer", 1, split.producer),
         Registers("consumer", warpgroups, split.consumer),
@@ -295,7 +289,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
     parts = _register_parts(spec, tile_kv)
-    budget = _splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
     message = (
         f"a consumer thread needs about {sum(parts.values())} registers, "
         f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"

@@ -19,8 +19,7 @@ _WARPS = 4  # of a warpgroup
 def phases(traits: Traits) -> tuple[Phase, ...]:
     """Return what happens for each KV block, and between two query tiles."""
     warpgroups = range(traits.sizes.tile_q // sm90.WARPGROUP_ROWS)
-    splits = sm90.REGISTERS_TRANSPOSING if traits.transposes_v else sm90.REGISTERS
-    split = splits[len(warpgroups)]
+    split = sm90.REGISTERS[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
         packed = end and is_packed(traits.spec)
