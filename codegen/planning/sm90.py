@@ -316,7 +316,7 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
     needed = sum(_register_parts(spec, tile_kv).values())
     return [
         warpgroups * sm90.WARPGROUP_ROWS
-        for warpgroups, split in _splits(spec).items()
+        for warpgroups, split in sm90.REGISTERS.items()
         if needed <= split.consumer
     ]
 
@@ -381,8 +381,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     frees = "warps that free it"
     yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
-    yield "CONSUMER_REGS", per_thread, _by_warpgroups(traits.spec, "consumer")
-    yield "PRODUCER_REGS", per_thread, _by_warpgroups(traits.spec, "producer")
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
     yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
@@ -437,11 +437,10 @@ def _constants(spec: Spec) -> dict[str, int]:
     return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
-def _by_warpgroups(spec: Spec, role: str) -> str:
+def _by_warpgroups(role: str) -> str:
     """The register split of a role as a formula over WARPGROUPS."""
-    splits = _splits(spec)
-    choices = tuple(getattr(split, role) for split in splits.values())
-    return f"{choices}[WARPGROUPS - {min(splits)}]"
+    choices = tuple(getattr(split, role) for split in sm90.REGISTERS.values())
+    return f"{choices}[WARPGROUPS - 1]"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:
