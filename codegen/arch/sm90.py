@@ -22,6 +22,7 @@ CONSTANTS: Final = {
     "WARPGROUP_ROWS": WARPGROUP_ROWS,
     "ELEMENT_BYTES": 2,  # or 1, of e4m3
     "ATOM_ROWS": 8,
+    "TRANSPOSE_WARPS": 2,
     "KEY_GROUP": 16,
     "TMA_ALIGN": 16,
     "BYTE": 8,
@@ -36,7 +37,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=945,
+    mean_lines=950,
     mma_classes=("HGMMA", "QGMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "HGMMA": "HGMMA",

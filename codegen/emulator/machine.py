@@ -367,9 +367,8 @@ class Cta:
         the epoch and PTX line of the last access: it must happen before the CTA exits."""
         self.named: dict[int, NamedBarrier] = {}
         warps = -(-self.threads // WARP)
-        self.free_registers = (
-            REGISTER_FILE - cluster.machine.initial_registers * WARP * warps
-        )
+        self.free_registers = 0
+        """Those that setmaxnreg gave back: a CTA has what its launch gave it, not the SM's rest."""
         self.warps_left = warps
         self.groups: list[Warpgroup] = []
 

@@ -27,7 +27,7 @@ from ..ops.cases import (
     tiles_of,
 )
 from ..ops.compare import place, rows_named
-from ..ops.e4m3 import is_e4m3
+from ..ops.e4m3 import is_permuted
 from ..ops.inputs import params, place_tensors
 from ..ops.operation import Spec
 from ..ops.varlen import is_packed, rows_of
@@ -55,7 +55,7 @@ def tiles_of_tensors(
         for tensor in operation_of(spec).tensors(spec)
         if tensor.tma
     }
-    if is_e4m3(spec):
+    if is_permuted(spec):
         taken[addresses["v"]] = (tiles.kv, 1)
     if "bias" in addresses:
         of_rows = spec["bias"]["shape"][2] != 1

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..emulator.walk import Boxes, Extent, Walk
 from ..ops import lists, masks, operation_of
 from ..ops.cases import Case, Tiles, most_clusters, work_tiles
-from ..ops.e4m3 import is_e4m3
+from ..ops.e4m3 import is_permuted
 from ..ops.inputs import params
 from ..ops.masks import KeyBlocks, Lengths
 from ..ops.operation import Sizes
@@ -128,7 +128,7 @@ class _Plan:
         operation = operation_of(spec)
         self.outputs = [tensor.name for tensor in operation.outputs(spec)]
         self.dims = {x.name: x.sizes(spec, sizes) for x in operation.tensors(spec)}
-        if is_e4m3(spec):  # V^T: its rows, of which a box has some, are keys here
+        if is_permuted(spec):  # V^T: its rows, of which a box has some, are keys here
             self.dims["v"] = dict(zip("bhds", self.dims["v"].values(), strict=True))
         self.pair = spec.get("cta_group", 1) == 2
         self.lists = lists.draw(spec, sizes)

@@ -80,15 +80,14 @@ OUT_DTYPE: Final = Feature(
 )
 V_LAYOUT: Final = Feature(
     "v_layout",
+    tokens={
+        r"permuted": lambda spec: ["permuted" if spec.v_layout == "permuted" else ""]
+    },
     keys={r"v_?(colmajor|col_major|transposed?|t)": "write v_layout: permuted"},
     relations=[
         Relation(["rows"], {"dtype": SIXTEEN_BITS}),
-        Relation(
-            ["permuted"],
-            {"dtype": [E4M3]},
-            hint="set v_layout: permuted; fmha_gen.permute_v(v) makes it of V",
-        ),
     ],
+    flags=lambda spec: {"v_permuted": spec.v_layout == "permuted"},
     contract=lambda spec: (
         "v is V^T: of each 16 keys the order is 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15, and\n"
         "zeros stand for those behind the last key; fmha_gen.permute_v(v) makes it of V."

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from .e4m3 import E4M3_FORWARD, is_e4m3
+from .e4m3 import E4M3_FORWARD, OF_PERMUTED, is_e4m3, is_permuted
 from .forward import FORWARD
 from .operation import Operation, Spec
 from .paged import PAGED_FORWARD, is_paged
@@ -19,7 +19,7 @@ def operation_of(spec: Spec) -> Operation:
     """Return the operation of a SPEC; raises KeyError for one that is not generated."""
     operation = OPERATIONS[spec["op"]]
     if is_e4m3(spec):
-        return E4M3_FORWARD
+        return OF_PERMUTED if is_permuted(spec) else E4M3_FORWARD
     if is_paged(spec):
         return PAGED_FORWARD
     return PACKED_FORWARD if is_packed(spec) else operation

@@ -480,7 +480,7 @@ def _magnitudes(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     elif (
         spec["seqlen"]["kv"] == DYNAMIC
     ):  # sums that the tensor cores alone would cut off
-        yield case("mean_v", MEAN_KEYS, min(few, 9), data="mean_v")
+        yield case("mean_v", MEAN_KEYS, min(tiles.positions, 100), data="mean_v")
     yield case("steep", block + 3, scale_factor=STEEP)
     if "softcap" in spec:
         yield case("saturated", 2 * block + 3, data="saturated")

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from . import forward
 from .compare import Verdict
-from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS_KV, LSE, OUT, SEQLEN_KV, K, Q
+from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS_KV, LSE, OUT, SEQLEN_KV, K, Q, V
 from .operation import OF_OUTPUT, Array, Axis, Given, Sizes, Spec, Tensor
 from .reference import Truth, truth
 from .scores import float64
@@ -28,7 +28,12 @@ OWN_FIELDS: Final = ("out_dtype", "v_layout", "descale", "exp")
 
 
 def is_e4m3(spec: Spec) -> bool:
-    """Whether Q, K and V of a SPEC have 8 bits, and V is V^T."""
+    """Whether Q, K and V of a SPEC have 8 bits."""
+    return bool(spec["dtype"] == E4M3)
+
+
+def is_permuted(spec: Spec) -> bool:
+    """Whether V is V^T, as `permute_v` makes it."""
     return spec.get("v_layout") == "permuted"
 
 
@@ -127,7 +132,7 @@ def _dequantised(given: Given) -> Given:
     found = dict(given.inputs)
     for name in "qkv":
         found[name] = float64(found[name])
-        if name == "v":
+        if name == "v" and is_permuted(given.spec):
             found[name] = natural_v(found[name], found["k"].shape[1])
         if given.spec.get("descale"):
             factors = float64(found.pop(f"{name}_descale"))
@@ -165,9 +170,10 @@ def _judge(
 
 E4M3_FORWARD: Final = replace(
     FORWARD,
-    reads=(Q, K, V_PERMUTED, *DESCALES),
+    reads=(Q, K, V, *DESCALES),
     writes=(replace(OUT, dtype=OF_OUTPUT), LSE),
     exact=_exact,
     truth=_truth,
     judge=_judge,
 )
+OF_PERMUTED: Final = replace(E4M3_FORWARD, reads=(Q, K, V_PERMUTED, *DESCALES))

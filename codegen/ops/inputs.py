@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from . import masks, operation_of, scores
 from .cases import Case, Tiles
-from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, permute_v
+from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, is_permuted, permute_v
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
@@ -63,6 +63,7 @@ SINK_LEAD = 100.0  # of a sink over all scores: exp of it is beyond fp32
 SINK_TRAIL = 1000.0  # of scores over a sink
 FACTOR = 2.0**-6  # of what scores read: too little to hide what a case is about
 SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
+MEAN = 2.0  # of V in half of the keys of `mean_v`
 BARELY = (0.99, 1.01)  # of the slack: a bias that rises by it from block to block
 BIAS = 2.0  # standard deviation of a bias, where scores are random
 # Of some keys of `biases`, by head; in all rows or in some.
@@ -407,8 +408,9 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if case.data == "slope":
         _slope(q, k, v, random)
     if case.data == "mean_v":
+        # Of the keys that come first alone: what a row's sum loses, too, would cancel.
         q *= QUIET
-        v += 1.0
+        v[:, case.kv // 2 :] += MEAN
     if case.data == "close":
         k *= CLOSE
     if case.data == "uniform_1e4":
@@ -431,7 +433,8 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
     """
     drawn: dict[str, Any] = values(in_16_bits(spec), tiles, case)
     found = {name: np.clip(x, -LARGEST, LARGEST) for name, x in drawn.items()}
-    found["v"] = permute_v(found["v"])
+    if is_permuted(spec):
+        found["v"] = permute_v(found["v"])
     if not spec.get("descale"):
         return found
     random, shape = np.random.default_rng(case.seed + 2), (case.batch, case.kv_heads)

@@ -81,8 +81,8 @@ REFERENCES = (0.0, 0.2, 0.4, 0.6, 0.8)
 FIRST_HEADROOM = (
     2  # of a tile's first reference, which may be its last: P is that much less
 )
-# Where P's code is a straight line between powers of two, P is off by 2^-4 either way at most, and by
-# 2^-5 on average; below 2^-6, where codes are numbers, by four of the least.
+# Where P's code is a straight line between powers of two, P is off by 2^-4 either way at most, and
+# by 2^-5 on average; below 2^-6, where codes are numbers, by four of the least.
 LINEAR_ERROR = 2.0**-5
 LINEAR_FLOOR = 2.0**-7
 LEAST_EXPONENT = -6  # of a normal number

@@ -30,7 +30,14 @@ from .kernel_plan import (
     total,
 )
 from .numbers import derived, given, of_bias, of_scores, regions, tuned
-from .sm90_context import K_WARPS, Sizes, Traits, is_bounded, template_context
+from .sm90_context import (
+    K_WARPS,
+    Sizes,
+    Traits,
+    is_bounded,
+    pv_slices,
+    template_context,
+)
 from .sm90_protocol import loads, phases
 from .sm90_words import statements
 
@@ -53,6 +60,7 @@ REASONS: Final[Mapping[str, str]] = {
     "POLYNOMIAL_ELEMENTS": "of the MUFU's work, which tanh doubles, so much made loops fastest",
     "SMS_PER_HEAD": "K and V of the heads that run at a time then stay in L2",
     "LEVEL_TILES": "they run at a time, so that K and V of a head come from L2",
+    "ROWS_STAGES": "one is transposed while the next one comes",
     "TILE_STAGES": "the next work tile is found while this one is computed",
 }
 REASON_OF_8_BITS: Final = (
@@ -60,6 +68,7 @@ REASON_OF_8_BITS: Final = (
 )
 REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 TILE_STAGES: Final = 2
+ROWS_STAGES: Final = 2
 STORE_COLUMNS: Final = 32  # of O that a quad of threads stores from registers at once
 
 
@@ -79,7 +88,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         barriers=barriers,
         phases=phases(traits),
         loads=tuple(loads(traits)),
-        registers=_registers(sizes),
+        registers=_registers(spec, sizes),
         register_parts=_register_parts(spec, sizes.tile_kv),
     )
     return KernelPlan(
@@ -218,7 +227,7 @@ def _against(spec: Spec, q_stages: int) -> str:
     return ""
 
 
-def _registers(sizes: Sizes) -> tuple[Registers, ...]:
+def _registers(spec: Spec, sizes: Sizes) -> tuple[Registers, ...]:
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
     split = sm90.REGISTERS[warpgroups]
     return (
@@ -238,18 +247,24 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     if is_e4m3(spec):
-        slices = Traits(spec, Sizes(128, tile_kv, 2, 2, 2)).pv_slices
-        parts["part of O"] = spec.head_dim.v // 2 // slices
-    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES}
+        parts["part of O"] = spec.head_dim.v // 2 // pv_slices(spec)
+    few = is_e4m3(spec) and not spec.lse  # sums are columns of O
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES - 6 * few}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
     bias = " + BIAS_STAGES" if traits.bias else ""
     tiles = " + TILE_STAGES" if is_packed(traits.spec) else ""
+    of_rows = " + ROWS_STAGES" if traits.transposes_v else ""
     of_v = "TILE_KV * V_ROWS" if traits.sums_by_mma else "V_TX_BYTES"
     rows = [
-        ("barriers", f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles})", 1, ""),
+        (
+            "barriers",
+            f"2 * 8 * (Q_STAGES + K_STAGES + V_STAGES{bias}{tiles}{of_rows})",
+            1,
+            "",
+        ),
         *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
         (
             "sQ",
@@ -260,6 +275,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sK", "K_TX_BYTES * K_STAGES", sizes.k_stages, "K"),
         ("sV", f"{of_v} * V_STAGES", sizes.v_stages, "V"),
     ]
+    if traits.transposes_v:
+        rows.append(("sRows", "V_TX_BYTES * ROWS_STAGES", ROWS_STAGES, "V"))
     if is_e4m3(traits.spec) and traits.cross_tile:
         rows.append(("sO", "2 * TILE_Q * HEAD_DIM_V", 1, "O"))
     if traits.bounded:
@@ -328,6 +345,8 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         rows.append(
             ("POLYNOMIAL_ELEMENTS", traits.polynomial_elements, f"of {beside}", "")
         )
+    if traits.transposes_v:
+        rows.append(("ROWS_STAGES", ROWS_STAGES, "tiles of V as it comes", ""))
     sms = SMS_PER_HEAD if spec.head_dim.v > 64 else SMS_PER_HEAD // 2
     if is_packed(spec):
         rows.append(("TILE_STAGES", TILE_STAGES, "work tiles", ""))
@@ -377,16 +396,21 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.sums_by_mma:
         yield "V_ROWS", "of a stage of V^T, and of ones", "HEAD_DIM_V + ATOM_ROWS"
         yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
-    if traits.pv_slices > 1:
+    if traits.transposes_v:
+        if not traits.sums_by_mma:
+            yield "V_ROWS", "of a stage of V^T", "HEAD_DIM_V"
+            yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
+        yield "ROWS_SWIZZLE", "bytes of a row of V in a swizzle atom", "math.gcd(128, HEAD_DIM_V)"
+    if (slices := pv_slices(traits.spec)) > 1:
         columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
-        yield "PV_SLICES", "of PV's columns, one after the other", str(traits.pv_slices)
+        yield "PV_SLICES", "of PV's columns, one after the other", str(slices)
         yield "PV_COLUMNS", "of a slice", f"{columns} // PV_SLICES"
     warps = "WARPGROUP_WARPS * WARPGROUPS"
     yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps
     for name, shared in (("K", traits.multicast_k), ("V", traits.multicast_v)):
         ctas = " * CLUSTER_SIZE" if shared else ""
         yield f"{name}_RELEASES", frees, f"{warps}{ctas}"
-    if is_e4m3(traits.spec) and traits.seqlen_kv is not None:
+    if traits.spec.v_layout == "permuted" and traits.seqlen_kv is not None:
         up = "-(-SEQLEN_KV // KEY_GROUP) * KEY_GROUP"
         yield "SEQLEN_V", "keys of V^T", up
     if traits.bias:
@@ -449,8 +473,15 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         arrivals = K_WARPS if name == "k" and traits.split_k else 1
         if arrivals > 1:
             full = f"{arrivals} + K_TX_BYTES by TMA of {arrivals} warps"
+        by = "producer"
+        if name == "v" and traits.transposes_v:
+            arrivals, by = sm90.CONSTANTS["TRANSPOSE_WARPS"], "transposing warps"
+            yield Barrier("rows_full", ROWS_STAGES, 1, full, by)
+            freed_rows = f"{arrivals}: every transposing warp"
+            yield Barrier("rows_empty", ROWS_STAGES, arrivals, freed_rows, "producer")
+            full = freed_rows
         yield Barrier(f"{name}_full", stages, arrivals, full, "consumers")
-        yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
+        yield Barrier(f"{name}_empty", stages, warps, freed, by)
     if traits.bias:
         full = "1 + BIAS_TX_BYTES by TMA"
         yield Barrier("bias_full", warpgroups, 1, full, "the warpgroup")

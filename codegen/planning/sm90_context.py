@@ -35,6 +35,16 @@ def is_bounded(spec: Spec) -> bool:
     return cap / math.log(2) <= P_LIMIT[spec.dtype]
 
 
+def pv_slices(spec: Spec) -> int:
+    """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
+
+    With ones below V^T, 264 columns are three slices of 88, without four of 64.
+    """
+    if not is_e4m3(spec) or spec.head_dim.v <= 128:
+        return 1
+    return 4 if spec.lse else 3
+
+
 @dataclass(frozen=True)
 class Sizes(shared.Sizes):
     """Tile and ring sizes, in rows and stages."""
@@ -108,18 +118,13 @@ class Traits(shared.Traits):
 
     @property
     def sums_by_mma(self) -> bool:
-        """PV has a column of ones, so that sums have P as it was rounded, as O has. An LSE has not."""
+        """V^T has rows of ones, so that sums have P as it was rounded: not for an LSE."""
         return is_e4m3(self.spec) and not self.spec.lse
 
     @property
-    def pv_slices(self) -> int:
-        """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
-
-        With ones below V^T, 264 columns are three slices of 88, without four of 64.
-        """
-        if not is_e4m3(self.spec) or self.spec.head_dim.v <= 128:
-            return 1
-        return 3 if self.sums_by_mma else 4
+    def transposes_v(self) -> bool:
+        """V comes as rows: MMAs of 8 bits take it as V^T."""
+        return is_e4m3(self.spec) and self.spec.v_layout == "rows"
 
     @property
     def polynomial_elements(self) -> int:
@@ -177,6 +182,8 @@ def template_context(
         loaders = "warps 0 and 2 load Q and K by TMA, warp 1 V; "
     elif traits.page is not None:
         loaders = "warp 0 loads Q and K by TMA, warp 1 V; "
+    if traits.transposes_v:
+        loaders += "warps 1 and 2 transpose V;\n"
     if is_packed(spec):
         loaders += "warp 3 finds work tiles;\n"
     roles = (
@@ -206,6 +213,8 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
         name: f"{name.upper()} by TMA{by_all if is_sliced else ''}"
         for name, is_sliced in sliced.items()
     }
+    if traits.transposes_v:
+        fills |= {"v": "V^T by warps 1 and 2", "rows": "V by TMA"}
     if traits.page is not None:
         rows = math.gcd(traits.page, traits.sizes.tile_kv)
         boxes = traits.sizes.tile_kv // rows
@@ -230,8 +239,10 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
-        "sliced_pv": traits.pv_slices > 1,
+        "sliced_pv": pv_slices(traits.spec) > 1,
         "linear_exp": traits.spec.exp == "linear",
+        "transposes_v": traits.transposes_v,
+        "many_squares": traits.transposes_v and traits.sizes.tile_kv > 128,
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,

@@ -11,7 +11,7 @@ from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
-from .sm90_context import K_WARPS, Traits
+from .sm90_context import K_WARPS, Traits, pv_slices
 
 _WARPS = 4  # of a warpgroup
 
@@ -35,6 +35,15 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
                 role, warp = f"producer of {name}", f"warp {number}"
                 if rings:
                     yield Lane(role, warp, split.producer, (*taken, *own))
+        if traits.transposes_v:
+            number = sm90.CONSTANTS["TRANSPOSE_WARPS"]
+            what = "V(last)" if end else "V(n-1)"
+            yield Lane(
+                "transposer",
+                f"warps 1 to {number}",
+                split.producer,
+                (_transpose(what, number),),
+            )
         if packed:
             yield Lane("scheduler", "warp 3", split.producer, (find_tile(),))
         for index in warpgroups:
@@ -101,6 +110,8 @@ def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step
     rows = sizes.tile_q if ring == "q" else sizes.tile_kv
     columns = spec.head_dim.v if ring == "v" else spec.head_dim.qk
     warps = K_WARPS if ring == "k" and traits.split_k else 1
+    if ring == "v" and traits.transposes_v:
+        ring = "rows"
     full = Signal(
         f"{ring}_full",
         1,
@@ -112,6 +123,16 @@ def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step
         "tma",
         waits=(Wait(f"{ring}_empty", earlier=earlier),),
         signals=(full,),
+    )
+
+
+def _transpose(what: str, warps: int) -> Step:
+    """Of a stage of V as it comes, by warps that fill one of V^T."""
+    return Step(
+        f"transpose {what}",
+        "math",
+        (Wait("rows_full"), Wait("v_empty", earlier=True)),
+        (Signal("v_full", warps), Signal("rows_empty", warps)),
     )
 
 
@@ -135,8 +156,8 @@ def _fills(step: Step, ring: str) -> bool:
 
 def _ctas(traits: Traits, ring: str) -> int:
     """How many CTAs fill and free a stage of a ring together."""
-    shared = {"q": False, "k": traits.multicast_k, "v": traits.multicast_v}
-    return traits.cluster_size if shared[ring] else 1
+    shared = {"k": traits.multicast_k, "v": traits.multicast_v}
+    return traits.cluster_size if shared.get(ring) else 1
 
 
 class _Consumer:
@@ -160,9 +181,9 @@ class _Consumer:
             yield _math("tanh")
             yield over
             yield _math(f"exp2; P(n) = S(n) in {self._bits()} bits")
-        elif self._traits.pv_slices > 1:
+        elif pv_slices(self._traits.spec) > 1:
             yield _math("row 0: max, row 1: max")
-            yield _math("each slice of PV(n-1) to O, the next one issued; exp2")
+            yield _math(f"slices of PV(n-1) to O, each before the next; {self._exp()}")
             yield over
             yield _math(f"P(n) = S(n) in {self._bits()} bits")
         elif self._traits.early_wait:
@@ -230,10 +251,14 @@ class _Consumer:
         before = "tanh; " if self._traits.softcap is not None else ""
         if self._traits.tests_exponents:
             before = "exponents; "
-        return f"{before}row 0: max, exp2; row 1: max", "row 1: exp2"
+        exp = self._exp()
+        return f"{before}row 0: max, {exp}; row 1: max", f"row 1: {exp}"
+
+    def _exp(self) -> str:
+        return "codes of P" if self._traits.spec.exp == "linear" else "exp2"
 
     def _sums(self) -> Iterator[Step]:
-        if not self._traits.bounded:
+        if not self._traits.bounded and not self._traits.sums_by_mma:
             yield _math(f"sums of rows{self._lse()}")
 
     def _bias(self, scores: str) -> Iterator[Step]:

@@ -18,13 +18,12 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         query = "position" if traits.packed else "row"
         yield f"Query {query} i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield from _block_statements(has)
-    if has["sliced_pv"]:
-        slices = f"PV comes in {traits.pv_slices} slices of columns"
-        yield f"{slices}, each added to O before the next is issued."
     yield from words.scores(traits.score)
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
         yield _reference_statement(traits, traits.softcap)
+    if has["e4m3"]:
+        yield from _sums_of_8_bits(has)
     if not has["bounded"]:
         least = "below any tangent" if has["capped"] else "the least float"
         yield f"A row may have no finite score so far: its maximum is then {least}, and P is 0."
@@ -53,6 +52,18 @@ def _reference_statement(traits: Traits, cap: float) -> str:
     else:
         why = "a sink may be 2^128 above all of exp(S)"
     return f"Rows have references: {why}."
+
+
+def _sums_of_8_bits(has: Mapping[str, Any]) -> Iterator[str]:
+    two = has["sums_by_mma"] and not has["sliced_pv"]
+    blocks = "two blocks" if two else "a block"
+    yield f"The tensor cores keep 13 bits of a sum: they add up PV of {blocks}, O takes it in fp32."
+    if has["sliced_pv"]:
+        yield "PV comes in slices of columns, each added to O before the next is issued."
+    if has["sums_by_mma"]:
+        yield "Rows of ones below V^T make the row sums of P, as it was rounded, columns of PV."
+    if has["linear_exp"]:
+        yield "P's code is a straight line between powers of two: no exponential is taken."
 
 
 def _output_statement(has: Mapping[str, Any]) -> str:

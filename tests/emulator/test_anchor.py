@@ -19,10 +19,12 @@ import pytest
 import support
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.evidence.rehearsal import schedules
-from fmha_gen.evidence.tensors import FROM_BITS
+from fmha_gen.evidence.tensors import FROM_BITS, make_problem
+from fmha_gen.ops import operation_of
+from fmha_gen.ops.cases import tiles_of
 
 from tests.emulator.rehearsals import rehearsals
-from tests.hardware.anchor import anchor_cases, sampled_rows
+from tests.hardware.anchor import anchor_cases, computed, sampled_rows
 
 CAPTURE = Path(__file__).parent / "data" / "h200_anchor.npz"
 TABLE = support.ROOT / "codegen" / "decisions" / "0008-trust-anchor.md"
@@ -87,10 +89,11 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
         )
         assert written.any()
         ours, theirs = out[written], h200[f"{name}.out"][written]
-        emulated = FROM_BITS[spec["dtype"]](ours).astype(np.float64)
-        device = FROM_BITS[spec["dtype"]](theirs).astype(np.float64)
+        dtype = problem["out"].placed.dtype
+        emulated = FROM_BITS[dtype](ours).astype(np.float64)
+        device = FROM_BITS[dtype](theirs).astype(np.float64)
         error = np.linalg.norm(emulated - device) / np.linalg.norm(device)
-        assert error <= ROUNDING[spec["dtype"]]
+        assert error <= ROUNDING[dtype]
         lse_error = None
         if spec["lse"]:
             lse = problem["lse"].view[:, :, kept].view(np.float32)
@@ -113,6 +116,43 @@ def test_the_emulator_computes_what_the_h200_did(path: Path, h200) -> None:
         assert [row.split("|")[1:4] for row in rows] == [
             row.split("|")[1:4] for row in found
         ], "refresh with FMHA_GEN_ACCEPT=1 pytest -n0"
+
+
+@pytest.mark.parametrize(
+    "stem",
+    [
+        *("sm90_d128_bf16_causal_lse", "sm90_d64_fp16_causal_gqa8"),
+        *("sm90_d128_e4m3_causal_lse", "sm90_d64_e4m3_permuted_linear_full"),
+    ],
+)
+def test_a_capture_passes_what_the_emulator_has(stem: str) -> None:
+    """Each tensor with its type and bits, three in order and the others by name."""
+    trial = pytest.importorskip("fmha_gen.evidence.trial")
+    constants = support.constants(stem)
+    spec, passed = constants["SPEC"], {}
+    case = anchor_cases(spec, constants)[0]
+    problem = make_problem(spec, tiles_of(constants), case)
+
+    class Kernel:
+        SPEC = spec
+
+        @staticmethod
+        def fmha(q, k, v, **others) -> None:
+            passed.update(q=q, k=k, v=v, **others)
+
+    into = computed(Kernel, case, problem, "cpu")
+    tensors = operation_of(spec).tensors(spec)
+    assert {*passed} == {x.name for x in tensors}
+    assert {*into} == ({"out", "lse"} if spec["lse"] else {"out"})
+    for x in tensors:
+        found, expected = passed[x.name], problem[x.name]
+        assert found.dtype == trial.DTYPES[x.type(spec)]
+        assert found.shape == expected.view.shape and found.is_contiguous()
+        if x.name not in into:
+            bits = trial.bits(found).numpy().view(expected.view.dtype)
+            assert np.array_equal(bits, expected.view)
+        else:
+            assert into[x.name] is found
 
 
 def compare_lse(emulated, device, written) -> float:

@@ -628,6 +628,14 @@ def test_register_budget():
     less = "setmaxnreg.dec.sync.aligned.u32 40; setmaxnreg.inc.sync.aligned.u32 200;"
     assert found(less, threads=384, out=np.zeros(384, np.uint32)) == ["deadlock"]
     assert found(less) == []
+    # 384 threads have 168 each, 64,512: of the SM's other 1,024 none is theirs.
+    uneven = (
+        "mov.u32 %r50, %tid.x; setp.lt.u32 %p10, %r50, 128; @%p10 bra LESS;"
+        " setmaxnreg.inc.sync.aligned.u32 240; ret;"
+        " LESS: setmaxnreg.dec.sync.aligned.u32 {};"
+    )
+    assert found(uneven.format(24), threads=384) == []
+    assert found(uneven.format(32), threads=384) == ["deadlock"]
     assert found("setmaxnreg.inc.sync.aligned.u32 40;") == ["registers"]
     assert found("setmaxnreg.dec.sync.aligned.u32 41;") == ["registers"]
 

@@ -7,18 +7,37 @@ Instructions of 8 bits have their own tests (`test_e4m3.py`), bounds in `tests/u
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from fmha_gen.build import engine
-from fmha_gen.evidence.rehearsal import schedules
+from fmha_gen.evidence.rehearsal import Rehearsal, schedules
+from fmha_gen.ops.cases import Case
+from fmha_gen.ops.e4m3 import natural_v, permute_v
+from numpy.typing import NDArray
 
 from tests import support
+from tests.linear_exp import o_of
 
-from .rehearsals import damaged, findings, rehearsals, tagged
+from .rehearsals import damaged, findings, rehearsals, tagged, written
 
-STEM = "sm90_d128_e4m3_full"
+STEM = "sm90_d128_e4m3_permuted_full"
+LINEAR = "sm90_d128_e4m3_permuted_linear_full"
+LINEAR_CAUSAL = "sm90_d128_e4m3_permuted_linear_causal"
+WITH_LSE = "sm90_d128_e4m3_causal_lse"
+LINEAR_64 = "sm90_d64_e4m3_permuted_linear_full"
+SLICED = "sm90_d256_e4m3_permuted_linear_full"
 PACKS = "S[r, c + n] for n in range(PACKED)"
 WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
+FENCE = '    cute.arch.fence_proxy("async.shared", space="cta")\n\n\ndef make_ring'
+STAGES = "in cutlass.range_constexpr(V_STAGES):"
+SUM = "rows_and_columns(acc_O)[r, HEAD_DIM_V // QUAD]"
+GOES_ON = "Boolean(i % FLUSH_BLOCKS != 0)"
+FLUSH = "    if i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1:\n        add_part(mma)\n"
+REFERENCE = "shift * scale_log2 - (P_OFFSET - headroom)"
+SCALE_PART = "        scale_row(part_O, r, factor)\n"
+FIRST = "    2.0  # [log2: of a tile's first reference"
 BASE = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\nv_layout: permuted\n"
 
 DAMAGES = {
@@ -39,9 +58,38 @@ DAMAGES = {
         "",
     ),
     "O's buffer before O has left": ("tiles", WAIT, "            pass\n"),
-    "a part that keeps its scale": (
-        *("rising", "        scale_row(part_O, r, factor)\n"),
-        "",
+    "a part that keeps its scale": ("rising", SCALE_PART, ""),
+    "a stage without ones": (
+        "rising",
+        STAGES,
+        STAGES.replace("V_STAGES", "V_STAGES - 1"),
+    ),
+    "ones without a fence": ("ragged", FENCE, "\n\ndef make_ring"),
+    "a column of V for the sums": (
+        "ragged",
+        SUM,
+        SUM.replace("QUAD]", "QUAD - 1]"),
+    ),
+    "sums of the other row": ("ragged", SUM, SUM.replace("[r,", "[1 - r,")),
+    "a part that goes on after its flush": (
+        "rising",
+        GOES_ON,
+        "Boolean(i != 0)",
+    ),
+    "a part that begins anew before its flush": (
+        "rising",
+        GOES_ON,
+        GOES_ON.replace("!=", "=="),
+    ),
+    "a flush of the first block of two": (
+        "rising",
+        FLUSH,
+        FLUSH.replace("FLUSH_BLOCKS - 1", "0"),
+    ),
+    "a first slack that the reference has not": (
+        "rising",
+        REFERENCE,
+        REFERENCE.replace("(P_OFFSET - headroom)", "P_OFFSET"),
     ),
     "O of the tile before": (
         "tiles",
@@ -55,7 +103,28 @@ DAMAGES = {
 }
 
 
-SLICED = "sm90_d256_e4m3_linear_full"
+LINEAR_DAMAGES = {
+    "codes up to that of NaN": (
+        "rising",
+        "CODE_OF_1 = 55.65 ",
+        "CODE_OF_1 = 57.0 ",
+    ),
+    "codes below 0": (
+        "ragged",
+        "cvt.rn.relu.f16x2.f32 low",
+        "cvt.rn.f16x2.f32 low",
+    ),
+    "nine codes from a power to the next": ("ragged", "CODES = 8 ", "CODES = 9 "),
+    "seven codes from a power to the next": ("exact", "CODES = 8 ", "CODES = 7 "),
+    "codes in another order": ("ragged", "0x6420", "0x6240"),
+    "a slack of two powers": ("rising", "RESCALE_SLACK = 0.8 ", "RESCALE_SLACK = 2.0 "),
+    "a first slack that the reference has not": (
+        "rising",
+        REFERENCE,
+        REFERENCE.replace("(P_OFFSET - headroom)", "P_OFFSET"),
+    ),
+    "a part that keeps its scale": ("rising", SCALE_PART, ""),
+}
 DAMAGES_OF_SLICES = {
     "a slice that keeps its scale": ("rising", "        stats.late[r] = factor\n", ""),
     "a last block's slices with a factor of another's": (
@@ -75,12 +144,16 @@ DAMAGES_OF_SLICES = {
         "issue_pv(mma, v_stage, n)",
     ),
 }
-
-
-@pytest.mark.parametrize("name", DAMAGES_OF_SLICES)
-def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
-    tag, right, wrong = DAMAGES_OF_SLICES[name]
-    assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
+# All eight rows below V^T are ones. P of a first reference has a limit that is lower by as much. Of
+# two offsets the one is as good as the other, as row sums have it, too, while no code is NaN.
+NO_DAMAGES = {
+    "another column of ones": (STEM, "ragged", SUM, SUM.replace("QUAD]", "QUAD + 1]")),
+    "a headroom of three powers": (STEM, "rising", FIRST, FIRST.replace("2", "3", 1)),
+    "a code less": (
+        *(LINEAR, "rising", "CODE_OF_1 = 55.65 "),
+        "CODE_OF_1 = 54.65 ",
+    ),
+}
 
 
 @pytest.mark.parametrize("name", DAMAGES)
@@ -89,10 +162,120 @@ def test_a_damage_is_noticed(name: str, tmp_path: Path) -> None:
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
 
 
-@pytest.mark.parametrize("tag", sorted({tag for tag, _, _ in DAMAGES.values()}))
-def test_what_is_not_damaged_holds(tag: str) -> None:
-    for kernel in tagged(support.GENERATED / f"{STEM}.py", [tag]):
+@pytest.mark.parametrize("name", LINEAR_DAMAGES)
+def test_a_damage_of_the_line_is_noticed(name: str, tmp_path: Path) -> None:
+    tag, right, wrong = LINEAR_DAMAGES[name]
+    assert findings(damaged(tmp_path, LINEAR, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", DAMAGES_OF_SLICES)
+def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
+    tag, right, wrong = DAMAGES_OF_SLICES[name]
+    assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", NO_DAMAGES)
+def test_what_is_as_good_is_not(name: str, tmp_path: Path) -> None:
+    stem, tag, right, wrong = NO_DAMAGES[name]
+    assert not findings(damaged(tmp_path, stem, right, wrong), tag)
+
+
+@pytest.mark.parametrize("stem", [STEM, LINEAR])
+def test_sums_that_stay_in_the_tensor_cores_are_noticed(
+    stem: str, tmp_path: Path
+) -> None:
+    """By V whose mean is not the same throughout, or row sums would lose as much."""
+    text = (support.GENERATED / f"{stem}.py").read_text("utf-8")
+    assert text.count(FLUSH) == text.count(GOES_ON) == 1
+    wrong = text.replace(FLUSH, "").replace(GOES_ON, "Boolean(i != 0)")
+    (found,) = findings(written(tmp_path, wrong, stem), "mean_v")
+    assert "its mean square error" in found
+
+
+def test_so_they_are_where_fp32_has_the_row_sums(tmp_path: Path) -> None:
+    text = (support.GENERATED / f"{WITH_LSE}.py").read_text("utf-8")
+    begins = "        mma.acc_O.fill(-0.0)"
+    for right, wrong in (
+        ("    pack_p(mma, acc_S)\n    add_part(mma)\n", "    pack_p(mma, acc_S)\n"),
+        ("tOrV, False)", "tOrV, True)"),
+        (begins, f"        mma.part_O.fill(0.0)\n{begins}"),
+    ):
+        assert text.count(right) == 1
+        text = text.replace(right, wrong)
+    (found,) = findings(written(tmp_path, text, WITH_LSE), "mean_v")
+    assert "of out: wrong" in found
+
+
+@pytest.mark.parametrize(
+    ("stem", "tag"),
+    sorted(
+        {(STEM, tag) for tag, _, _ in DAMAGES.values()}
+        | {(LINEAR, tag) for tag, _, _ in LINEAR_DAMAGES.values()}
+        | {(stem, "mean_v") for stem in (STEM, LINEAR, WITH_LSE)}
+    ),
+)
+def test_what_is_not_damaged_holds(stem: str, tag: str) -> None:
+    for kernel in tagged(support.GENERATED / f"{stem}.py", [tag]):
         assert kernel.run(schedules(0)[0]).findings == []
+
+
+def ran(stem: str, case: Case, **codes: tuple[tuple[int, ...], int]) -> Rehearsal:
+    """A kernel that has run a case. codes: by tensor, a place and the code that is put there."""
+    _, (kernel,) = rehearsals(support.GENERATED / f"{stem}.py", cases=[case])
+    for name, (place, code) in codes.items():
+        kernel.problem[name].view[place] = code
+    kernel.run(schedules(0)[0])
+    return kernel
+
+
+@pytest.mark.parametrize("steep", [1.0, 3.0])
+def test_the_line_is_that_of_the_model(steep: float) -> None:
+    """But for what tensor cores cut off: a third of P's error at most."""
+    case = Case("line", batch=1, kv_heads=1, q=192, kv=700, scale_factor=steep)
+    kernel = ran(LINEAR_64, case)
+    found, exact = kernel.problem["out"].numbers()[0, :, 0], kernel.truth().out[0, :, 0]
+    q, k, v = (kernel.problem[name].numbers() for name in "qkv")
+    rows = natural_v(v, case.kv) if kernel.spec["v_layout"] == "permuted" else v
+    of_head = q[0, :, 0], k[0, :, 0], rows[0, :, 0]
+    ours = o_of(support.constants(LINEAR_64), *of_head, 64**-0.5 * steep)
+    assert np.linalg.norm(found - ours) < np.linalg.norm(found - exact) / 3
+
+
+NAN = Case("nan", batch=1, kv_heads=1, q=200, kv=300)
+
+
+def are_nan(stem: str, **codes: Any) -> NDArray[np.bool_]:
+    """Which elements of O, [rows, head_dim], are NaN."""
+    return np.isnan(ran(stem, NAN, **codes).problem["out"].numbers()[0, :, 0])
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF])
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+def test_nan_in_a_query_is_in_its_row(stem: str, code: int) -> None:
+    found = are_nan(stem, q=((0, 70, 0, 5), code))
+    assert found[70].all() and found.sum() == 128
+
+
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+def test_nan_in_a_key_is_in_the_rows_that_see_it(stem: str) -> None:
+    found = are_nan(stem, k=((0, 150, 0, 5), 0xFF))
+    first = 50 if stem == LINEAR_CAUSAL else 0  # whose last key it is
+    assert found[first:].all() and not found[:first].any()
+
+
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
+    """P is 0 where a row does not see the key, as most of the last tile do not see key 280."""
+    key = 280
+    place: tuple[int, ...] = (0, key, 0, 9)
+    if support.constants(stem)["SPEC"]["v_layout"] == "permuted":
+        places = permute_v(np.arange(1, NAN.kv + 1).reshape(1, -1, 1, 1))
+        place = (0, 0, 9, int(np.flatnonzero(places[0, 0, 0] == key + 1)[0]))
+    found = are_nan(stem, v=(place, 0x7F))
+    first = (
+        128 if stem == LINEAR_CAUSAL else 0
+    )  # the other tile's last block ends before
+    assert found[first:, 9].all() and found.sum() == len(found[first:])
 
 
 @pytest.mark.parametrize(

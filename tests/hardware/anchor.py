@@ -20,8 +20,10 @@ from fmha_gen.build import captures
 from fmha_gen.build.calls import arguments
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.build.render import body_digest
-from fmha_gen.evidence.tensors import make_problem
+from fmha_gen.evidence.tensors import Problem, Tensor, make_problem
+from fmha_gen.ops import operation_of
 from fmha_gen.ops.cases import Case, Data, cases_for, tiles_of
+from fmha_gen.ops.inputs import numbers_of
 from fmha_gen.verify import sha256
 
 # The tags of cases that every kernel has, with data that stay as they were when they were taken:
@@ -44,10 +46,38 @@ def sampled_rows(q: int) -> slice:
     return slice(0, q, max(1, q // ROWS))
 
 
+def on_device(tensor: Tensor, device: str) -> Any:
+    """PyTorch's tensor of the same elements, contiguous."""
+    import torch
+    from fmha_gen.evidence.trial import DTYPES
+
+    signed = np.dtype(f"i{tensor.view.itemsize}")
+    bits = np.ascontiguousarray(tensor.view).view(signed)
+    return torch.from_numpy(bits).to(device).view(DTYPES[tensor.placed.dtype])
+
+
+def computed(kernel: Any, case: Case, problem: Problem, device: str) -> dict[str, Any]:
+    """The outputs of a kernel for a case, on the device."""
+    import torch
+    from fmha_gen.evidence.trial import DTYPES
+
+    spec = kernel.SPEC
+    operation = operation_of(spec)
+    given = {x.name: on_device(problem[x.name], device) for x in operation.inputs(spec)}
+    in_order = [given.pop(x.name) for x in operation.reads if not x.when]
+    into = {
+        x.name: torch.empty(x.view.shape, dtype=DTYPES[x.placed.dtype], device=device)
+        for x in problem.outputs
+    }
+    function = getattr(kernel, operation.function)
+    function(*in_order, **given, **numbers_of(spec, case), **into)
+    return into
+
+
 def main() -> None:
     """See the module."""
     import torch
-    from fmha_gen.evidence.trial import DTYPES, load_kernel
+    from fmha_gen.evidence.trial import load_kernel
 
     generated = Path(__file__).resolve().parents[2] / "generated"
     kernels = [Path(name) for name in sys.argv[2:]] or sorted(
@@ -66,25 +96,11 @@ def main() -> None:
         found[f"{path.stem}.ptx"] = np.array(sha256(code))
         for case in cases:
             problem = make_problem(spec, tiles_of(constants), case)
-            dtype = DTYPES[spec["dtype"]]
-            q, k, v = (
-                torch.from_numpy(np.ascontiguousarray(x.view).view(np.int16))
-                .cuda()
-                .view(dtype)
-                for x in problem.inputs
-            )
-            out = torch.empty(problem["out"].view.shape, dtype=dtype, device="cuda")
-            into = {"out": out}
-            if spec["lse"]:
-                into["lse"] = torch.empty(
-                    problem["lse"].view.shape, dtype=torch.float32, device="cuda"
-                )
-            kernel.fmha(q, k, v, **into)
+            into = computed(kernel, case, problem, "cuda")
             torch.cuda.synchronize()
             rows, name = sampled_rows(case.q), f"{path.stem}/{case.name}"
-            found[f"{name}.out"] = (
-                out.view(torch.int16).cpu().numpy().view(np.uint16)[:, rows]
-            )
+            bits = into["out"].view(torch.int16).cpu().numpy().view(np.uint16)
+            found[f"{name}.out"] = bits[:, rows]
             if spec["lse"]:
                 found[f"{name}.lse"] = into["lse"].cpu().numpy()[:, :, rows]
         print(path.stem, flush=True)

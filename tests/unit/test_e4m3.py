@@ -10,6 +10,7 @@ from typing import Any
 import fmha_gen
 import numpy as np
 import pytest
+import support
 from fmha_gen.emulator import numerics
 from fmha_gen.emulator.accumulation import multiply_add
 from fmha_gen.errors import SpecError
@@ -70,7 +71,7 @@ def test_names_say_both_types() -> None:
         *("batch: varlen", "softcap: 30.0", "blocks: lists", "sink: true"),
         *("alibi: true", "tile.q: 64", "tile.kv: 48", "mask: kv < q"),
         *("documents: true", "prefix: true", "cluster: [2, 1]"),
-        *("bias.dtype: fp32", "score: s + kv", "v_layout: rows", "head_dim: 80"),
+        *("bias.dtype: fp32", "score: s + kv", "head_dim: 80"),
     ],
 )
 def test_what_is_not_built_is_refused_by_name(other: str) -> None:
@@ -175,7 +176,10 @@ def computed(given: Given, **wrong: Any) -> dict[str, Any]:
         total = p.sum(1)
         p8 = rounded(np.minimum(p * wrong.get("over", 1.0), wrong.get("most", 448.0)))
         o = added(p8, vs, wrong["every"]) if "every" in wrong else p8 @ vs
-        o = o / total[:, None] / wrong.get("over", 1.0)
+        divisor = total[:, None]
+        if wrong.get("by_ones"):  # of P as it was rounded, cut off as O is
+            divisor = added(p8, np.ones_like(vs[:, :1]), wrong["every"])
+        o = o / divisor / wrong.get("over", 1.0)
         out[b, :, h] = o * (1 if wrong.get("v_descale") else of["v_descale"][b, g])
         lse[b, h] = reference_of[:, 0] + np.log(total * 2.0 ** -wrong.get("offset", 8))
     return {"out": out, "lse": lse}
@@ -224,6 +228,17 @@ def test_a_wrong_result_does_not(wrong: dict[str, Any]) -> None:
     case = replace(case, scale_factor=wrong.get("steep", 1.0))
     assert verdicts(case, **wrong)["out"]
     assert not verdicts(case)["out"]
+
+
+@pytest.mark.parametrize("stem", [x for x in support.SHIPPED if "_e4m3_" in x])
+def test_kernels_have_the_numbers_that_bounds_are_made_of(stem: str) -> None:
+    found = support.constants(stem)
+    assert found["P_OFFSET"] == reference.P_OFFSET
+    assert found["RESCALE_SLACK"] == reference.P_SLACK == max(reference.REFERENCES)
+    assert found["FIRST_HEADROOM"] == reference.FIRST_HEADROOM
+    flushed = found.get("FLUSH_BLOCKS", 1) * found["TILE_KV"]
+    assert flushed <= reference.FLUSHED_KEYS
+    assert ("FLUSH_BLOCKS" in found) == (not found["SPEC"]["lse"])
 
 
 # --- O by definition ----------------------------------------------------------------------
@@ -333,20 +348,29 @@ def case_of(data: str) -> Case:
     return found
 
 
-def test_v_of_one_sign_has_weights_that_are_nearly_alike() -> None:
+def test_v_with_a_mean_has_weights_that_are_nearly_alike() -> None:
     given = call(case_of("mean_v"))
     v = natural_v(given.inputs["v"], given.inputs["k"].shape[1])
-    assert abs(v.mean() - 1) < 0.05 and 0.9 < v.std() < 1.1
+    late, early = v[:, : v.shape[1] // 2], v[:, v.shape[1] // 2 :]
+    assert abs(early.mean() - 2) < 0.05 and abs(late.mean()) < 0.05
+    assert all(0.9 < half.std() < 1.1 for half in (late, early))
     exact = operation_of(SPEC).truth(given).out / given.inputs["v_descale"].item()
     assert abs(exact.mean() - 1) < 0.05 and exact.std() < 0.1
 
 
 def test_sums_that_are_cut_off_are_noticed() -> None:
-    """By V of one sign alone: with a mean of 0 nothing is lost."""
+    """By V with a mean alone: with a mean of 0 nothing is lost."""
     mean = case_of("mean_v")
     assert not any(verdicts(mean, every=TILES.kv).values())
     assert "out" in verdicts(mean, every=mean.kv)["out"]
     assert not any(verdicts(replace(mean, data="normal"), every=mean.kv).values())
+
+
+def test_sums_that_are_cut_off_beside_those_of_their_rows_are_noticed() -> None:
+    """Rows of ones lose what V of one mean throughout does; of another mean later it shows."""
+    mean = case_of("mean_v")
+    assert not any(verdicts(mean, every=2 * TILES.kv, by_ones=True).values())
+    assert "out" in verdicts(mean, every=mean.kv, by_ones=True)["out"]
 
 
 def test_factors_of_most_cases_leave_the_scores() -> None:
