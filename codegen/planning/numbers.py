@@ -109,13 +109,14 @@ def regions(
 ) -> tuple[Region, ...]:
     """Return parts of shared memory from (name, formula, stages, what each of these holds).
 
-    Padding to a multiple of `align` bytes comes before the first one that holds something.
+    Those that hold something begin at multiples of `align` bytes: padding comes before the first,
+    and before others that need it.
     """
     values = {number.name: number.value for number in numbers}
     made: list[Region] = []
     for name, formula, stages, holds in rows:
-        if holds and not any(region.holds for region in made):
-            padding = -sum(region.nbytes for region in made) % align
+        padding = -sum(region.nbytes for region in made) % align
+        if holds and (padding or not any(region.holds for region in made)):
             made.append(Region("padding", padding, "to a multiple of SMEM_ALIGN"))
         made.append(Region(name, eval(formula, {}, values), formula, stages, holds))
     return tuple(made)

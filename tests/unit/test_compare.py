@@ -229,6 +229,7 @@ def inputs(data, dtype, mask, q_len, kv_len, head_dim, name):
     """Of a case with two heads that share a KV head."""
     spec = {
         "op": "fmha_fwd",
+        "dtype": dtype,
         "q_per_kv": 2,
         "head_dim": {"qk": head_dim, "v": head_dim},
         "mask": mask,

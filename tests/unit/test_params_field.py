@@ -24,6 +24,7 @@ from fmha_gen.ops.masks import Lengths
 HEAD = "arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 64\n"
 CAUSAL = {
     "op": "fmha_fwd",
+    "dtype": "bf16",
     "mask": "causal",
     "seqlen": {"q": "dynamic", "kv": "dynamic"},
     "q_per_kv": 2,
