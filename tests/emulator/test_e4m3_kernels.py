@@ -28,6 +28,7 @@ LINEAR_CAUSAL = "sm90_d128_e4m3_permuted_linear_causal"
 WITH_LSE = "sm90_d128_e4m3_causal_lse"
 LINEAR_64 = "sm90_d64_e4m3_permuted_linear_full"
 SLICED = "sm90_d256_e4m3_permuted_linear_full"
+ROWS = "sm90_d96_e4m3_linear_causal"
 PACKS = "S[r, c + n] for n in range(PACKED)"
 WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
 FENCE = '    cute.arch.fence_proxy("async.shared", space="cta")\n\n\ndef make_ring'
@@ -38,7 +39,7 @@ FLUSH = "    if i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1:\n        add_part(mma)\n"
 REFERENCE = "shift * scale_log2 - (P_OFFSET - headroom)"
 SCALE_PART = "        scale_row(part_O, r, factor)\n"
 FIRST = "    2.0  # [log2: of a tile's first reference"
-BASE = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\nv_layout: permuted\n"
+BASE = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\n"
 
 DAMAGES = {
     "keys in natural order": (
@@ -144,6 +145,34 @@ DAMAGES_OF_SLICES = {
         "issue_pv(mma, v_stage, n)",
     ),
 }
+MEET = "            cute.arch.sync_warp()\n"
+DAMAGES_OF_ROWS = {
+    "squares of one swizzled column": (
+        "ragged",
+        "key // V_SWIZZLE * (V_ROWS * V_SWIZZLE)",
+        "0",
+    ),
+    "odd columns in the place of even ones": (
+        "ragged",
+        "goal, square, even, odd)",
+        "goal, square, odd, even)",
+    ),
+    "V^T without a fence": (
+        "ragged",
+        f'            cute.arch.fence_proxy("async.shared", space="cta")\n{MEET}',
+        MEET,
+    ),
+    "a stage of V^T that is not free": (
+        "waves",
+        "            rings.v.sync_object_empty.wait(v_state.index, v_state.phase)\n",
+        "",
+    ),
+    "rows that are not there": (
+        "ragged",
+        "            rings.rows.consumer_wait(rows_state)\n",
+        "",
+    ),
+}
 # All eight rows below V^T are ones. P of a first reference has a limit that is lower by as much. Of
 # two offsets the one is as good as the other, as row sums have it, too, while no code is NaN.
 NO_DAMAGES = {
@@ -172,6 +201,12 @@ def test_a_damage_of_the_line_is_noticed(name: str, tmp_path: Path) -> None:
 def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES_OF_SLICES[name]
     assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", DAMAGES_OF_ROWS)
+def test_a_damage_of_transposing_is_noticed(name: str, tmp_path: Path) -> None:
+    tag, right, wrong = DAMAGES_OF_ROWS[name]
+    assert findings(damaged(tmp_path, ROWS, right, wrong), tag)
 
 
 @pytest.mark.parametrize("name", NO_DAMAGES)
@@ -211,6 +246,8 @@ def test_so_they_are_where_fp32_has_the_row_sums(tmp_path: Path) -> None:
     sorted(
         {(STEM, tag) for tag, _, _ in DAMAGES.values()}
         | {(LINEAR, tag) for tag, _, _ in LINEAR_DAMAGES.values()}
+        | {(SLICED, tag) for tag, _, _ in DAMAGES_OF_SLICES.values()}
+        | {(ROWS, tag) for tag, _, _ in DAMAGES_OF_ROWS.values()}
         | {(stem, "mean_v") for stem in (STEM, LINEAR, WITH_LSE)}
     ),
 )
@@ -279,23 +316,46 @@ def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields",
+    ("v_layout", "fields"),
     [
-        "head_dim: 64\nheads: {q_per_kv: 8}\nlse: true\nseqlen: {kv: 1000}\n",
-        "head_dim: 128\nout_dtype: fp16\nmask: causal\nlse: true\nheads: {q_per_kv: 4}\n"
-        "descale: head\n",
-        "head_dim: 128\nmask: causal\nwindow: {left: 255}\ndescale: head\n",
-        "head_dim: 128\ntile: {q: 128, kv: 128}\nstages: {q: 1}\ndescale: head\n",
-        "head_dim: 64\nheads: {q_per_kv: 4}\npack_gqa: true\nmask: causal\ndescale: head\n",
-        "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n",
-        "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
+        (
+            "permuted",
+            "head_dim: 64\nheads: {q_per_kv: 8}\nlse: true\nseqlen: {kv: 1000}\n",
+        ),
+        (
+            "permuted",
+            "head_dim: 128\nout_dtype: fp16\nmask: causal\nlse: true\nheads: {q_per_kv: 4}\n"
+            "descale: head\n",
+        ),
+        (
+            "permuted",
+            "head_dim: 128\nmask: causal\nwindow: {left: 255}\ndescale: head\n",
+        ),
+        (
+            "permuted",
+            "head_dim: 128\ntile: {q: 128, kv: 128}\nstages: {q: 1}\ndescale: head\n",
+        ),
+        (
+            "permuted",
+            "head_dim: 64\nheads: {q_per_kv: 4}\npack_gqa: true\nmask: causal\ndescale: head\n",
+        ),
+        ("permuted", "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n"),
+        ("permuted", "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n"),
+        ("rows", "head_dim: 96\nheads: {q_per_kv: 4}\npack_gqa: true\nlse: true\n"),
+        ("rows", "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n"),
     ],
-    ids=["gqa", "fp16", "window", "one_q_stage", "pack", "pack_3", "slices"],
+    ids=[
+        *("gqa", "fp16", "window", "one_q_stage", "pack", "pack_3", "slices"),
+        *("rows_pack", "rows_slices"),
+    ],
 )
-def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
+def test_kernels_that_are_not_shipped(
+    v_layout: str, fields: str, tmp_path: Path
+) -> None:
     specs, made = tmp_path / "specs", tmp_path / "generated"
     specs.mkdir()
-    (specs / "kernel.yaml").write_text(BASE + fields, "utf-8")
+    text = f"{BASE}v_layout: {v_layout}\n{fields}"
+    (specs / "kernel.yaml").write_text(text, "utf-8")
     built = engine.build([specs], made)
     assert built.failures == ()
     tags = ["ragged", "strided", "waves", "rising", "short_kv", "descales", "plain"]
