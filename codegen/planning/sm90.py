@@ -31,6 +31,7 @@ from .kernel_plan import (
 )
 from .numbers import derived, given, of_bias, of_scores, regions, tuned
 from .sm90_context import (
+    FLUSHED_KEYS,
     K_WARPS,
     Sizes,
     Traits,
@@ -64,7 +65,8 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_STAGES": "the next work tile is found while this one is computed",
 }
 REASON_OF_8_BITS: Final = (
-    "the most keys that registers and two stages in shared memory take"
+    "the most keys that registers and two stages in shared memory take; without an LSE up to 128,"
+    " of which O takes two blocks at a time"
 )
 REGISTERS_OF_SCORES: Final = 16  # where each is an expression of its own
 TILE_STAGES: Final = 2
@@ -172,7 +174,11 @@ def _planned_kv_tiles(spec: Spec) -> Sequence[int]:
 
 
 def _kv_tiles_of(spec: Spec) -> Sequence[int]:
-    return KV_TILES_OF_8_BITS if is_e4m3(spec) else KV_TILES
+    if not is_e4m3(spec):
+        return KV_TILES
+    if spec.lse:
+        return KV_TILES_OF_8_BITS
+    return tuple(n for n in KV_TILES_OF_8_BITS if 2 * n <= FLUSHED_KEYS)
 
 
 def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:

@@ -20,6 +20,7 @@ from .kernel_plan import ELEMENT_BYTES, Barrier, Number
 from .traits import P_LIMIT, Loops
 
 K_WARPS: Final = 2  # that load K where its boxes are small
+FLUSHED_KEYS: Final = 256  # of e4m3, after which O takes PV: tensor cores keep 13 bits
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}  # of two elements of O
 
 
@@ -120,6 +121,12 @@ class Traits(shared.Traits):
     def sums_by_mma(self) -> bool:
         """V^T has rows of ones, so that sums have P as it was rounded: not for an LSE."""
         return is_e4m3(self.spec) and not self.spec.lse
+
+    @property
+    def flushes_pairs(self) -> bool:
+        """O takes PV of two blocks at a time, which the tensor cores have added up."""
+        of_all_columns = self.sums_by_mma and pv_slices(self.spec) == 1
+        return of_all_columns and 2 * self.sizes.tile_kv <= FLUSHED_KEYS
 
     @property
     def transposes_v(self) -> bool:
@@ -240,9 +247,9 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
         "sliced_pv": pv_slices(traits.spec) > 1,
+        "flushes_pairs": traits.flushes_pairs,
         "linear_exp": traits.spec.exp == "linear",
         "transposes_v": traits.transposes_v,
-        "many_squares": traits.transposes_v and traits.sizes.tile_kv > 128,
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,

@@ -55,8 +55,7 @@ def _reference_statement(traits: Traits, cap: float) -> str:
 
 
 def _sums_of_8_bits(has: Mapping[str, Any]) -> Iterator[str]:
-    two = has["sums_by_mma"] and not has["sliced_pv"]
-    blocks = "two blocks" if two else "a block"
+    blocks = "two blocks" if has["flushes_pairs"] else "a block"
     yield f"The tensor cores keep 13 bits of a sum: they add up PV of {blocks}, O takes it in fp32."
     if has["sliced_pv"]:
         yield "PV comes in slices of columns, each added to O before the next is issued."

@@ -147,11 +147,7 @@ DAMAGES_OF_SLICES = {
 }
 MEET = "            cute.arch.sync_warp()\n"
 DAMAGES_OF_ROWS = {
-    "squares of one swizzled column": (
-        "ragged",
-        "key // V_SWIZZLE * (V_ROWS * V_SWIZZLE)",
-        "0",
-    ),
+    "all squares in the place of the first": ("ragged", " ^ key % V_SWIZZLE", ""),
     "odd columns in the place of even ones": (
         "ragged",
         "goal, square, even, odd)",

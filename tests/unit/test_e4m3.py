@@ -238,7 +238,9 @@ def test_kernels_have_the_numbers_that_bounds_are_made_of(stem: str) -> None:
     assert found["FIRST_HEADROOM"] == reference.FIRST_HEADROOM
     flushed = found.get("FLUSH_BLOCKS", 1) * found["TILE_KV"]
     assert flushed <= reference.FLUSHED_KEYS
-    assert ("FLUSH_BLOCKS" in found) == (not found["SPEC"]["lse"])
+    pairs = not found["SPEC"]["lse"] and "PV_SLICES" not in found
+    pairs = pairs and 2 * found["TILE_KV"] <= reference.FLUSHED_KEYS
+    assert ("FLUSH_BLOCKS" in found) == pairs
 
 
 # --- O by definition ----------------------------------------------------------------------
