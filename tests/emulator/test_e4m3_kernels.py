@@ -147,11 +147,15 @@ DAMAGES_OF_SLICES = {
 }
 MEET = "            cute.arch.sync_warp()\n"
 DAMAGES_OF_ROWS = {
-    "all squares in the place of the first": ("ragged", " ^ key % V_SWIZZLE", ""),
+    "all squares in the place of the first": (
+        "ragged",
+        "along(target, key, V_ROWS, V_SWIZZLE)",
+        "target",
+    ),
     "odd columns in the place of even ones": (
         "ragged",
-        "goal, square, even, odd)",
-        "goal, square, odd, even)",
+        "to, square, even, odd)",
+        "to, square, odd, even)",
     ),
     "V^T without a fence": (
         "ragged",
