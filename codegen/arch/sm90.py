@@ -64,6 +64,11 @@ REGISTERS: Final[Mapping[int, RegisterSplit]] = {  # by number of consumer warpg
     3: RegisterSplit(producer=32, consumer=160),
 }
 """Per thread: 128 * (producer + warpgroups * consumer) stays within 65536."""
+# Where warps of the producer's warpgroup transpose V.
+REGISTERS_TRANSPOSING: Final[Mapping[int, RegisterSplit]] = {
+    2: RegisterSplit(producer=40, consumer=232),
+    3: RegisterSplit(producer=32, consumer=160),
+}
 
 # Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled.
-REGISTERS_BESIDE_TILES: Final = 30
+REGISTERS_BESIDE_TILES: Final[Mapping[int, int]] = {2: 30, 1: 24}  # by bytes of an element

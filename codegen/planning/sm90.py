@@ -37,6 +37,7 @@ from .sm90_context import (
     Traits,
     is_bounded,
     pv_slices,
+    register_splits,
     template_context,
 )
 from .sm90_protocol import loads, phases
@@ -116,7 +117,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         others = _query_tiles(spec, kv_tiles[-1])
         raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
-    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = register_splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
     fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
     if not fitting:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
@@ -235,7 +236,7 @@ def _against(spec: Spec, q_stages: int) -> str:
 
 def _registers(spec: Spec, sizes: Sizes) -> tuple[Registers, ...]:
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = sm90.REGISTERS[warpgroups]
+    split = register_splits(spec)[warpgroups]
     return (
         Registers("producer", 1, split.producer),
         Registers("consumer", warpgroups, split.consumer),
@@ -254,8 +255,7 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     if is_e4m3(spec):
         parts["part of O"] = spec.head_dim.v // 2 // pv_slices(spec)
-    few = is_e4m3(spec) and not spec.lse  # sums are columns of O
-    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES - 6 * few}
+    return {**parts, "others": sm90.REGISTERS_BESIDE_TILES[BYTES[spec.dtype]]}
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
@@ -302,7 +302,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
     parts = _register_parts(spec, tile_kv)
-    budget = sm90.REGISTERS[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = register_splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
     message = (
         f"a consumer thread needs about {sum(parts.values())} registers, "
         f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
@@ -329,7 +329,7 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
     needed = sum(_register_parts(spec, tile_kv).values())
     return [
         warpgroups * sm90.WARPGROUP_ROWS
-        for warpgroups, split in sm90.REGISTERS.items()
+        for warpgroups, split in register_splits(spec).items()
         if needed <= split.consumer
     ]
 
@@ -394,8 +394,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     frees = "warps that free it"
     yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
-    yield "CONSUMER_REGS", per_thread, _by_warpgroups("consumer")
-    yield "PRODUCER_REGS", per_thread, _by_warpgroups("producer")
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups(traits.spec, "consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups(traits.spec, "producer")
     yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
@@ -454,10 +454,11 @@ def _constants(spec: Spec) -> dict[str, int]:
     return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
-def _by_warpgroups(role: str) -> str:
+def _by_warpgroups(spec: Spec, role: str) -> str:
     """The register split of a role as a formula over WARPGROUPS."""
-    choices = tuple(getattr(split, role) for split in sm90.REGISTERS.values())
-    return f"{choices}[WARPGROUPS - 1]"
+    splits = register_splits(spec)
+    choices = tuple(getattr(split, role) for split in splits.values())
+    return f"{choices}[WARPGROUPS - {min(splits)}]"
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..arch.sm90 import WARPGROUP_ROWS
+from ..arch.sm90 import REGISTERS, REGISTERS_TRANSPOSING, WARPGROUP_ROWS, RegisterSplit
 from ..features.e4m3 import is_e4m3, output_type
 from ..features.softcap import cap_of
 from ..features.varlen import is_packed
@@ -44,6 +44,15 @@ def pv_slices(spec: Spec) -> int:
     if not is_e4m3(spec) or spec.head_dim.v <= 128:
         return 1
     return 4 if spec.lse else 3
+
+
+def register_splits(spec: Spec) -> Mapping[int, RegisterSplit]:
+    """Registers of the roles by number of warpgroups that compute.
+
+    O in slices leaves none to the warps that transpose V.
+    """
+    transposes = is_e4m3(spec) and spec.v_layout == "rows"
+    return REGISTERS_TRANSPOSING if transposes and pv_slices(spec) == 1 else REGISTERS
 
 
 @dataclass(frozen=True)

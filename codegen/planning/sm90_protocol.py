@@ -11,7 +11,7 @@ from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
-from .sm90_context import K_WARPS, Traits, pv_slices
+from .sm90_context import K_WARPS, Traits, pv_slices, register_splits
 
 _WARPS = 4  # of a warpgroup
 
@@ -19,7 +19,7 @@ _WARPS = 4  # of a warpgroup
 def phases(traits: Traits) -> tuple[Phase, ...]:
     """Return what happens for each KV block, and between two query tiles."""
     warpgroups = range(traits.sizes.tile_q // sm90.WARPGROUP_ROWS)
-    split = sm90.REGISTERS[len(warpgroups)]
+    split = register_splits(traits.spec)[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
         packed = end and is_packed(traits.spec)
