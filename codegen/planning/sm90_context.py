@@ -227,7 +227,6 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
-        "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
         "linear_exp": traits.spec.exp == "linear",
         "transposes_v": traits.transposes_v,
