@@ -115,6 +115,7 @@ CTA_GROUP: Final = Feature(
     keys={r"2cta|two_cta|cta_pair": "write cta_group: 2"},
     relations=[
         Relation([1], {"arch": ["sm90"]}),
+        Relation([1], {"dtype": [E4M3]}),
         Relation(
             [1],
             {"cluster": [[1, 1], [1, 2]]},

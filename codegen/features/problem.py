@@ -138,7 +138,6 @@ DTYPE: Final = Feature(
         )
     },
     keys={r"type|element|precision": "write dtype"},
-    relations=[Relation(["bf16", "fp16"], {"arch": ["sm100"]})],
     flags=lambda spec: {
         "dtype": spec.dtype,
         "bf16": spec.dtype == "bf16",

@@ -48,7 +48,7 @@ TILE_Q: Final = Feature(
         Relation([None, 64, 128, 192], {"arch": ["sm90"]}),
         Relation([None, 256], {"arch": ["sm100"]}),
         # The barrier of its turn tells a warpgroup that the O of the tile before has left.
-        Relation([None, 128, 192], {"dtype": [E4M3]}),
+        Relation([None, 128, 192], {"arch": ["sm90"], "dtype": [E4M3]}),
     ],
 )
 # 32 keys are a step of an MMA.

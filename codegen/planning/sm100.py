@@ -10,6 +10,7 @@ from typing import Final
 from ..arch import sm100
 from ..errors import SpecError
 from ..features.varlen import is_packed
+from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from .kernel_plan import (
     Barrier,
@@ -68,7 +69,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     sizes = _choose(spec_file)
     traits = Traits(spec, sizes)
     chosen = tuple(_chosen(traits))
-    numbers = tuple(derived(_derived(traits), chosen, sm100.CONSTANTS))
+    numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
     smem = _smem(traits)
     context = template_context(spec_file, sizes, chosen, numbers, total(smem))
     kernel = DevicePlan(
@@ -187,8 +188,13 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         of_stage = "BIAS_TX_BYTES" if traits.bias_of_rows else "BIAS_PITCH * BIAS_BYTES"
         formula = f"{of_stage} * BIAS_STAGES"
         rows.append(("sBias", formula, sizes.halves, "the bias"))
-    numbers = (*chosen, *derived(_derived(traits), chosen, sm100.CONSTANTS))
+    numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))
     return regions(rows, numbers, sm100.SMEM_ALIGN)
+
+
+def _constants(spec: Spec) -> dict[str, int]:
+    """The numbers of the architecture that formulas read, for the SPEC's element type."""
+    return {**sm100.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
 def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
@@ -197,7 +203,8 @@ def _tmem(spec: Spec, sizes: Sizes) -> Iterator[Columns]:
     for stage in range(sizes.s_stages):
         first = f"{stage} * S_COLUMNS"
         yield Columns(f"S of {of} {stage}", stage * kv, kv, f"from {first} on")
-        yield Columns(f"P of {of} {stage}", stage * kv, kv // 2, "where its S was")
+        of_p = kv * BYTES[spec.dtype] // 4
+        yield Columns(f"P of {of} {stage}", stage * kv, of_p, "where its S was")
     for half in range(halves):
         first = f"O_FIRST + {half} * O_COLUMNS"
         yield Columns(

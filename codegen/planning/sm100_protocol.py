@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ..arch import sm100
 from ..features.varlen import is_packed
 from ..ops.operation import BYTES
-from .kernel_plan import ELEMENT_BYTES, WARPGROUP_THREADS, Registers
+from .kernel_plan import WARPGROUP_THREADS, Registers
 from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
 from .sm100_context import Traits
 
@@ -61,7 +61,7 @@ def loads(traits: Traits) -> Iterator[Load]:
                 rows=(cta * own_rows if of_rows else 0, own_rows),
                 columns=(cta * own_columns if of_columns else 0, own_columns),
                 receivers=tuple(range(ctas)) if shared else (cta,),
-                nbytes=own_rows * own_columns * ELEMENT_BYTES,
+                nbytes=own_rows * own_columns * BYTES[spec.dtype],
             )
 
 
@@ -113,6 +113,7 @@ class _Roles:
         self._halves = range(traits.sizes.halves)
         self._ctas = traits.cluster_size if traits.pair else 1  # that an MMA works for
         self._next = "next " if traits.persistent else ""
+        self._element = BYTES[traits.spec.dtype]  # [bytes] of Q, K and V
 
     def load_block(self) -> Iterator[Step]:
         """K is taken beside V of the block before it."""
@@ -263,7 +264,7 @@ class _Roles:
             "kv_full",
             1,
             tensor,
-            tx_bytes=self.traits.sizes.tile_kv * columns * ELEMENT_BYTES,
+            tx_bytes=self.traits.sizes.tile_kv * columns * self._element,
             ctas=self.traits.cluster_size if self._shares else 1,
         )
         wait = Wait("kv_empty", tensor, earlier=True)
@@ -282,7 +283,7 @@ class _Roles:
 
     def _load_q(self, *, earlier: bool) -> Iterator[Step]:
         rows = sm100.MMA_ROWS * self._ctas
-        nbytes = rows * self.traits.spec.head_dim.qk * ELEMENT_BYTES
+        nbytes = rows * self.traits.spec.head_dim.qk * self._element
         for half in self._halves:
             of = self._of(half)
             full = Signal("q_full", 1, of, tx_bytes=nbytes, ctas=self._ctas)

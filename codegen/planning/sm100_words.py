@@ -96,6 +96,11 @@ def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     yield from words.scores(traits.score)
     if traits.softcap is not None:
         yield words.capped(traits.softcap)
+    if has["e4m3"]:
+        yield (
+            "P is rounded to e4m3, four keys to a column; row sums are of P before that."
+            " V is not transposed: MMAs of 8 bits take it N-major."
+        )
     yield words.empty_rows(has)
     if has["bias"]:
         yield words.bias(has)

@@ -253,7 +253,6 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     loops = traits.block_loops
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
-        "descale": traits.spec.descale != "none",
         "sums_by_mma": traits.sums_by_mma,
         "sliced_pv": pv_slices(traits.spec) > 1,
         "flushes_pairs": traits.flushes_pairs,

@@ -29,6 +29,8 @@ WITH_LSE = "sm90_d128_e4m3_causal_lse"
 LINEAR_64 = "sm90_d64_e4m3_permuted_linear_full"
 SLICED = "sm90_d256_e4m3_permuted_linear_full"
 ROWS = "sm90_d96_e4m3_linear_causal"
+ON_SM100 = "sm100_d128_e4m3_full"
+ON_SM100_WITH_LSE = "sm100_d128_e4m3_causal_lse"
 PACKS = "S[r, c + n] for n in range(PACKED)"
 WAIT = "            cute.arch.cp_async_bulk_wait_group(0, read=True)\n"
 FENCE = '    cute.arch.fence_proxy("async.shared", space="cta")\n\n\ndef make_ring'
@@ -39,7 +41,13 @@ FLUSH = "    if i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1:\n        add_part(mma)\n"
 REFERENCE = "shift * scale_log2 - (P_OFFSET - headroom)"
 SCALE_PART = "        scale_row(part_O, r, factor)\n"
 FIRST = "    2.0  # [log2: of a tile's first reference"
-BASE = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\n"
+PLACE = "place + first // PACKED,"
+CHANGE = " * tile_scale + (offset - row.offset)"
+DIFFERENCE = "references = (-reference, -reference)"
+LSE = "lse = row.reference * tile_scale - row.offset"
+ROWS_OF_SM90 = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\n"
+OF_SM90 = ROWS_OF_SM90 + "v_layout: permuted\n"
+OF_SM100 = "arch: sm100\nop: fmha_fwd\ndtype: e4m3\n"
 
 DAMAGES = {
     "keys in natural order": (
@@ -173,6 +181,31 @@ DAMAGES_OF_ROWS = {
         "",
     ),
 }
+SM100_DAMAGES = {
+    "P where 16 bits have it": (ON_SM100, "ragged", PLACE, "place + first // 2,"),
+    "a slack of two powers": (
+        *(ON_SM100, "rising", "RESCALE_SLACK = 0.8 "),
+        "RESCALE_SLACK = 2.0 ",
+    ),
+    "an offset of none": (ON_SM100, "ragged", "P_OFFSET = 8.0 ", "P_OFFSET = 2.0 "),
+    "V without its factor": (
+        *(ON_SM100, "descales", "v_descale * cute.arch.rcp_approx(row_sum)"),
+        "cute.arch.rcp_approx(row_sum)",
+    ),
+    "scores without Q's factor": (
+        *(ON_SM100, "descales", " * descales.q[batch, head]"),
+        "",
+    ),
+    "a first offset that O keeps": (ON_SM100, "rising", CHANGE, " * tile_scale"),
+    "a reference that is rounded": (
+        *(ON_SM100, "all_1e4_steep", DIFFERENCE),
+        f"shift, reference = shift - reference * scale, Float32(0.0)\n    {DIFFERENCE}",
+    ),
+    "an LSE with P's offset": (
+        *(ON_SM100_WITH_LSE, "ragged", LSE),
+        LSE.replace(" - row.offset", ""),
+    ),
+}
 # All eight rows below V^T are ones. P of a first reference has a limit that is lower by as much. Of
 # two offsets the one is as good as the other, as row sums have it, too, while no code is NaN.
 NO_DAMAGES = {
@@ -207,6 +240,12 @@ def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
 def test_a_damage_of_transposing_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES_OF_ROWS[name]
     assert findings(damaged(tmp_path, ROWS, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", SM100_DAMAGES)
+def test_a_damage_on_sm100_is_noticed(name: str, tmp_path: Path) -> None:
+    stem, tag, right, wrong = SM100_DAMAGES[name]
+    assert findings(damaged(tmp_path, stem, right, wrong), tag)
 
 
 @pytest.mark.parametrize("name", NO_DAMAGES)
@@ -248,6 +287,7 @@ def test_so_they_are_where_fp32_has_the_row_sums(tmp_path: Path) -> None:
         | {(LINEAR, tag) for tag, _, _ in LINEAR_DAMAGES.values()}
         | {(SLICED, tag) for tag, _, _ in DAMAGES_OF_SLICES.values()}
         | {(ROWS, tag) for tag, _, _ in DAMAGES_OF_ROWS.values()}
+        | {(stem, tag) for stem, tag, _, _ in SM100_DAMAGES.values()}
         | {(stem, "mean_v") for stem in (STEM, LINEAR, WITH_LSE)}
     ),
 )
@@ -287,25 +327,25 @@ def are_nan(stem: str, **codes: Any) -> NDArray[np.bool_]:
 
 
 @pytest.mark.parametrize("code", [0x7F, 0xFF])
-@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL, ON_SM100])
 def test_nan_in_a_query_is_in_its_row(stem: str, code: int) -> None:
     found = are_nan(stem, q=((0, 70, 0, 5), code))
     assert found[70].all() and found.sum() == 128
 
 
-@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL, ON_SM100])
 def test_nan_in_a_key_is_in_the_rows_that_see_it(stem: str) -> None:
     found = are_nan(stem, k=((0, 150, 0, 5), 0xFF))
     first = 50 if stem == LINEAR_CAUSAL else 0  # whose last key it is
     assert found[first:].all() and not found[:first].any()
 
 
-@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL])
+@pytest.mark.parametrize("stem", [STEM, LINEAR_CAUSAL, ON_SM100])
 def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
     """P is 0 where a row does not see the key, as most of the last tile do not see key 280."""
     key = 280
     place: tuple[int, ...] = (0, key, 0, 9)
-    if support.constants(stem)["SPEC"]["v_layout"] == "permuted":
+    if support.constants(stem)["SPEC"].get("v_layout") == "permuted":
         places = permute_v(np.arange(1, NAN.kv + 1).reshape(1, -1, 1, 1))
         place = (0, 0, 9, int(np.flatnonzero(places[0, 0, 0] == key + 1)[0]))
     found = are_nan(stem, v=(place, 0x7F))
@@ -316,46 +356,38 @@ def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("v_layout", "fields"),
+    "fields",
     [
-        (
-            "permuted",
-            "head_dim: 64\nheads: {q_per_kv: 8}\nlse: true\nseqlen: {kv: 1000}\n",
-        ),
-        (
-            "permuted",
-            "head_dim: 128\nout_dtype: fp16\nmask: causal\nlse: true\nheads: {q_per_kv: 4}\n"
-            "descale: head\n",
-        ),
-        (
-            "permuted",
-            "head_dim: 128\nmask: causal\nwindow: {left: 255}\ndescale: head\n",
-        ),
-        (
-            "permuted",
-            "head_dim: 128\ntile: {q: 128, kv: 128}\nstages: {q: 1}\ndescale: head\n",
-        ),
-        (
-            "permuted",
-            "head_dim: 64\nheads: {q_per_kv: 4}\npack_gqa: true\nmask: causal\ndescale: head\n",
-        ),
-        ("permuted", "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n"),
-        ("permuted", "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n"),
-        ("rows", "head_dim: 96\nheads: {q_per_kv: 4}\npack_gqa: true\nlse: true\n"),
-        ("rows", "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n"),
+        OF_SM90 + "head_dim: 64\nheads: {q_per_kv: 8}\nlse: true\nseqlen: {kv: 1000}\n",
+        OF_SM90 + "head_dim: 128\nout_dtype: fp16\nmask: causal\nlse: true\n"
+        "heads: {q_per_kv: 4}\ndescale: head\n",
+        OF_SM90 + "head_dim: 128\nmask: causal\nwindow: {left: 255}\ndescale: head\n",
+        OF_SM90 + "head_dim: 128\ntile: {q: 128, kv: 128}\nstages: {q: 1}\n"
+        "descale: head\n",
+        OF_SM90 + "head_dim: 64\nheads: {q_per_kv: 4}\npack_gqa: true\nmask: causal\n"
+        "descale: head\n",
+        OF_SM90 + "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n",
+        OF_SM90 + "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
+        ROWS_OF_SM90
+        + "head_dim: 96\nheads: {q_per_kv: 4}\npack_gqa: true\nlse: true\n",
+        ROWS_OF_SM90 + "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
+        OF_SM100 + "head_dim: 64\nout_dtype: fp16\nmask: causal\nlse: true\n"
+        "schedule: single\ndescale: head\n",
+        OF_SM100 + "head_dim: 128\nheads: {q_per_kv: 4}\nlse: true\ntile: {kv: 64}\n"
+        "window: {left: 500, right: 9}\ndescale: head\n",
+        OF_SM100 + "head_dim: 128\nseqlen: {kv: 290}\nschedule: single\n"
+        "tile: {kv: 96}\n",
     ],
     ids=[
         *("gqa", "fp16", "window", "one_q_stage", "pack", "pack_3", "slices"),
         *("rows_pack", "rows_slices"),
+        *("sm100_single", "sm100_window", "sm100_fixed"),
     ],
 )
-def test_kernels_that_are_not_shipped(
-    v_layout: str, fields: str, tmp_path: Path
-) -> None:
+def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     specs, made = tmp_path / "specs", tmp_path / "generated"
     specs.mkdir()
-    text = f"{BASE}v_layout: {v_layout}\n{fields}"
-    (specs / "kernel.yaml").write_text(text, "utf-8")
+    (specs / "kernel.yaml").write_text(fields, "utf-8")
     built = engine.build([specs], made)
     assert built.failures == ()
     tags = ["ragged", "strided", "waves", "rising", "short_kv", "descales", "plain"]

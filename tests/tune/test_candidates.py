@@ -99,7 +99,7 @@ def test_the_gate_stops_what_the_formulas_let_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Really compiled: 190 registers where 160 are, as a formula without others lets through."""
-    monkeypatch.setattr(sm90, "REGISTERS_BESIDE_TILES", 0)
+    monkeypatch.setattr(sm90, "REGISTERS_BESIDE_TILES", {1: 0, 2: 0})
     spec_file = support.load_text(HEAD + "tile: {q: 128, kv: 64}\n")
     sizes = ["tile.q=192", "tile.kv=64,128"]
     fixed = [*sizes, "stages.q=1", "stages.kv=2", "stages.v=2"]

@@ -19,10 +19,12 @@ from fmha_gen.ops.cases import Case, Tiles, cases_for
 from fmha_gen.ops.e4m3 import natural_v
 from fmha_gen.ops.inputs import values
 from fmha_gen.ops.operation import Given
+from fmha_gen.planning import plan
 from fmha_gen.spec import model
 
 ORDER = [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
 PLAIN = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\nhead_dim: 64\nv_layout: permuted\n"
+ON_SM100 = "arch: sm100\nop: fmha_fwd\ndtype: e4m3\nhead_dim: 128\n"
 SPEC: dict[str, Any] = {
     **{"name": "fake", "arch": "sm90", "op": "fmha_fwd"},
     **{"dtype": "e4m3", "out_dtype": "bf16", "head_dim": {"qk": 64, "v": 64}},
@@ -69,7 +71,7 @@ def test_names_say_both_types() -> None:
     "other",
     [
         *("batch: varlen", "softcap: 30.0", "blocks: lists", "sink: true"),
-        *("alibi: true", "tile.q: 64", "tile.kv: 48", "mask: kv < q"),
+        *("alibi: true", "tile.kv: 48", "mask: kv < q"),
         *("documents: true", "prefix: true", "cluster: [2, 1]"),
         *("bias.dtype: fp32", "score: s + kv", "head_dim: 80"),
     ],
@@ -85,9 +87,49 @@ def test_what_is_not_built_is_refused_by_name(other: str) -> None:
     assert f"{other} is not generated for dtype: e4m3" in refusals(text)
 
 
-def test_another_architecture_is_refused_by_name() -> None:
-    found = refusals(PLAIN.replace("sm90", "sm100"))
-    assert found == ["dtype: e4m3 is not generated for arch: sm100"]
+def test_one_warpgroup_has_no_turn_behind_which_o_leaves() -> None:
+    assert refusals(PLAIN + "tile: {q: 64}\n") == [
+        "tile.q: 64 is not generated for arch: sm90 with dtype: e4m3"
+    ]
+
+
+@pytest.mark.parametrize("other", ["v_layout: permuted", "exp: linear", "tile.q: 128"])
+def test_what_sm100_does_not_have_is_refused_by_name(other: str) -> None:
+    field, _, value = other.partition(": ")
+    outer, _, inner = field.partition(".")
+    said = f"{{{inner}: {value}}}" if inner else value
+    assert refusals(f"{ON_SM100}{outer}: {said}\n") == [
+        f"{other} is not generated for arch: sm100"
+    ]
+
+
+def test_no_pair_of_ctas_takes_8_bits() -> None:
+    found = refusals(f"{ON_SM100}cluster: [2, 1]\ncta_group: 2\n")
+    assert found == [
+        "cluster: [2, 1] is not generated for dtype: e4m3",
+        "cta_group: 2 is not generated for dtype: e4m3",
+    ]
+
+
+def test_8_bits_leave_sm100_more_stages_and_columns() -> None:
+    wide, narrow = (
+        plan.resolve(support.load_text(text))
+        for text in (ON_SM100.replace("e4m3", "bf16"), ON_SM100)
+    )
+    numbers = [
+        {n.name: n.value for n in (*p.chosen, *p.derived)} for p in (wide, narrow)
+    ]
+    assert [each["KV_STAGES"] for each in numbers] == [3, 6]
+    assert [each["K_TX_BYTES"] for each in numbers] == [128 * 128 * 2, 128 * 128]
+    for element, kernel in ((2, wide.kernels[0]), (1, narrow.kernels[0])):
+        of_p = {each.count for each in kernel.tmem if each.name.startswith("P")}
+        (of_k,) = (load.nbytes for load in kernel.loads if load.tensor == "K")
+        lanes = [lane for phase in kernel.phases for lane in phase.lanes]
+        signals = [s for lane in lanes for step in lane.steps for s in step.signals]
+        assert (of_p, of_k) == ({128 * element // 4}, 128 * 128 * element)
+        assert of_k in {each.tx_bytes for each in signals}
+    regions = [{r.name: r.nbytes for r in p.kernels[0].smem} for p in (wide, narrow)]
+    assert regions[0]["sO"] == regions[1]["sO"]  # O has 16 bits beside either
 
 
 # --- V^T ----------------------------------------------------------------------------------
@@ -236,6 +278,9 @@ def test_kernels_have_the_numbers_that_bounds_are_made_of(stem: str) -> None:
     assert found["P_OFFSET"] == reference.P_OFFSET
     assert found["RESCALE_SLACK"] == reference.P_SLACK == max(reference.REFERENCES)
     assert found["FIRST_HEADROOM"] == reference.FIRST_HEADROOM
+    if found["SPEC"]["arch"] == "sm100":  # its accumulators are taken for fp32
+        assert "FLUSH_BLOCKS" not in found
+        return
     flushed = found.get("FLUSH_BLOCKS", 1) * found["TILE_KV"]
     assert flushed <= reference.FLUSHED_KEYS
     pairs = not found["SPEC"]["lse"] and "PV_SLICES" not in found
