@@ -35,8 +35,9 @@ ELSEWHERE = frozenset({"PAGE", "KEY_GROUP"})
 # A field that only some kernels have stands under an `if`.
 ALLOWED = re.compile(
     r"Invalid statement in NamedTuple|Invalid type comment or annotation"
-    r"|Unexpected keyword argument .* \"(Problem|Tma|Operands|Tiles|RowStats)\""
-    r"|\"(Problem|Tma|Operands|Tiles|RowStats)\" has no attribute"
+    r"|Unexpected keyword argument .* \"(Problem|Tma|Operands|Tiles|RowStats|Row)\""
+    r"|Too many arguments for \"Row\""
+    r"|\"(Problem|Tma|Operands|Tiles|RowStats|Row)\" has no attribute"
     r"|Missing positional arguments .* in call to \"Descales\""
 )
 
