@@ -359,6 +359,14 @@ def packed(
     }
 
 
+def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As `fmha` takes them: factors in one argument."""
+    asked = {name: x for name, x in given.items() if name not in DESCALES}
+    if asked.keys() != given.keys():
+        asked["descales"] = tuple(given.get(name) for name in DESCALES)
+    return asked
+
+
 def expected(
     given: Mapping[str, Any],
     *,

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from .standins import DESCALES, SM_COUNT, compare, imported, packed, tensors
+from .standins import DESCALES, SM_COUNT, arguments, compare, imported, packed, tensors
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -41,7 +41,7 @@ class Loaded(NamedTuple):
     def call(self, given: Given) -> int:
         """How many checks a call made; it was launched once."""
         before = len(self.checked), len(self.launched)
-        self.package.fmha(**given)
+        self.package.fmha(**arguments(given))
         assert len(self.launched) == before[1] + 1
         return len(self.checked) - before[0]
 
@@ -49,7 +49,7 @@ class Loaded(NamedTuple):
         """What a call says that launches nothing."""
         before = len(self.launched)
         with pytest.raises(ValueError) as error:
-            self.package.fmha(**given)
+            self.package.fmha(**arguments(given))
         assert len(self.launched) == before
         return str(error.value)
 
@@ -163,9 +163,10 @@ def test_a_call_without_out_is_too(loaded: Loaded, name: str) -> None:
     given = LAYOUTS[name]()
     del given["out"]
     assert [loaded.call(given), loaded.call(given)] == [1, 0]
-    first, second = (loaded.package.fmha(**given) for _ in range(2))
+    asked = arguments(given)
+    first, second = (loaded.package.fmha(**asked) for _ in range(2))
     loaded.package.alike.cache_clear()
-    checked = loaded.package.fmha(**given)
+    checked = loaded.package.fmha(**asked)
     for each in (first, second):
         for x, right in zip(*map(outputs, (each, checked)), strict=True):
             assert (x.shape, x.dtype, x.stride()) == (
@@ -363,6 +364,9 @@ def refused() -> Any:
     yield dense, lambda given: given | {"softcap": 30.0}, "no kernel takes"
     yield dense, lambda given: given | {"sink": torch.zeros(8)}, "no kernel takes"
     yield dense, lambda given: given | {"return_lse": True}, "no kernel takes"
+    yield dense, lambda given: given | {
+        "k_descale": torch.ones(2, 2)
+    }, "no kernel takes"
     yield dense, put("q", lambda x: x[:, :, :7]), "out: needs shape"
     yield windowed, lambda given: given | {"window": (5.0, 0)}, "window_left: must be"
 
@@ -569,7 +573,7 @@ def test_a_write_of_out_is_counted(loaded: Loaded, no_grad: Any) -> None:
 def test_threads(loaded: Loaded) -> None:
     calls = [layout() for layout in LAYOUTS.values()] * 40
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda given: loaded.package.fmha(**given), calls))
+        list(pool.map(lambda given: loaded.package.fmha(**arguments(given)), calls))
     assert len(loaded.launched) == len(calls)
     for name, (*_, sm_count) in loaded.launched:
         assert name in STEMS and sm_count == SM_COUNT

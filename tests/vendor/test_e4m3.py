@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from .standins import DESCALES, expected, imported, packed, source_of, tensors
+from .standins import (
+    DESCALES,
+    arguments,
+    expected,
+    imported,
+    packed,
+    source_of,
+    tensors,
+)
 from .test_dropin import ADAPTERS, FUNCTIONS, call_of, close, function, layouts
 
 torch = pytest.importorskip("torch", reason="the adapters are for PyTorch's tensors")
@@ -130,7 +138,7 @@ def test_factors_of_16_bits_are_ignored(
         assert calls.pop() == f"bf16_{layout}" + "16" * bool(page)
     q, k, v = (x.float().bfloat16() for x in dense().values())
     with pytest.raises(ValueError, match="bf16_dense: descale is none, not head"):
-        loaded[0].fmha(q, k, v, causal=True, **factors())
+        loaded[0].fmha(q, k, v, causal=True, descales=tuple(factors().values()))
 
 
 def test_a_cache_of_one_row_per_sequence(loaded: Loaded, calls: list[str]) -> None:
@@ -168,9 +176,10 @@ def test_exact_kernels_come_first(
     if "out" in asked:
         out = torch.zeros(given["q"].shape, dtype=asked["out"])
         asked = asked | {"out": out}
-    found = package.fmha(**given, **asked)
+    call = arguments(given | asked)
+    found = package.fmha(**call)
     assert calls == [name]
-    assert package.select(**given, **asked).SPEC["name"] == name
+    assert package.select(**call).SPEC["name"] == name
     flat = {x: t.flatten(0, 1) for x, t in given.items()}
     flat["cu_seqlens_q"] = torch.tensor([0, 33, 66], dtype=torch.int32)
     flat["cu_seqlens_k"] = torch.tensor([0, 40, 80], dtype=torch.int32)
@@ -195,7 +204,7 @@ def test_what_is_said_of_shipped_kernels(tmp_path: Path) -> None:
     text = (Path(package.__file__).parent / "README.md").read_text()
     assert "| sm90 e4m3, head_dim 64, causal, any seqlen, V permuted, descales" in text
     q, k, v = tensors(33, 40, dtype=FLOAT8)
-    found = package.fmha(q, k, v, causal=True, **factors())
+    found = package.fmha(q, k, v, causal=True, descales=tuple(factors().values()))
     assert calls == [stems[0]] and found.dtype is torch.bfloat16
 
 
@@ -225,7 +234,7 @@ def test_what_does_not_belong_together(
 ) -> None:
     for told in (factors(), {}):
         with pytest.raises(ValueError, match=message):
-            package.fmha(**dense() | told | edit, causal=True)
+            package.fmha(**arguments(dense() | told | edit), causal=True)
     assert calls == []
 
 
@@ -234,7 +243,7 @@ def test_factors_that_no_kernel_takes(package: ModuleType, name: str) -> None:
     """Not dropped, though a kernel without them fits otherwise."""
     given = dense() | {name: torch.ones(2, 2)}
     with pytest.raises(ValueError) as error:
-        package.fmha(**given, causal=True, window=(7, 0))
+        package.fmha(**arguments(given), causal=True, window=(7, 0))
     assert "  w7_plain: descale is none, not head" in str(error.value)
 
 
@@ -289,7 +298,8 @@ def test_compile_takes_it_whole(
     names = [*packed(page=page), *told]
 
     def layer(*given: Any) -> Any:
-        out, lse = package.fmha_lse(**dict(zip(names, given, strict=True)), causal=True)
+        asked = arguments(dict(zip(names, given, strict=True)))
+        out, lse = package.fmha_lse(**asked, causal=True)
         return out + 1, lse * 2
 
     torch._dynamo.reset()
@@ -311,13 +321,13 @@ def test_a_trace_refuses_what_no_kernel_takes(
 ) -> None:
     given = dense() | factors() | edit
     with pytest.raises(ValueError) as real:
-        package.fmha(**given, causal=True)
+        package.fmha(**arguments(given), causal=True)
     with FakeTensorMode() as mode, pytest.raises(ValueError) as fake:
         faked = {
             name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
             for name, x in given.items()
         }
-        package.fmha(**faked, causal=True)
+        package.fmha(**arguments(faked), causal=True)
     assert str(fake.value) == str(real.value)
 
 
