@@ -14,6 +14,7 @@ from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
 from ..ops import scores
+from ..ops.e4m3 import OWN_FIELDS, is_permuted
 from ..ops.masks import word_of
 from .source import Source
 
@@ -44,6 +45,10 @@ _OFF: Mapping[str, str | int | bool] = {
     "seqlen_kv": "dynamic",
     **dict.fromkeys(("page", "mask", "window_left", "window_right", "softcap"), "none"),
     **dict.fromkeys(("sink", "lse", "pack_gqa"), False),
+    "out_dtype": "as q",
+    "v_layout": "rows",
+    "descale": "none",
+    "exp": "exact",
 }
 _EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
 _DISTRIBUTION = "fmha-gen"
@@ -128,6 +133,9 @@ def made_for(spec: Mapping[str, Any]) -> str:
     words += filter(None, [scores.word_of(spec)])
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
+    words += ["V permuted"] * is_permuted(spec)
+    words += ["descales"] * (spec.get("descale") == "head")
+    words += ["linear exp"] * (spec.get("exp") == "linear")
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec["lse"])
     return ", ".join(words)
 
@@ -178,6 +186,7 @@ def _made(spec: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
         "sink": bool(spec.get("sink")),
         "lse": spec["lse"],
         "pack_gqa": bool(spec.get("pack_gqa")),
+        **{name: spec[name] for name in OWN_FIELDS if name in spec},  # of e4m3
     }
     return {name: value for name, value in made.items() if value != _OFF.get(name)}
 

@@ -34,10 +34,12 @@ STEMS = (
     "sm90_d128_bf16_causal_gqa8_pack_varlen",
     "sm90_d128_bf16_causal_varlen_lse",
     "sm90_d128_bf16_causal_w1023",
+    "sm90_d128_e4m3_causal_lse",
     "sm90_d128_fp16_causal_lse_gqa4",
     "sm90_d64_bf16_causal_lse",
 )
 NAME = "vendored_attention"
+WRONG_IN_8_BITS = 0.06  # where P is rounded to e4m3, which alone is 0.026
 
 pytestmark = pytest.mark.hardware
 
@@ -213,6 +215,34 @@ def test_packed_sequences_and_a_graph_of_any_lengths(
                 lse[:, begin:end].double(), logs[0], atol=1e-4, rtol=1e-4
             )
         assert out[: places[0]].isnan().all() and out[places[-1] :].isnan().all()
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["left out", "given"])
+def test_e4m3_and_a_graph(package: ModuleType, used: list[str], told: bool) -> None:
+    """Factors of strides 0, by heads, and by sequences; those that are left out are 1."""
+    given = [x.to(torch.float8_e4m3fn) for x in tensors(200, 333)]
+    descales = (
+        torch.tensor(0.5, device="cuda").expand(2, 4),
+        torch.linspace(0.5, 2.0, 4, device="cuda").expand(2, 4),
+        torch.tensor([0.25, 4.0], device="cuda")[:, None].expand(2, 4),
+    )
+    factors = descales if told else [torch.ones(2, 4, device="cuda")] * 3
+    numbers = [
+        x.double() * factor[:, None, :, None]
+        for x, factor in zip(given, factors, strict=True)
+    ]
+    truth, logs = exact(*numbers, True)
+    asked = {"causal": True, "return_lse": True, "descales": descales if told else None}
+    out, lse = package.fmha(*given, **asked)  # compiles
+    assert out.dtype is torch.bfloat16
+    assert (out.double() - truth).norm() <= WRONG_IN_8_BITS * truth.norm()
+    torch.testing.assert_close(lse.double(), logs, atol=1e-3, rtol=1e-3)
+    graph, into = torch.cuda.CUDAGraph(), torch.zeros_like(out)
+    with torch.cuda.graph(graph):
+        package.fmha(*given, **asked, out=into)
+    graph.replay()
+    assert torch.equal(into, out)
+    assert set(used) == {"sm90_d128_e4m3_causal_lse"}
 
 
 def test_a_window(package: ModuleType, used: list[str]) -> None:

@@ -30,7 +30,8 @@ from .standins import imported, packed, tensors
 DENSE = "sm90_d128_bf16_causal_gqa4"
 PAGED = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
 FEW = "sm90_d128_bf16_causal_gqa4_pack_page16_varlen_t64x128"  # gives no LSE
-STEMS = (DENSE, PAGED, "sm90_d128_bf16_causal_gqa4_varlen", FEW)
+E4M3 = "sm90_d128_e4m3_linear_causal"
+STEMS = (DENSE, PAGED, "sm90_d128_bf16_causal_gqa4_varlen", FEW, E4M3)
 ADAPTERS = ("flash_attention", "sglang", "vllm")
 CALLS, REPEATS = 1000, 25
 
@@ -111,6 +112,20 @@ def calls(package: ModuleType, device: str = "cpu") -> dict[str, Callable[[], An
     }  # fmt: skip
 
 
+def calls_of_e4m3(package: ModuleType) -> dict[str, Callable[[], Any]]:
+    """Calls of PyTorch's 8-bit floats, their bytes, and without factors."""
+    q, k, v = tensors(heads=8, kv_heads=8, dtype=torch.float8_e4m3fn)
+    one = torch.ones(()).expand(2, 8)
+    asked = {"causal": True, "out": torch.empty(q.shape, dtype=torch.bfloat16)}
+    told = asked | {"descales": (one, one, one)}
+    codes = [x.view(torch.uint8) for x in (q, k, v)]
+    return {
+        "fmha, e4m3, out": lambda: package.fmha(q, k, v, **told),
+        "fmha, its bytes, out": lambda: package.fmha(*codes, **told),
+        "fmha, e4m3, out, 1": lambda: package.fmha(q, k, v, **asked),
+    }
+
+
 def checks(package: ModuleType) -> int:
     """How many calls were checked: none of those that are launched at once."""
     seen = package.kernel_for.cache_info()
@@ -127,7 +142,7 @@ def main() -> None:
         package, _ = imported(Path(folder), STEMS, ADAPTERS, stand_in=False)
         for kernel in map(package.load, package.KERNELS):
             kernel.compile, kernel.sm_count = lambda: nothing, lambda _device: 132
-        measured = calls(package)
+        measured = calls(package) | calls_of_e4m3(package)
         for call in measured.values():
             call()
         before = checks(package)

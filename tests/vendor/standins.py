@@ -26,15 +26,25 @@ from support import GENERATED
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 
 SM_COUNT = 132
+DESCALES = ("q_descale", "k_descale", "v_descale")
+OF_ARGUMENTS = {"bf16": "BFloat16", "fp16": "Float16", "e4m3": "Uint8"}
 _names = (f"attention{number}" for number in itertools.count())
+
+
+def numbers(x: Any, factors: Any = None) -> Any:
+    """[rows, heads, head_dim] in float64, uint8 as e4m3, those of a KV head times its factor."""
+    x = (x.view(torch.float8_e4m3fn) if x.dtype is torch.uint8 else x).double()
+    if factors is None:
+        return x
+    return x * factors.double().repeat_interleave(x.shape[1] // len(factors))[:, None]
 
 
 def attention(
     spec: dict[str, Any], q: Any, k: Any, v: Any, scale: float, window: Any, sink: Any
 ) -> tuple[Any, Any]:
     """One sequence of what a SPEC says: out, [queries, heads, head_dim], and lse, in float32."""
-    k, v = (x.repeat_interleave(spec["q_per_kv"], dim=1).float() for x in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale
+    k, v = (x.repeat_interleave(spec["q_per_kv"], dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     if "softcap" in spec:
         scores = torch.tanh(scores / spec["softcap"]) * spec["softcap"]
     queries, keys = scores.shape[1:]
@@ -81,9 +91,13 @@ def reference(spec: dict[str, Any], calls: list[str], shipped: Any = None) -> An
         out: Any,
         lse: Any = None,
         sink: Any = None,
+        q_descale: Any = None,
+        k_descale: Any = None,
+        v_descale: Any = None,
         **sides: Any,
     ) -> Any:
         assert not any(x.requires_grad for x in (q, k, v, out))
+        descales = (q_descale, k_descale, v_descale)
         calls.append(spec["name"])
         if shipped is not None:
             names = (
@@ -93,14 +107,22 @@ def reference(spec: dict[str, Any], calls: list[str], shipped: Any = None) -> An
                 "block_table",
                 "lse",
                 "sink",
+                *DESCALES,
             )
             tensors = (cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, lse, sink)
+            tensors += descales
             given = {
                 name: x for name, x in zip(names, tensors, strict=True) if x is not None
             }
             inspect.signature(shipped).bind(q, k, v, out=out, **given, **sides)
         assert (sink is not None) == spec.get("sink", False)
         assert sink is None or (not sink.requires_grad and sink.dtype == torch.float32)
+        for factors in descales:
+            assert (factors is not None) == (spec.get("descale") == "head")
+            assert factors is None or not factors.requires_grad
+        assert out.dtype == getattr(
+            torch, OF_ARGUMENTS[spec.get("out_dtype", spec["dtype"])].lower()
+        )
         assert (lse is not None) <= spec["lse"]
         assert (cu_seqlens_q is not None) == (spec.get("batch") == "varlen")
         assert (block_table is not None) == ("kv" in spec)
@@ -125,8 +147,10 @@ def reference(spec: dict[str, Any], calls: list[str], shipped: Any = None) -> An
                     strict=False,
                 )
             ]
-        for place, rows, (keys_of, values) in places:
-            found, logs = attention(spec, rows, keys_of, values, *more)
+        for i, (place, rows, kv) in enumerate(places):
+            factors = [x if x is None else x[i] for x in descales]
+            given = [x.float() for x in map(numbers, (rows, *kv), factors)]
+            found, logs = attention(spec, *given, *more)
             out[place] = found.to(out.dtype)
             if lse is not None:
                 lse[(slice(None), place) if lse.ndim == 2 else place] = logs
@@ -146,7 +170,8 @@ def arguments_of(spec: Mapping[str, Any]) -> dict[str, Any]:
     page = spec["kv"]["paged"]["page"] if "kv" in spec else None
     rows, keys = (("rows",), ("keys",)) if packed else (("b", "rows"), ("b", "keys"))
     keys = ("pages", page) if page else keys
-    kind = {"dtype": {"bf16": "BFloat16", "fp16": "Float16"}[spec["dtype"]]}
+    kind = {"dtype": OF_ARGUMENTS[spec["dtype"]]}
+    of_out = {"dtype": OF_ARGUMENTS[spec.get("out_dtype", spec["dtype"])]}
     found = {
         "q": told(*rows, "heads", qk, **kind, align=16),
         "k": told(*keys, "kv_heads", qk, **kind, align=16),
@@ -160,7 +185,9 @@ def arguments_of(spec: Mapping[str, Any]) -> dict[str, Any]:
         found["cu_seqlens_k"] = told("starts")
     if spec.get("sink"):
         found["sink"] = told("heads", dtype="Float32")
-    found["out"] = told(*rows, "heads", v, **kind, align=16)
+    if spec.get("descale") == "head":
+        found |= {name: told("b", "kv_heads", dtype="Float32") for name in DESCALES}
+    found["out"] = told(*rows, "heads", v, **of_out, align=16)
     if spec["lse"]:
         found["lse"] = told(*rows[:-1], "heads", "rows", dtype="Float32")
     return found
@@ -332,6 +359,14 @@ def packed(
     }
 
 
+def arguments(given: Mapping[str, Any]) -> dict[str, Any]:
+    """As `fmha` takes them: factors in one argument."""
+    asked = {name: x for name, x in given.items() if name not in DESCALES}
+    if asked.keys() != given.keys():
+        asked["descales"] = tuple(given.get(name) for name in DESCALES)
+    return asked
+
+
 def expected(
     given: Mapping[str, Any],
     *,
@@ -342,7 +377,7 @@ def expected(
     sink: Any = None,
 ) -> tuple[Any, Any]:
     """out and lse in float64, sequence by sequence from the definition; NaN where nothing is
-    written.
+    written. Factors of e4m3 are among the given.
     """
     q, starts = given["q"], given["cu_seqlens_q"].tolist()
     out = torch.full((*q.shape[:2], given["v"].shape[-1]), math.nan).double()
@@ -365,8 +400,10 @@ def expected(
                 for name in "kv"
             )
         group = q.shape[1] // k.shape[1]
-        k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].double(), k)
+        factors = [given[name][i] if name in given else None for name in DESCALES]
+        rows, k, v = map(numbers, (q[begin:end], k, v), factors)
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", rows, k)
         scores = scores * (scale or q.shape[2] ** -0.5)
         if softcap:
             scores = softcap * (scores / softcap).tanh()

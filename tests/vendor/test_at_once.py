@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from .standins import SM_COUNT, compare, imported, packed, tensors
+from .standins import DESCALES, SM_COUNT, arguments, compare, imported, packed, tensors
 
 torch = pytest.importorskip("torch", reason="the package's operators need PyTorch")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -26,7 +26,8 @@ PAGED = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
 PACKED = "sm90_d128_bf16_causal_gqa4_varlen"
 WINDOW = "sm90_d128_bf16_causal_warg"
 SINK = "sm90_d64_bf16_causal_gqa8_sink_lse"
-STEMS = (DENSE, PAGED, PACKED, WINDOW, SINK)
+E4M3 = "sm90_d128_e4m3_causal_lse"
+STEMS = (DENSE, PAGED, PACKED, WINDOW, SINK, E4M3)
 Given = dict[str, Any]
 
 
@@ -40,7 +41,7 @@ class Loaded(NamedTuple):
     def call(self, given: Given) -> int:
         """How many checks a call made; it was launched once."""
         before = len(self.checked), len(self.launched)
-        self.package.fmha(**given)
+        self.package.fmha(**arguments(given))
         assert len(self.launched) == before[1] + 1
         return len(self.checked) - before[0]
 
@@ -48,7 +49,7 @@ class Loaded(NamedTuple):
         """What a call says that launches nothing."""
         before = len(self.launched)
         with pytest.raises(ValueError) as error:
-            self.package.fmha(**given)
+            self.package.fmha(**arguments(given))
         assert len(self.launched) == before
         return str(error.value)
 
@@ -108,7 +109,23 @@ def sunk() -> Given:
     return given | {"sink": torch.zeros(16), "return_lse": True}
 
 
-LAYOUTS = {DENSE: dense, PAGED: paged, PACKED: rows, WINDOW: windowed, SINK: sunk}
+def in_8_bits() -> Given:
+    """Bytes of e4m3, and factors of each KV head."""
+    given = dense(kv_heads=8, dtype=torch.float8_e4m3fn)
+    given |= {name: given[name].view(torch.uint8) for name in "qkv"}
+    given["out"] = torch.zeros(given["q"].shape, dtype=torch.bfloat16)
+    factors = {name: torch.full((2, 8), 0.5 + i) for i, name in enumerate(DESCALES)}
+    return given | factors | {"return_lse": True}
+
+
+LAYOUTS = {
+    DENSE: dense,
+    PAGED: paged,
+    PACKED: rows,
+    WINDOW: windowed,
+    SINK: sunk,
+    E4M3: in_8_bits,
+}
 each_layout = pytest.mark.parametrize("name", LAYOUTS)
 
 
@@ -146,9 +163,10 @@ def test_a_call_without_out_is_too(loaded: Loaded, name: str) -> None:
     given = LAYOUTS[name]()
     del given["out"]
     assert [loaded.call(given), loaded.call(given)] == [1, 0]
-    first, second = (loaded.package.fmha(**given) for _ in range(2))
+    asked = arguments(given)
+    first, second = (loaded.package.fmha(**asked) for _ in range(2))
     loaded.package.alike.cache_clear()
-    checked = loaded.package.fmha(**given)
+    checked = loaded.package.fmha(**asked)
     for each in (first, second):
         for x, right in zip(*map(outputs, (each, checked)), strict=True):
             assert (x.shape, x.dtype, x.stride()) == (
@@ -166,7 +184,7 @@ def outputs(found: Any) -> tuple[Any, ...]:
 def test_so_is_a_call_of_the_operator(loaded: Loaded, name: str) -> None:
     """As in the graph of a compiler, which allocates the lse."""
     package, given = loaded.package, LAYOUTS[name]()
-    lse = package.new_lse(given["q"]) if name in (PAGED, SINK) else None
+    lse = package.new_lse(given["q"]) if name in (PAGED, SINK, E4M3) else None
     window = given.pop("window", (-1, -1))
     given.pop("return_lse", None)
     known = package.Tensors(**{x: given[x] for x in given if x != "causal"}, lse=lse)
@@ -195,6 +213,10 @@ def others() -> Any:
                     n: spread(given[n])
                 }
     yield "no out", paged, lambda given: given | {"out": None}
+    yield "no factors", in_8_bits, lambda given: given | dict.fromkeys(DESCALES)
+    yield "one for all", in_8_bits, lambda given: given | {
+        "k_descale": torch.tensor(2.0).expand(2, 8)
+    }
     yield "lse", paged, lambda given: given | {"return_lse": True}
     yield "short sequences", rows, lambda given: given | {"max_seqlen_q": 60}
     yield "another window", windowed, lambda given: given | {"window": (6, 0)}
@@ -231,6 +253,35 @@ def test_gradients(loaded: Loaded) -> None:
         assert loaded.refusal(wanted).startswith(f"{name}: requires a gradient")
         with torch.no_grad():
             assert loaded.call(wanted) == 0
+
+
+def test_e4m3_and_its_bytes_are_alike(loaded: Loaded) -> None:
+    """So are tensors that require a gradient, where none is recorded."""
+    given = in_8_bits()
+    loaded.call(given)
+    numbers = {name: given[name].view(torch.float8_e4m3fn) for name in "qkv"}
+    assert loaded.call(given | numbers) == 0
+    for name in ("q", "k", "v", *DESCALES):
+        x = (given | numbers)[name].clone().requires_grad_()
+        wanted = given | numbers | {name: x}
+        assert loaded.refusal(wanted).startswith(f"{name}: requires a gradient")
+        with torch.no_grad():
+            assert loaded.call(wanted) == 0
+    (_, first), *others = loaded.launched
+    for _, launched in others:
+        for ours, theirs in zip(first[:3], launched, strict=False):
+            assert theirs.dtype is torch.uint8 and torch.equal(ours, theirs)
+
+
+def test_factors_that_nobody_gives(loaded: Loaded) -> None:
+    """One number in memory, which is made once."""
+    given = in_8_bits() | dict.fromkeys(DESCALES)
+    assert [loaded.call(given), loaded.call(given)] == [1, 0]
+    (_, first), (_, second) = loaded.launched
+    *_, one = loaded.package.CONSTANTS.values()
+    for factors in (*first[3:6], *second[3:6]):
+        assert factors.tolist() == [[1.0] * 8] * 2 and factors.stride() == (0, 0)
+        assert factors.data_ptr() == one.data_ptr()
 
 
 def shifted(x: Any) -> Any:
@@ -292,6 +343,20 @@ def refused() -> Any:
     yield rows, put("v", lambda x: x[:-1]), "k: needs shape"  # v says how many
     yield sunk, put("sink", lambda x: x[:8]), "sink: needs shape"
     yield sunk, put("sink", torch.Tensor.half), "sink: needs dtype"
+    for name in DESCALES:
+        yield in_8_bits, put(name, lambda x: x[:, :7]), f"{name}: needs shape (2, 8)"
+        yield in_8_bits, put(name, torch.Tensor.half), f"{name}: needs dtype"
+        yield in_8_bits, put(name, freed), f"{name}: is empty or null"
+        yield in_8_bits, put(name, lambda x: x.to("meta")), f"{name}: needs device"
+
+        def inside(given: Given, name: str = name) -> Given:
+            memory = given["out"].view(torch.float32).flatten()
+            return given | {name: memory[:16].view(2, 8)}
+
+        yield in_8_bits, inside, f"out: shares memory with {name}"
+    yield in_8_bits, put("out", torch.Tensor.half), "no kernel takes"
+    yield in_8_bits, put("out", torch.Tensor.float), "out: needs dtype torch.bfloat16"
+    yield in_8_bits, put("k", torch.Tensor.half), "k: needs dtype torch.uint8, as q"
     starts = torch.zeros(5, dtype=torch.int32)
     yield paged, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_q: needs"
     yield dense, lambda given: given | {"cu_seqlens_k": starts}, "cu_seqlens_k: needs"
@@ -299,6 +364,9 @@ def refused() -> Any:
     yield dense, lambda given: given | {"softcap": 30.0}, "no kernel takes"
     yield dense, lambda given: given | {"sink": torch.zeros(8)}, "no kernel takes"
     yield dense, lambda given: given | {"return_lse": True}, "no kernel takes"
+    yield dense, lambda given: given | {
+        "k_descale": torch.ones(2, 2)
+    }, "no kernel takes"
     yield dense, put("q", lambda x: x[:, :, :7]), "out: needs shape"
     yield windowed, lambda given: given | {"window": (5.0, 0)}, "window_left: must be"
 
@@ -505,7 +573,7 @@ def test_a_write_of_out_is_counted(loaded: Loaded, no_grad: Any) -> None:
 def test_threads(loaded: Loaded) -> None:
     calls = [layout() for layout in LAYOUTS.values()] * 40
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda given: loaded.package.fmha(**given), calls))
+        list(pool.map(lambda given: loaded.package.fmha(**arguments(given)), calls))
     assert len(loaded.launched) == len(calls)
     for name, (*_, sm_count) in loaded.launched:
         assert name in STEMS and sm_count == SM_COUNT

@@ -151,16 +151,18 @@ def function(loaded: Loaded, adapter: str, name: str) -> Any:
     return getattr(module, name)
 
 
-def call_of(adapter: str, name: str, page: int | None) -> tuple[dict[str, Any], Any]:
+def call_of(
+    adapter: str, name: str, page: int | None, dtype: Any = torch.bfloat16
+) -> tuple[dict[str, Any], Any]:
     """The arguments of a call without options, and the tensors as `expected` takes them."""
     if name == "flash_attn_func":
-        q, k, v = tensors(33, 40, heads=4, qk=64, v=64)
+        q, k, v = tensors(33, 40, heads=4, qk=64, v=64, dtype=dtype)
         starts = torch.tensor([0, 33, 66], dtype=torch.int32)
         ends = torch.tensor([0, 40, 80], dtype=torch.int32)
         flat = dict(zip("qkv", (x.flatten(0, 1) for x in (q, k, v)), strict=True))
         flat |= {"cu_seqlens_q": starts, "cu_seqlens_k": ends}
         return {"q": q, "k": k, "v": v}, flat
-    given = packed(page=page, spare=0)
+    given = packed(page=page, spare=0, dtype=dtype)
     asked = dict(given)
     if name == "flash_attn_with_kvcache":
         for ours, theirs in (("k", "k_cache"), ("v", "v_cache")):
@@ -378,7 +380,9 @@ def test_a_cache_of_one_row_per_sequence(loaded: Loaded, lengths: str | None) ->
     )
     none = run(q[:, :0], k, v, cache_seqlens=told[lengths], causal=True)
     assert none.shape == (2, 0, *q.shape[2:])
-    with pytest.raises(ValueError, match=r"^k_cache: has 47 keys, .* kernel: \[16\]"):
+    with pytest.raises(
+        ValueError, match=r"^k_cache: has 47 keys, .* kernel for bf16: \[16\]"
+    ):
         run(q, k[:, 1:], v[:, 1:])
 
 
@@ -390,7 +394,7 @@ def test_offsets_and_tables_of_a_cache_are_made_once(
 
     run = function(loaded, "flash_attention", "flash_attn_with_kvcache")
     q, k, v = tensors(3, 48, heads=4, qk=64, v=64)
-    count, counted = (run.__globals__[name] for name in ("count", "COUNTED"))
+    count, counted = run.__globals__["count"], loaded[0].CONSTANTS
     counted.clear()
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         run(*(mode.from_tensor(x) for x in (q, k, v)), causal=True)

@@ -289,14 +289,15 @@ def test_opcheck(
         k,
         v,
         *written,
-        *[None] * 5,
+        *[None] * 8,
         *package.Options(causal=True),
         scale,
     )
     torch.library.opcheck(package.OPERATOR, given)
     q, k, v = tensors(heads=16, kv_heads=2, qk=64, v=64)
     written = torch.zeros_like(q), torch.zeros(2, 16, 48) if lse else None
-    more = (*[None] * 4, torch.zeros(16), *package.Options(causal=True), scale)
+    more = (*[None] * 4, torch.zeros(16), *[None] * 3)
+    more = (*more, *package.Options(causal=True), scale)
     torch.library.opcheck(package.OPERATOR, (q, k, v, *written, *more))
 
 
