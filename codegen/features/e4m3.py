@@ -86,6 +86,7 @@ V_LAYOUT: Final = Feature(
     keys={r"v_?(colmajor|col_major|transposed?|t)": "write v_layout: permuted"},
     relations=[
         Relation(["rows"], {"dtype": SIXTEEN_BITS}),
+        Relation(["rows"], {"batch": ["varlen"]}),
     ],
     flags=lambda spec: {"v_permuted": spec.v_layout == "permuted"},
     contract=lambda spec: (
@@ -104,6 +105,7 @@ DESCALE: Final = Feature(
         )
     },
     relations=[Relation(["none"], {"dtype": SIXTEEN_BITS})],
+    flags=lambda spec: {"descale": spec.descale != "none"},
     title=lambda spec: "descales" if spec.descale != "none" else "",
     contract=lambda spec: (
         "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
