@@ -362,3 +362,24 @@ def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     assert len(ready) >= len(tags) - 2
     for kernel in ready:
         assert kernel.run(schedules(0)[0]).findings == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "head_dim: 64\nout_dtype: fp16\nexp: linear\n",
+        "head_dim: 64\nmask: causal\nlse: true\nheads: {q_per_kv: 8}\ndescale: head\n"
+        "kv: {paged: {page: 48}}\n",
+        "head_dim: 128\nmask: causal\nwindow: {left: 255}\nexp: linear\n"
+        "stages: {q: 1}\nkv: {paged: {page: 528}}\n",
+    ],
+    ids=["plain", "gqa", "one_q_stage"],
+)
+def test_packed_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
+    text = BASE.replace("v_layout: permuted", "batch: varlen") + fields
+    path = written(tmp_path, support.kernel_text(text), "kernel")
+    tags = {"mixed", "padded", "outside", "rising", "descales", "pages", "full"}
+    _, ready = rehearsals(path, tags)
+    assert len(ready) >= 4
+    for kernel in ready:
+        assert kernel.run(schedules(0)[0]).findings == []
