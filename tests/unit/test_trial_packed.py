@@ -27,7 +27,7 @@ KINDS = {
 
 
 class Packed:
-    """What a generated module offers. keeps: its first call's integers and factors for all others."""
+    """What a generated module offers. keeps: integers and factors of its first call, for all."""
 
     TILE_Q, TILE_KV, Q_STAGES, RESCALE_SLACK = 64, 64, 1, 8.0
 
