@@ -71,4 +71,7 @@ REGISTERS_TRANSPOSING: Final[Mapping[int, RegisterSplit]] = {
 }
 
 # Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled.
-REGISTERS_BESIDE_TILES: Final[Mapping[int, int]] = {2: 30, 1: 24}  # by bytes of an element
+REGISTERS_BESIDE_TILES: Final[Mapping[int, int]] = {
+    2: 30,
+    1: 24,
+}  # by bytes of an element

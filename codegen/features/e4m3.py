@@ -88,6 +88,7 @@ V_LAYOUT: Final = Feature(
         Relation(["rows"], {"dtype": SIXTEEN_BITS}),
         # Its 8-bit MMAs take V as it is.
         Relation(["rows"], {"arch": ["sm100"]}),
+        Relation(["rows"], {"batch": ["varlen"]}),
     ],
     flags=lambda spec: {"v_permuted": spec.v_layout == "permuted"},
     contract=lambda spec: (

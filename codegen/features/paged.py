@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from pydantic import Field
 
-from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ PAGED: Final = Feature(
             "needs packed queries",
             "set batch: varlen",
         ),
-        Relation(["none"], {"dtype": [E4M3]}),
     ],
     flags=lambda spec: {"paged": page_of(spec) is not None},
     title=lambda spec: f"pages of {page_of(spec)} keys" if page_of(spec) else "",

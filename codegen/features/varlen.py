@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from ..errors import Violation
 from ..expressions.language import names_in
 from .bias import has_bias
-from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation
 from .paged import page_of
 from .problem import DYNAMIC
@@ -73,7 +72,6 @@ BATCH: Final = Feature(
         Relation(["dense"], {"documents": [True]}),
         Relation(["dense"], {"prefix": [True]}),
         Relation(["dense"], {"bias.dtype": ["bf16", "fp16", "fp32"]}),
-        Relation(["dense"], {"dtype": [E4M3]}),
     ],
     refusals=_refusals,
     flags=lambda spec: {"varlen": is_packed(spec)},

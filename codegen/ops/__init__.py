@@ -5,7 +5,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from .e4m3 import E4M3_FORWARD, OF_PERMUTED, is_e4m3, is_permuted
+from .e4m3 import (
+    E4M3_FORWARD,
+    OF_PERMUTED,
+    PACKED_E4M3,
+    PAGED_E4M3,
+    is_e4m3,
+    is_permuted,
+)
 from .forward import FORWARD
 from .operation import Operation, Spec
 from .paged import PAGED_FORWARD, is_paged
@@ -18,8 +25,11 @@ FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
 def operation_of(spec: Spec) -> Operation:
     """Return the operation of a SPEC; raises KeyError for one that is not generated."""
     operation = OPERATIONS[spec["op"]]
-    if is_e4m3(spec):
-        return OF_PERMUTED if is_permuted(spec) else E4M3_FORWARD
+    in_8_bits = is_e4m3(spec)
     if is_paged(spec):
-        return PAGED_FORWARD
-    return PACKED_FORWARD if is_packed(spec) else operation
+        return PAGED_E4M3 if in_8_bits else PAGED_FORWARD
+    if is_packed(spec):
+        return PACKED_E4M3 if in_8_bits else PACKED_FORWARD
+    if in_8_bits:
+        return OF_PERMUTED if is_permuted(spec) else E4M3_FORWARD
+    return operation

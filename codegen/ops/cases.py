@@ -763,7 +763,7 @@ def _fitted(
 def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     """Packed sequences of all lengths, many and few, and offsets that leave the tensors."""
     rows, block, group = tiles.positions, tiles.kv, spec["q_per_kv"] // tiles.heads
-    few = min(rows, 33)
+    few, in_8_bits = min(rows, 33), spec["dtype"] == "e4m3"  # which has no infinity
 
     def case(tag: str, lengths: Packed, kv_heads: int = 1, **options: Any) -> Case:
         return _fitted_packed(spec, tiles, tag, lengths, kv_heads, **options)
@@ -828,13 +828,8 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         "peaks",
         "slope",
     ]
-    kinds += [
-        "first_at_minus_inf",
-        "all_at_minus_inf",
-        "uniform_1e4",
-        "all_1e4",
-        "close",
-    ]
+    kinds += [] if in_8_bits else ["first_at_minus_inf", "all_at_minus_inf"]
+    kinds += ["uniform_1e4", "all_1e4", "close"]
     kinds += ["future"] if masks.of_spec(spec).right_edges else []
     kinds += ["saturated"] if "softcap" in spec else []
     kinds += ["slopes"] if spec.get("alibi") else []
@@ -846,6 +841,11 @@ def _packed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
         yield case(data, pair, heads, data=data, clusters=2)
     for tag, factor in (("steep", STEEP), ("flat", FLAT), ("logits", LARGE_LOGITS)):
         yield case(tag, ((few, block + 9), (1, 2)), scale_factor=factor)
+    if in_8_bits:  # sums that the tensor cores alone would cut off
+        yield case("mean_v", ((few, MEAN_KEYS),), data="mean_v")
+    if spec.get("descale"):
+        three = ((few, block + 3), (3, 9), (rows + 2, block // 2))
+        yield case("descales", three, 3, data="descales", clusters=2)
     if is_paged(spec):
         yield from _pages(spec, tiles)
     # On a whole GPU.

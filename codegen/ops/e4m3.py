@@ -18,8 +18,10 @@ from . import forward
 from .compare import Verdict
 from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS_KV, LSE, OUT, SEQLEN_KV, K, Q, V
 from .operation import OF_OUTPUT, Array, Axis, Given, Sizes, Spec, Tensor
+from .paged import paging
 from .reference import Truth, truth
 from .scores import float64
+from .varlen import packing
 
 E4M3: Final = "e4m3"
 LARGEST: Final = 448.0
@@ -177,3 +179,5 @@ E4M3_FORWARD: Final = replace(
     judge=_judge,
 )
 OF_PERMUTED: Final = replace(E4M3_FORWARD, reads=(Q, K, V_PERMUTED, *DESCALES))
+PACKED_E4M3: Final = packing(E4M3_FORWARD, *DESCALES)
+PAGED_E4M3: Final = paging(PACKED_E4M3)

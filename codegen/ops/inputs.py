@@ -432,7 +432,7 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
     Those of Q and K leave the scores as they are, but in `descales`.
     """
     drawn: dict[str, Any] = values(in_16_bits(spec), tiles, case)
-    found = {name: np.clip(x, -LARGEST, LARGEST) for name, x in drawn.items()}
+    found = drawn | {name: np.clip(drawn[name], -LARGEST, LARGEST) for name in "qkv"}
     if is_permuted(spec):
         found["v"] = permute_v(found["v"])
     if not spec.get("descale"):

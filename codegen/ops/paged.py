@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fmha_fwd` over packed queries and a paged cache: K and V of a sequence are in pages of a pool.
+"""An operation over packed queries and a paged cache: K and V of a sequence are in pages of a pool.
 
 Key j of sequence i is row j % page of the page block_table[i, j // page], of one outside the pool
 the first or the last. Slots of the pool and entries of the table behind a sequence's last key have
@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .forward import BATCH, HEAD_DIM_QK, HEAD_DIM_V, HEADS_KV, SINK, SLOPES, K, V
-from .operation import Array, Axis, Given, Sizes, Spec, Tensor
+from .forward import BATCH, K, V
+from .operation import Array, Axis, Given, Operation, Sizes, Spec, Tensor
 from .scores import namespace
 from .varlen import CU_SEQLENS_K, CU_SEQLENS_Q, PACKED_FORWARD, is_packed
 
@@ -199,12 +200,14 @@ def _taken(pool: Array, row: list[int], count: int) -> Array:
     return pool[ids].reshape(len(ids) * page, *pool.shape[2:])[:count]
 
 
-def _exact(given: Given, wanted: Array | None = None) -> Mapping[str, Array]:
-    return PACKED_FORWARD.exact(gathered(given), wanted)
+def _exact(
+    of: Operation, given: Given, wanted: Array | None = None
+) -> Mapping[str, Array]:
+    return of.exact(gathered(given), wanted)
 
 
-def _truth(given: Given, wanted: Array | None = None) -> Any:
-    return PACKED_FORWARD.truth(gathered(given), wanted)
+def _truth(of: Operation, given: Given, wanted: Array | None = None) -> Any:
+    return of.truth(gathered(given), wanted)
 
 
 def _flops(
@@ -213,21 +216,26 @@ def _flops(
     return PACKED_FORWARD.flops(packed(spec), sizes)
 
 
-PAGED_FORWARD: Final = replace(
-    PACKED_FORWARD,
-    noun="Attention in packed sequences with a paged cache",
-    reads=(
-        PACKED_FORWARD.reads[0],
-        replace(K, axes=(PAGES, PAGE, HEADS_KV, HEAD_DIM_QK)),
-        replace(V, axes=(PAGES, PAGE, HEADS_KV, HEAD_DIM_V)),
-        CU_SEQLENS_Q,
-        SEQUSED_K,
-        BLOCK_TABLE,
-        SINK,
-        SLOPES,
-    ),
-    exact=_exact,
-    truth=_truth,
-    flops=_flops,
-    indices=_indices,
-)
+def paging(of: Operation) -> Operation:
+    """An operation over packed sequences whose K and V are in pages."""
+    q, k, v, cu_seqlens_q, _, *beside = of.reads
+    return replace(
+        of,
+        noun="Attention in packed sequences with a paged cache",
+        reads=(
+            q,
+            replace(k, axes=(PAGES, PAGE, *k.axes[1:])),
+            replace(v, axes=(PAGES, PAGE, *v.axes[1:])),
+            cu_seqlens_q,
+            SEQUSED_K,
+            BLOCK_TABLE,
+            *beside,
+        ),
+        exact=partial(_exact, of),
+        truth=partial(_truth, of),
+        flops=_flops,
+        indices=_indices,
+    )
+
+
+PAGED_FORWARD: Final = paging(PACKED_FORWARD)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`fmha_fwd` over packed sequences: each is the dense operation on rows of its own.
+"""An operation over packed sequences: each is the dense operation on rows of its own.
 
 Tensors are [rows of all sequences, heads, head_dim]; sequence i has the rows from cu_seqlens[i] on,
 before cu_seqlens[i + 1]. Rows of no sequence, before the first and after the last, are not read,
@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 
 from .compare import Verdict
 from .forward import (
+    BATCH,
     FORWARD,
     HEAD_DIM_QK,
     HEAD_DIM_V,
@@ -33,7 +35,7 @@ from .forward import (
     V,
 )
 from .lists import BY_MASK, Drawn
-from .operation import Array, Axis, Given, Sizes, Spec, Tensor
+from .operation import Array, Axis, Given, Operation, Sizes, Spec, Tensor
 from .scores import namespace
 
 TOTAL_Q: Final = Axis("total_q", "s", "s", lambda spec, sizes: sizes.q)
@@ -116,10 +118,11 @@ class Sequence(NamedTuple):
     truth: Any
 
 
-def _sequences(given: Given) -> Iterator[tuple[Given, Rows]]:
+def _sequences(of: Operation, given: Given) -> Iterator[tuple[Given, Rows]]:
     """The dense call of each sequence that has queries; of one without keys with a row more."""
     bounds = [given.inputs[x.name] for x in (CU_SEQLENS_Q, CU_SEQLENS_K)]
-    for rows in _between(*bounds, *(len(given.inputs[x.name]) for x in (Q, K))):
+    found = _between(*bounds, *(len(given.inputs[x.name]) for x in (Q, K)))
+    for number, rows in enumerate(found):
         if rows.q.start == rows.q.stop:
             continue
         own, spec = {"q": rows.q, "k": rows.kv, "v": rows.kv}, dense(given.spec)
@@ -134,10 +137,15 @@ def _sequences(given: Given) -> Iterator[tuple[Given, Rows]]:
             }
             spec["mask"] = "causal"
         batches = {name: x[None] for name, x in inputs.items()}
+        for tensor in of.inputs(spec):
+            if tensor.axes[0] == BATCH and tensor.name not in own:
+                batches[tensor.name] = given.inputs[tensor.name][number][None]
         yield replace(given, spec=spec, inputs={**given.inputs, **batches}), rows
 
 
-def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
+def _exact(
+    of: Operation, given: Given, wanted: Array | None = None
+) -> dict[str, Array]:
     """NaN in rows of no sequence. wanted: bool [rows, heads], to which it may be limited."""
     q, v = given.inputs[Q.name], given.inputs[V.name]
     options = {"dtype": namespace(q).float64}
@@ -145,26 +153,27 @@ def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
         options["device"] = q.device
     out = namespace(q).full((*q.shape[:2], v.shape[-1]), math.nan, **options)
     lse = namespace(q).full((q.shape[1], q.shape[0]), math.nan, **options)
-    for call, rows in _sequences(given):
+    for call, rows in _sequences(of, given):
         some = None
         if wanted is not None:
             some = wanted[rows.q][None]
-        count, found = rows.q.stop - rows.q.start, FORWARD.exact(call, some)
+        count, found = rows.q.stop - rows.q.start, of.exact(call, some)
         out[rows.q] = found[OUT.name][0, :count]
         lse[:, rows.q] = found[LSE.name][0, :, :count]
     return {OUT.name: out, LSE.name: lse}
 
 
-def _truth(given: Given, wanted: Array | None = None) -> list[Sequence]:
+def _truth(of: Operation, given: Given, wanted: Array | None = None) -> list[Sequence]:
     found = []
-    for call, rows in _sequences(given):
-        count, truth = rows.q.stop - rows.q.start, FORWARD.truth(call)
+    for call, rows in _sequences(of, given):
+        count, truth = rows.q.stop - rows.q.start, of.truth(call)
         cut = (x[:, :count] if x.ndim == 4 else x[..., :count] for x in truth)
         found.append(Sequence(call, rows, type(truth)(*cut)))
     return found
 
 
 def _judge(
+    of: Operation,
     given: Given,
     outputs: Mapping[str, Array],
     truth: list[Sequence],
@@ -179,7 +188,7 @@ def _judge(
         written = {OUT.name: outputs[OUT.name][rows.q][None]}
         if LSE.name in outputs:
             written[LSE.name] = outputs[LSE.name][:, rows.q][None]
-        for name, found in FORWARD.judge(call, written, right, tile).items():
+        for name, found in of.judge(call, written, right, tile).items():
             worst = verdicts[name]
             where = f" (of sequence {number} of {len(truth)} with queries)"
             verdicts[name] = Verdict(
@@ -219,28 +228,33 @@ def each_of(sizes: Sizes) -> list[One]:
     return [One(sizes.kv_heads, q, kv) for q, kv in sizes.lengths if q > 0 and kv > 0]
 
 
-PACKED_FORWARD: Final = replace(
-    FORWARD,
-    noun="Attention in packed sequences",
-    shape="rows, heads, head_dim",
-    reads=(
-        replace(Q, axes=(TOTAL_Q, HEADS, HEAD_DIM_QK)),
-        replace(K, axes=(TOTAL_KV, HEADS_KV, HEAD_DIM_QK)),
-        replace(V, axes=(TOTAL_KV, HEADS_KV, HEAD_DIM_V)),
-        CU_SEQLENS_Q,
-        CU_SEQLENS_K,
-        SINK,
-        SLOPES,
-    ),
-    writes=(
-        replace(OUT, axes=(TOTAL_Q, HEADS, HEAD_DIM_V)),
-        replace(LSE, axes=(HEADS, TOTAL_Q)),
-    ),
-    exact=_exact,
-    truth=_truth,
-    judge=_judge,
-    flops=_flops,
-    indices=_indices,
-    params=lambda spec: (),
-    numbers=lambda spec: (),
-)
+def packing(of: Operation, *beside: Tensor) -> Operation:
+    """A dense operation over packed sequences. beside: tensors that it reads beside Q, K and V."""
+    out, lse = of.writes
+    return replace(
+        of,
+        noun="Attention in packed sequences",
+        shape="rows, heads, head_dim",
+        reads=(
+            replace(Q, axes=(TOTAL_Q, HEADS, HEAD_DIM_QK)),
+            replace(K, axes=(TOTAL_KV, HEADS_KV, HEAD_DIM_QK)),
+            replace(V, axes=(TOTAL_KV, HEADS_KV, HEAD_DIM_V)),
+            CU_SEQLENS_Q,
+            CU_SEQLENS_K,
+            *beside,
+        ),
+        writes=(
+            replace(out, axes=(TOTAL_Q, HEADS, HEAD_DIM_V)),
+            replace(lse, axes=(HEADS, TOTAL_Q)),
+        ),
+        exact=partial(_exact, of),
+        truth=partial(_truth, of),
+        judge=partial(_judge, of),
+        flops=_flops,
+        indices=_indices,
+        params=lambda spec: (),
+        numbers=lambda spec: (),
+    )
+
+
+PACKED_FORWARD: Final = packing(FORWARD, SINK, SLOPES)

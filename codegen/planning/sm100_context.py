@@ -114,7 +114,7 @@ def template_context(
         "bias_swizzle": bias_swizzle(traits),
         "one_box": traits.one_box,
         "uneven": traits.uneven,
-        "split_k": False,
+        "parts_of_blocks": False,
         "multicast": traits.multicast_k,
         "masks": traits.masks,
         "one_loop": traits.one_loop,

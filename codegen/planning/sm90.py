@@ -33,6 +33,7 @@ from .numbers import derived, given, of_bias, of_scores, regions, tuned
 from .sm90_context import (
     FLUSHED_KEYS,
     K_WARPS,
+    TRANSPOSE_WARPS,
     Sizes,
     Traits,
     is_bounded,
@@ -271,7 +272,11 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
             1,
             "",
         ),
-        *([("sTiles", "4 * 6 * TILE_STAGES", 1, "")] if tiles else []),
+        *(
+            [("sTiles", f"4 * {traits.tile_words} * TILE_STAGES", 1, "")]
+            if tiles
+            else []
+        ),
         (
             "sQ",
             "Q_TX_BYTES * Q_STAGES",
@@ -432,9 +437,14 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         tile = "CLUSTER_POSITIONS"
         yield tile, "query positions per cluster", "TILE_POSITIONS * CLUSTER_SIZE"
     if traits.page is not None:
-        yield "BOX_ROWS", "keys of a box, in one page", "math.gcd(PAGE, TILE_KV)"
+        part = " // TRANSPOSE_WARPS" * traits.transposes_v
+        yield "BOX_ROWS", "keys of a box, in one page", f"math.gcd(PAGE, TILE_KV{part})"
         yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
     loaders = "1" if traits.page is None else "2"
+    if traits.transposes_v:
+        loaders = "1 + TRANSPOSE_WARPS"
+    if traits.transposes_v and traits.page is not None:
+        yield "V_BOXES", "per stage and warp", "BOXES // TRANSPOSE_WARPS"
     if traits.split_k:
         loaders = "K_WARPS + 1"
         yield "K_WARPS", "that load K", str(K_WARPS)
@@ -482,10 +492,14 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
             full = f"{arrivals} + K_TX_BYTES by TMA of {arrivals} warps"
         by = "producer"
         if name == "v" and traits.transposes_v:
-            arrivals, by = sm90.CONSTANTS["TRANSPOSE_WARPS"], "transposing warps"
-            yield Barrier("rows_full", ROWS_STAGES, 1, full, by)
+            arrivals, by = TRANSPOSE_WARPS, "transposing warps"
+            loaders = 1 if traits.page is None else arrivals
+            if loaders > 1:
+                full = f"{loaders} + V_TX_BYTES by TMA of {loaders} warps"
+            yield Barrier("rows_full", ROWS_STAGES, loaders, full, by)
             freed_rows = f"{arrivals}: every transposing warp"
-            yield Barrier("rows_empty", ROWS_STAGES, arrivals, freed_rows, "producer")
+            filled_by = "producer" if traits.page is None else by
+            yield Barrier("rows_empty", ROWS_STAGES, arrivals, freed_rows, filled_by)
             full = freed_rows
         yield Barrier(f"{name}_full", stages, arrivals, full, "consumers")
         yield Barrier(f"{name}_empty", stages, warps, freed, by)
@@ -495,13 +509,12 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         freed = "4: every warp of the warpgroup"
         yield Barrier("bias_empty", warpgroups, 4, freed, "producer")
     if is_packed(traits.spec):
-        loaders = 1 if traits.page is None else K_WARPS + 1 if traits.split_k else 2
-        freed = f"{4 * warpgroups + loaders}: every warp that loads or computes"
+        releases = 4 * warpgroups + traits.loaders
+        who = "loads, transposes" if traits.transposes_v else "loads"
+        freed = f"{releases}: every warp that {who} or computes"
         full = "1: the scheduler"
         yield Barrier("tile_full", TILE_STAGES, 1, full, "loaders, consumers")
-        yield Barrier(
-            "tile_empty", TILE_STAGES, 4 * warpgroups + loaders, freed, "scheduler"
-        )
+        yield Barrier("tile_empty", TILE_STAGES, releases, freed, "scheduler")
     if traits.takes_turns:
         turn = "256 threads: a warpgroup and the one before it"
         yield Barrier("order", warpgroups, 256, turn, "the warpgroup")

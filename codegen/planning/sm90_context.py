@@ -8,7 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from ..arch.sm90 import REGISTERS, REGISTERS_TRANSPOSING, WARPGROUP_ROWS, RegisterSplit
+from ..arch.sm90 import (
+    CONSTANTS,
+    REGISTERS,
+    REGISTERS_TRANSPOSING,
+    WARPGROUP_ROWS,
+    RegisterSplit,
+)
 from ..features.e4m3 import is_e4m3, output_type
 from ..features.softcap import cap_of
 from ..features.varlen import is_packed
@@ -21,6 +27,7 @@ from .traits import P_LIMIT, Loops
 
 K_WARPS: Final = 2  # that load K where its boxes are small
 FLUSHED_KEYS: Final = 256  # of e4m3, after which O takes PV: tensor cores keep 13 bits
+TRANSPOSE_WARPS: Final = CONSTANTS["TRANSPOSE_WARPS"]
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}  # of two elements of O
 
 
@@ -159,11 +166,37 @@ class Traits(shared.Traits):
         return self.sizes.tile_q > 64
 
     @property
+    def box_rows(self) -> int:
+        """Keys of a box: in one page, and where two warps load V of one's half of a block."""
+        parts = TRANSPOSE_WARPS if self.transposes_v else 1
+        return math.gcd(self.page or 0, self.sizes.tile_kv // parts)
+
+    @property
+    def tile_words(self) -> int:
+        """Words of a work tile: factors need the number of its sequence, which pages have."""
+        return 8 if self.page is None and self.spec.descale != "none" else 6
+
+    @property
+    def rings_of_loaders(self) -> tuple[str, ...]:
+        """The rings that each warp fills which does nothing but load, by its number."""
+        if self.page is None:
+            return ("qkv",)
+        if self.transposes_v:
+            return ("qk",)
+        return ("qk", "v", "k") if self.split_k else ("qk", "v")
+
+    @property
+    def loaders(self) -> int:
+        """Warps that take work tiles beside the consumers: those that load or transpose."""
+        return len(self.rings_of_loaders) + TRANSPOSE_WARPS * self.transposes_v
+
+    @property
     def split_k(self) -> bool:
         """Two warps load K: one alone would issue its boxes for as long as a block takes."""
         page = self.page
         return (
             page is not None
+            and not self.transposes_v
             and self.sizes.tile_kv // math.gcd(page, self.sizes.tile_kv) > 2
         )
 
@@ -198,7 +231,11 @@ def template_context(
         loaders = "warps 0 and 2 load Q and K by TMA, warp 1 V; "
     elif traits.page is not None:
         loaders = "warp 0 loads Q and K by TMA, warp 1 V; "
-    if traits.transposes_v:
+    if traits.transposes_v and traits.page is not None:
+        loaders = (
+            "warp 0 loads Q and K by TMA; warps 1 and 2 load V and transpose it;\n"
+        )
+    elif traits.transposes_v:
         loaders += "warps 1 and 2 transpose V;\n"
     if is_packed(spec):
         loaders += "warp 3 finds work tiles;\n"
@@ -232,10 +269,11 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
     if traits.transposes_v:
         fills |= {"v": "V^T by warps 1 and 2", "rows": "V by TMA"}
     if traits.page is not None:
-        rows = math.gcd(traits.page, traits.sizes.tile_kv)
-        boxes = traits.sizes.tile_kv // rows
-        for name in "kv":
-            fills[name] += f", {boxes} box{'es' * (boxes > 1)} of {rows} keys"
+        boxes = traits.sizes.tile_kv // traits.box_rows
+        for name in ("k", "rows" if traits.transposes_v else "v"):
+            fills[
+                name
+            ] += f", {boxes} box{'es' * (boxes > 1)} of {traits.box_rows} keys"
     if is_packed(traits.spec):
         fills["tile"] = "a work tile by warp 3"
     if traits.bias:
@@ -275,6 +313,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "cross_tile": traits.cross_tile,
         "takes_turns": traits.takes_turns,
         "split_k": traits.split_k,
+        "parts_of_blocks": traits.split_k or traits.transposes_v,
         "uneven": False,
         "strips": traits.strips,
         "one_block": traits.one_block,

@@ -11,7 +11,13 @@ from ..features.varlen import is_packed
 from ..ops.operation import BYTES
 from .kernel_plan import WARPGROUP_THREADS
 from .protocol import Lane, Load, Phase, Signal, Step, Wait, find_tile, take_tile
-from .sm90_context import K_WARPS, Traits, pv_slices, register_splits
+from .sm90_context import (
+    K_WARPS,
+    TRANSPOSE_WARPS,
+    Traits,
+    pv_slices,
+    register_splits,
+)
 
 _WARPS = 4  # of a warpgroup
 
@@ -27,23 +33,17 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
         if traits.page is None:
             yield Lane("producer", "warp 0", split.producer, (*taken, *produce))
         else:
-            for number, rings in enumerate(("qk", "v", "k" if traits.split_k else "")):
+            for number, rings in enumerate(traits.rings_of_loaders):
                 own = tuple(
                     x for x in produce if any(_fills(x, ring) for ring in rings)
                 )
                 name = " and ".join(rings.upper())
                 role, warp = f"producer of {name}", f"warp {number}"
-                if rings:
-                    yield Lane(role, warp, split.producer, (*taken, *own))
+                yield Lane(role, warp, split.producer, (*taken, *own))
         if traits.transposes_v:
-            number = sm90.CONSTANTS["TRANSPOSE_WARPS"]
-            what = "V(last)" if end else "V(n-1)"
-            yield Lane(
-                "transposer",
-                f"warps 1 to {number}",
-                split.producer,
-                (_transpose(what, number),),
-            )
+            warps = f"warps 1 to {TRANSPOSE_WARPS}"
+            transposer = tuple(_transposer(traits, end=end))
+            yield Lane("transposer", warps, split.producer, transposer)
         if packed:
             yield Lane("scheduler", "warp 3", split.producer, (find_tile(),))
         for index in warpgroups:
@@ -126,14 +126,27 @@ def _load(traits: Traits, ring: str, what: str, *, earlier: bool = True) -> Step
     )
 
 
-def _transpose(what: str, warps: int) -> Step:
-    """Of a stage of V as it comes, by warps that fill one of V^T."""
-    return Step(
-        f"transpose {what}",
+def _transposer(traits: Traits, *, end: bool) -> Iterator[Step]:
+    """Of the warps that transpose V, a block ahead of which they load its pages."""
+    paged, warps = traits.page is not None, TRANSPOSE_WARPS
+    transpose = Step(
+        "transpose V(last)" if end else "transpose V(n-1)",
         "math",
-        (Wait("rows_full"), Wait("v_empty", earlier=True)),
+        (Wait("rows_full", earlier=paged), Wait("v_empty", earlier=True)),
         (Signal("v_full", warps), Signal("rows_empty", warps)),
     )
+    take = [take_tile(warps)] if end and is_packed(traits.spec) else []
+    if not paged:
+        yield from (transpose, *take)
+        return
+    nbytes = traits.sizes.tile_kv * traits.spec.head_dim.v * BYTES[traits.spec.dtype]
+    load = Step(
+        "load next V(0)" if end else "load V(n)",
+        "tma",
+        (Wait("rows_empty", earlier=not end),),
+        (Signal("rows_full", warps, tx_bytes=nbytes),),
+    )
+    yield from (transpose, *take, load) if end else (load, transpose)
 
 
 def _load_bias(traits: Traits, what: str) -> Iterator[Step]:

@@ -85,6 +85,8 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
     yield from words.sequences(has, "Warp 3")
     if has["split_k"]:
         yield "Two warps load K, whose ring is the shorter one, half of its boxes each."
+    if has["transposes_v"] and has["paged"]:
+        yield "The two warps that transpose V load it, half of its boxes each, a block ahead."
     if traits.packed:
         yield "Rows of a query tile are (position, head of the group), heads fastest."
     if has["cluster_size"] > 1:

@@ -13,8 +13,11 @@ import numpy as np
 import pytest
 from fmha_gen.build import engine
 from fmha_gen.evidence.rehearsal import Rehearsal, schedules
+from fmha_gen.evidence.tensors import NAN8
 from fmha_gen.ops.cases import Case
 from fmha_gen.ops.e4m3 import natural_v, permute_v
+from fmha_gen.ops.paged import slots_of
+from fmha_gen.ops.varlen import rows_of
 from numpy.typing import NDArray
 
 from tests import support
@@ -26,6 +29,8 @@ STEM = "sm90_d128_e4m3_permuted_full"
 LINEAR = "sm90_d128_e4m3_permuted_linear_full"
 LINEAR_CAUSAL = "sm90_d128_e4m3_permuted_linear_causal"
 WITH_LSE = "sm90_d128_e4m3_causal_lse"
+PACKED_ROWS = "sm90_d128_e4m3_linear_causal_varlen"
+PAGED = "sm90_d128_e4m3_linear_causal_gqa4_page16_varlen"
 LINEAR_64 = "sm90_d64_e4m3_permuted_linear_full"
 SLICED = "sm90_d256_e4m3_permuted_linear_full"
 ROWS = "sm90_d96_e4m3_linear_causal"
@@ -39,6 +44,11 @@ SUM = "rows_and_columns(acc_O)[r, HEAD_DIM_V // QUAD]"
 GOES_ON = "Boolean(i % FLUSH_BLOCKS != 0)"
 FLUSH = "    if i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1:\n        add_part(mma)\n"
 REFERENCE = "shift * scale_log2 - (P_OFFSET - headroom)"
+NO_KEYS = (
+    "        if problem.seqlen_kv == 0:\n"
+    "            mma.acc_O.fill(0.0)  # the row that it loaded may be NaN\n"
+)
+ADD = "        add_part(mma)\n"
 SCALE_PART = "        scale_row(part_O, r, factor)\n"
 FIRST = "    2.0  # [log2: of a tile's first reference"
 PLACE = "place + first // PACKED,"
@@ -162,8 +172,8 @@ DAMAGES_OF_ROWS = {
     ),
     "odd columns in the place of even ones": (
         "ragged",
-        "to, square, even, odd)",
-        "to, square, odd, even)",
+        "even = cutlass.select_(lower, Int32(EVEN_BYTES), Int32(ODD_BYTES))",
+        "even = cutlass.select_(lower, Int32(ODD_BYTES), Int32(EVEN_BYTES))",
     ),
     "V^T without a fence": (
         "ragged",
@@ -206,6 +216,44 @@ SM100_DAMAGES = {
         LSE.replace(" - row.offset", ""),
     ),
 }
+PACKED_DAMAGES = {
+    "V's factor is the first sequence's": (
+        *(PACKED_ROWS, "descales", "descales.v[problem.sequence, head]"),
+        "descales.v[0, head]",
+    ),
+    "scores have the factors of the tile before": (
+        *(PACKED_ROWS, "descales", "more, next_problem.sequence,"),
+        "more, problem.sequence,",
+    ),
+    "V is that of the next sequence, too": (
+        *(PACKED_ROWS, "mixed", "partition_rows(v, rings.sRows, head, end, rows)"),
+        "partition_rows(v, rings.sRows, head, v.tensor.shape[3] - 1, rows)",
+    ),
+    "a work tile that a transposing warp may still read": (
+        *(PACKED_ROWS, "tiles", "    11  # [warps that free it]"),
+        "    10  # [warps that free it]",
+    ),
+    "both warps load the first half": (
+        *(PAGED, "pages", "cute.arch.warp_idx()) - 1) * V_BOXES"),
+        "cute.arch.warp_idx()) - 1) * 0",
+    ),
+    "rows are transposed that are on their way": (
+        *(PAGED, "pages", "state_at(rows_user, before + i - 1)"),
+        "state_at(rows_user, before + i)",
+    ),
+    "each tile begins with the first stage": (
+        *(PAGED, "pages", "        before += blocks\n"),
+        "",
+    ),
+    "V of another block": (
+        *(
+            PAGED,
+            "pages",
+            "                    blocks - 1 - i,\n                    head // Q_PER_KV",
+        ),
+        "                    i,\n                    head // Q_PER_KV",
+    ),
+}
 # All eight rows below V^T are ones. P of a first reference has a limit that is lower by as much. Of
 # two offsets the one is as good as the other, as row sums have it, too, while no code is NaN.
 NO_DAMAGES = {
@@ -246,6 +294,46 @@ def test_a_damage_of_transposing_is_noticed(name: str, tmp_path: Path) -> None:
 def test_a_damage_on_sm100_is_noticed(name: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = SM100_DAMAGES[name]
     assert findings(damaged(tmp_path, stem, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", PACKED_DAMAGES)
+def test_a_damage_of_packed_sequences_is_noticed(name: str, tmp_path: Path) -> None:
+    stem, tag, right, wrong = PACKED_DAMAGES[name]
+    assert findings(damaged(tmp_path, stem, right, wrong), tag)
+
+
+def entered(path: Path, poisoned: int) -> bool:
+    """Whether others' bits change where all of a sequence is NaN."""
+    tag = "pages" if "_page" in path.stem else "mixed"
+    (kernel,) = tagged(path, [tag])
+    kernel.run(schedules(0)[0])
+    before, rows = kernel.problem["out"].view.copy(), rows_of(kernel.case)
+    own: Any = rows[poisoned].kv
+    if tag == "pages":
+        own = slots_of(kernel.spec, kernel.case)[poisoned]
+    for name in "kv":
+        kernel.problem[name].view[own] = NAN8
+    kernel.run(schedules(0)[0])
+    changed = [
+        (before[each.q] != kernel.problem["out"].view[each.q]).any() for each in rows
+    ]
+    assert changed.pop(poisoned)
+    return any(changed)
+
+
+@pytest.mark.parametrize(
+    ("stem", "poisoned"), [(PACKED_ROWS, 0), (PACKED_ROWS, 2), (PAGED, 5)]
+)
+def test_no_value_of_a_sequence_enters_another(stem: str, poisoned: int) -> None:
+    assert not entered(support.GENERATED / f"{stem}.py", poisoned)
+
+
+@pytest.mark.parametrize("wrong", [ADD, NO_KEYS + ADD], ids=["never", "too early"])
+def test_o_without_keys_is_cleared_once_its_part_was_added(
+    wrong: str, tmp_path: Path
+) -> None:
+    """The fourth sequence has no keys, and loads the last row of the third."""
+    assert entered(damaged(tmp_path, PACKED_ROWS, ADD + NO_KEYS, wrong), 2)
 
 
 @pytest.mark.parametrize("name", NO_DAMAGES)
@@ -393,5 +481,26 @@ def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     tags = ["ragged", "strided", "waves", "rising", "short_kv", "descales", "plain"]
     _, ready = rehearsals(made / "kernel.py", tags)
     assert len(ready) >= len(tags) - 2
+    for kernel in ready:
+        assert kernel.run(schedules(0)[0]).findings == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "head_dim: 64\nout_dtype: fp16\nexp: linear\n",
+        "head_dim: 64\nmask: causal\nlse: true\nheads: {q_per_kv: 8}\ndescale: head\n"
+        "kv: {paged: {page: 48}}\n",
+        "head_dim: 128\nmask: causal\nwindow: {left: 255}\nexp: linear\n"
+        "stages: {q: 1}\nkv: {paged: {page: 528}}\n",
+    ],
+    ids=["plain", "gqa", "one_q_stage"],
+)
+def test_packed_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
+    text = BASE.replace("v_layout: permuted", "batch: varlen") + fields
+    path = written(tmp_path, support.kernel_text(text), "kernel")
+    tags = {"mixed", "padded", "outside", "rising", "descales", "pages", "full"}
+    _, ready = rehearsals(path, tags)
+    assert len(ready) >= 4
     for kernel in ready:
         assert kernel.run(schedules(0)[0]).findings == []

@@ -102,8 +102,13 @@ PROMISED = {
 # Emulated, and validated with an earlier text if at all: a run on a GPU takes them out of here.
 WAITING = frozenset(
     {
+        "sm90_d128_e4m3_causal_gqa4_page16_varlen_lse",
         "sm90_d128_e4m3_causal_lse",
+        "sm90_d128_e4m3_causal_varlen_lse",
         "sm90_d128_e4m3_linear_causal",
+        "sm90_d128_e4m3_linear_causal_gqa4_page128_varlen",
+        "sm90_d128_e4m3_linear_causal_gqa4_page16_varlen",
+        "sm90_d128_e4m3_linear_causal_varlen",
         "sm90_d128_e4m3_linear_full",
         "sm90_d128_e4m3_permuted_full",
         "sm90_d128_e4m3_permuted_linear_causal",

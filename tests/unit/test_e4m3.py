@@ -70,7 +70,7 @@ def test_names_say_both_types() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        *("batch: varlen", "softcap: 30.0", "blocks: lists", "sink: true"),
+        *("softcap: 30.0", "blocks: lists", "sink: true"),
         *("alibi: true", "tile.kv: 48", "mask: kv < q"),
         *("documents: true", "prefix: true", "cluster: [2, 1]"),
         *("bias.dtype: fp32", "score: s + kv", "head_dim: 80"),
@@ -130,6 +130,13 @@ def test_8_bits_leave_sm100_more_stages_and_columns() -> None:
         assert of_k in {each.tx_bytes for each in signals}
     regions = [{r.name: r.nbytes for r in p.kernels[0].smem} for p in (wide, narrow)]
     assert regions[0]["sO"] == regions[1]["sO"]  # O has 16 bits beside either
+
+
+def test_packed_sequences_have_v_as_rows() -> None:
+    packed = PLAIN + "batch: varlen\n"
+    assert refusals(packed) == ["v_layout: permuted is not generated for batch: varlen"]
+    for kv in ("", "kv: {paged: {page: 16}}\n"):
+        assert loaded(packed.replace("permuted", "rows") + kv).batch == "varlen"
 
 
 # --- V^T ----------------------------------------------------------------------------------
@@ -469,3 +476,64 @@ def test_p_of_fewer_bits_is_noticed() -> None:
         TILES.kv,
     )
     assert not bare["out"].finding
+
+
+# --- packed sequences ---------------------------------------------------------------------
+
+PACKED = {name: x for name, x in SPEC.items() if name != "v_layout"} | {
+    "batch": "varlen"
+}
+PAGED = PACKED | {"kv": {"paged": {"page": 16}}}
+SEQUENCES = ((5, 40), (0, 7), (33, 0), (70, 100))
+
+
+def packed_call(spec: dict[str, Any]) -> Given:
+    """Of SEQUENCES, with factors of their own."""
+    rows = 176 if spec is PAGED else 147  # 11 pages
+    case = Case(
+        "some", len(SEQUENCES), 2, 108, rows, lengths=SEQUENCES, data="descales"
+    )
+    drawn = values(spec, TILES, case)
+    inputs = {n: rounded(x) if n in "qkv" else x for n, x in drawn.items()}
+    return Given(spec, inputs, 64**-0.5)
+
+
+def test_each_packed_sequence_is_the_dense_call_with_its_factors() -> None:
+    given = packed_call(PACKED)
+    found, truth = (
+        getattr(operation_of(PACKED), name)(given) for name in ("exact", "truth")
+    )
+    dense = {name: x for name, x in PACKED.items() if name != "batch"}
+    q_end = kv_end = 0
+    told = iter(truth)
+    for number, (q, kv) in enumerate(SEQUENCES):
+        at, q_end, kv_end = (q_end, kv_end), q_end + q, kv_end + kv
+        if not q:
+            continue
+        own = next(told)
+        if not kv:
+            assert (found["out"][at[0] : q_end] == 0).all()
+            assert (own.truth.out == 0).all()
+            continue
+        rows = {"q": slice(at[0], q_end), "k": slice(at[1], kv_end)}
+        inputs = {n: given.inputs[n][None, rows.get(n, rows["k"])] for n in "qkv"}
+        for name in "qkv":
+            factors = given.inputs[f"{name}_descale"]
+            inputs[f"{name}_descale"] = factors[number : number + 1]
+        alone = replace(given, spec=dense, inputs=inputs)
+        right = operation_of(dense)
+        assert (found["out"][at[0] : q_end] == right.exact(alone)["out"][0]).all()
+        assert (own.truth.out_bound == right.truth(alone).out_bound).all()
+        assert (own.truth.defined == right.truth(alone).defined).all()
+
+
+def test_pages_are_packed_rows() -> None:
+    """The same values, but for what is in neither; integers are as their makers have them."""
+    of_rows, of_pages = packed_call(PACKED), packed_call(PAGED)
+    for name in ("block_table", "seqused_k", "cu_seqlens_q"):
+        assert of_pages.inputs[name].dtype == np.int32
+    assert of_pages.inputs["seqused_k"].tolist() == [kv for _, kv in SEQUENCES]
+    first, second = (
+        operation_of(each.spec).exact(each)["out"] for each in (of_rows, of_pages)
+    )
+    np.testing.assert_array_equal(first, second)

@@ -19,11 +19,15 @@ from fmha_gen.ops.operation import Given  # noqa: E402
 
 LENGTHS = ((3, 40), (0, 7), (33, 0), (2, 64), (9, 1), (4, 48), (1, 17))
 PAGED = {"kv": {"paged": {"page": 16}}}
-KINDS = {"packed": {}, "paged": PAGED}
+IN_8_BITS = {"dtype": "e4m3", "out_dtype": "bf16", "descale": "head"}
+KINDS = {
+    **{"packed": {}, "paged": PAGED},
+    **{"packed, 8 bits": IN_8_BITS, "paged, 8 bits": IN_8_BITS | PAGED},
+}
 
 
 class Packed:
-    """What a generated module offers. keeps: the integers of its first call, for all others."""
+    """What a generated module offers. keeps: integers and factors of its first call, for all."""
 
     TILE_Q, TILE_KV, Q_STAGES, RESCALE_SLACK = 64, 64, 1, 8.0
 
