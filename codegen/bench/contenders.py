@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..ops import params
-from ..ops.e4m3 import E4M3, OWN_FIELDS, V_PERMUTED, is_e4m3, natural_v, permute_v
+from ..ops.e4m3 import (
+    E4M3,
+    OWN_FIELDS,
+    V_PERMUTED,
+    is_e4m3,
+    is_permuted,
+    natural_v,
+    permute_v,
+)
 from ..ops.operation import Given
 from ..ops.varlen import rows_of
 from . import fa3 as fa3_module
@@ -254,22 +262,25 @@ def fa3(problem: Problem, inputs: Inputs) -> dict[str, Launch]:
         return lambda: _out(function())
 
     if is_e4m3(problem.spec):
-        inputs = _with_rows_of_v(inputs)
+        inputs = _with_rows_of_v(problem, inputs)
     found = fa3_module.launches(problem, *inputs.qkv, inputs.by_name)
     return {way: out_of(function) for way, function in found.items()}
 
 
-def _with_rows_of_v(inputs: Inputs) -> Inputs:
+def _with_rows_of_v(problem: Problem, inputs: Inputs) -> Inputs:
     """V as others take it: [batch, kv, kv_heads, d_v]; factors of 1 where there are none."""
     import torch
 
-    ones = torch.ones(inputs.k.shape[0], inputs.k.shape[2], device=inputs.k.device)
-    factors = dict.fromkeys(fa3_module.DESCALES, ones)
-    rows = natural_v(inputs.v, inputs.k.shape[1])
-    # A copy, for `rows` steps through V^T: a batch of 1 would be packed as it lies.
-    v = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
-    v.copy_(rows)
-    return inputs._replace(v=v, by_name={**factors, **inputs.by_name})
+    shape = problem.batch, problem.kv_heads
+    ones = torch.ones(shape, device=inputs.k.device)
+    by_name = {**dict.fromkeys(fa3_module.DESCALES, ones), **inputs.by_name}
+    v = inputs.v
+    if is_permuted(problem.spec):
+        rows = natural_v(v, inputs.k.shape[1])
+        # A copy, for `rows` steps through V^T: a batch of 1 would be packed as it lies.
+        v = torch.empty(rows.shape, dtype=rows.dtype, device=rows.device)
+        v.copy_(rows)
+    return inputs._replace(v=v, by_name=by_name)
 
 
 def flex_attention(problem: Problem, inputs: Inputs) -> Launch:

@@ -267,7 +267,7 @@ def test_the_bare_callable_is_given_bytes() -> None:
 def test_rows_of_v_are_contiguous(batch: int, kv: int, kv_heads: int) -> None:
     one = in_8_bits(batch, kv, kv_heads)
     inputs = contenders.make_inputs(one, "cpu")
-    v = contenders._with_rows_of_v(inputs).v
+    v = contenders._with_rows_of_v(one, inputs).v
     assert tuple(v.shape) == (batch, kv, kv_heads, 64)
     row = kv_heads * 64
     assert v.stride() == (kv * row, row, 64, 1)
@@ -308,7 +308,11 @@ class OfVllmIn8Bits:
 
 
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("fields", [E4M3, PLAIN_E4M3], ids=["descales", "plain"])
+@pytest.mark.parametrize(
+    "fields",
+    [E4M3, PLAIN_E4M3, {**E4M3, "v_layout": "rows"}],
+    ids=["descales", "plain", "rows"],
+)
 def test_fa3_of_vllm_takes_v_as_rows_and_factors(
     batch: int, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

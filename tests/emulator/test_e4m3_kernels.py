@@ -497,7 +497,7 @@ def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     ids=["plain", "gqa", "one_q_stage"],
 )
 def test_packed_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
-    text = BASE.replace("v_layout: permuted", "batch: varlen") + fields
+    text = ROWS_OF_SM90 + "batch: varlen\n" + fields
     path = written(tmp_path, support.kernel_text(text), "kernel")
     tags = {"mixed", "padded", "outside", "rising", "descales", "pages", "full"}
     _, ready = rehearsals(path, tags)

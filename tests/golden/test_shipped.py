@@ -99,48 +99,17 @@ PROMISED = {
     "sm90": ("validated", "run on an H100 or H200: fmha-gen validate generated/"),
     "sm100": ("emulated", "run: fmha-gen emulate generated/"),
 }
-# Emulated, and validated with an earlier text if at all: a run on a GPU takes them out of here.
-WAITING = frozenset(
-    {
-        "sm90_d128_e4m3_causal_gqa4_page16_varlen_lse",
-        "sm90_d128_e4m3_causal_lse",
-        "sm90_d128_e4m3_causal_varlen_lse",
-        "sm90_d128_e4m3_linear_causal",
-        "sm90_d128_e4m3_linear_causal_gqa4_page128_varlen",
-        "sm90_d128_e4m3_linear_causal_gqa4_page16_varlen",
-        "sm90_d128_e4m3_linear_causal_varlen",
-        "sm90_d128_e4m3_linear_full",
-        "sm90_d128_e4m3_permuted_full",
-        "sm90_d128_e4m3_permuted_linear_causal",
-        "sm90_d128_e4m3_permuted_linear_full",
-        "sm90_d192x128_e4m3_causal_lse",
-        "sm90_d192x128_e4m3_permuted_causal_lse",
-        "sm90_d256_e4m3_linear_causal",
-        "sm90_d256_e4m3_linear_full",
-        "sm90_d256_e4m3_permuted_linear_causal",
-        "sm90_d256_e4m3_permuted_linear_full",
-        "sm90_d64_e4m3_linear_causal",
-        "sm90_d64_e4m3_linear_full",
-        "sm90_d64_e4m3_permuted_linear_causal",
-        "sm90_d64_e4m3_permuted_linear_full",
-        "sm90_d96_e4m3_linear_causal",
-        "sm90_d96_e4m3_permuted_linear_causal",
-    }
-)
 
 
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_record_is_current_and_of_the_promised_rung(stem: str) -> None:
     record, stale = record_of(stem)
-    rung, how = PROMISED[
-        "sm100" if stem in WAITING else support.shipped_plan(stem).arch
-    ]
+    rung, how = PROMISED[support.shipped_plan(stem).arch]
     assert stale is None, f"{stem} {stale}; {how}"
     assert record is not None
     assert {"compiled", rung} <= record.keys(), f"is only {record['rung']}; {how}"
     order = list(records.RUNGS)
     assert order.index(record["rung"]) >= order.index(rung)
-    assert stem not in WAITING or record["rung"] == rung, "it waits no longer"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
