@@ -37,7 +37,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_9x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=0,
-    mean_lines=960,
+    mean_lines=990,
     mma_classes=("HGMMA", "QGMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "HGMMA": "HGMMA",

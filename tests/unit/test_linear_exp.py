@@ -94,7 +94,8 @@ def test_a_name_that_says_linear_is_true() -> None:
 def test_the_header_says_it(stem: str) -> None:
     text = (support.GENERATED / f"{stem}.py").read_text("utf-8")
     title = text.splitlines()[1]
-    assert title.startswith('"""FMHA forward for sm90: head_dim ')
+    arch, _ = stem.split("_", 1)
+    assert title.startswith(f'"""FMHA forward for {arch}: head_dim ')
     is_linear = support.constants(stem)["SPEC"].get("exp") == "linear"
     assert (", linear exp, " in title) == is_linear == ("_linear_" in stem)
 

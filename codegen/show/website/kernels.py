@@ -13,6 +13,7 @@ from ...arch import ARCHITECTURES
 from ...bench import draws, plot
 from ...bench.results import OURS
 from ...build import records, render, tree
+from ...build.kernel_text import read_constants
 from ...errors import CheckFailed
 from ...evidence import table
 from ...planning import plan
@@ -72,12 +73,12 @@ def load(spec_file: SpecFile, generated: Path) -> Kernel:
         raise CheckFailed(f"{kernel}: not there; build it first") from error
     found = plan.resolve(spec_file)
     stated = render.stated_digests(text)
-    numbers = [render.constant(number) for number in (*found.chosen, *found.derived)]
+    numbers = {number.name: number.value for number in (*found.chosen, *found.derived)}
     if (
         stated is None
         or stated.spec != spec_file.digest[:SPEC_DIGITS]
         or not tree.intact(text, None)
-        or not set(numbers) <= set(text.splitlines())
+        or not numbers.items() <= read_constants(text).items()
     ):
         raise CheckFailed(f"{kernel}: not what its spec says; build it again")
     path = generated / records.path_of(spec_file.stem)
