@@ -70,8 +70,6 @@ REGISTERS_TRANSPOSING: Final[Mapping[int, RegisterSplit]] = {
     3: RegisterSplit(producer=32, consumer=160),
 }
 
-# Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled.
-REGISTERS_BESIDE_TILES: Final[Mapping[int, int]] = {
-    2: 30,
-    1: 24,
-}  # by bytes of an element
+# Beside S, P and O: addresses, pipeline states, row statistics. From what compiled unspilled, by
+# bytes of an element.
+REGISTERS_BESIDE_TILES: Final[Mapping[int, int]] = {2: 30, 1: 24}

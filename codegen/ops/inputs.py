@@ -408,7 +408,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
     if case.data == "slope":
         _slope(q, k, v, random)
     if case.data == "mean_v":
-        # Of the keys that come first alone: what a row's sum loses, too, would cancel.
+        # In the half of the keys that kernels take first: in all of them, what O loses by small
+        # sums the row sums would lose as well.
         q *= QUIET
         v[:, case.kv // 2 :] += MEAN
     if case.data == "close":

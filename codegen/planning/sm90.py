@@ -411,7 +411,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         if not traits.sums_by_mma:
             yield "V_ROWS", "of a stage of V^T", "HEAD_DIM_V"
             yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
-        yield "ROWS_SWIZZLE", "bytes of a row of V in a swizzle atom", "math.gcd(128, HEAD_DIM_V)"
+        yield "ROWS_SWIZZLE", "bytes of a row of V in an atom", "math.gcd(128, HEAD_DIM_V)"
     if (slices := pv_slices(traits.spec)) > 1:
         columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
         yield "PV_SLICES", "of PV's columns, one after the other", str(slices)
