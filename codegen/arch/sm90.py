@@ -24,6 +24,7 @@ CONSTANTS: Final = {
     "ATOM_ROWS": 8,
     "TRANSPOSE_WARPS": 2,
     "KEY_GROUP": 16,
+    "ROWS_PER_THREAD": 2,
     "TMA_ALIGN": 16,
     "BYTE": 8,
 }

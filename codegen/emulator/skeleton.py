@@ -42,7 +42,7 @@ _EXIT = -1
 _BRANCHES = frozenset(("bra", "ret", "exit"))
 _WITHOUT_RESULT = frozenset(
     ("st", "stmatrix", "bar", "barrier", "cp", "fence", "prefetch", "setmaxnreg")
-) | frozenset(("griddepcontrol", "red", *_BRANCHES))
+) | frozenset(("griddepcontrol", "red", "trap", *_BRANCHES))
 _DATA = frozenset(("wgmma", "tcgen05", "ldmatrix", "mma", "atom"))
 """Opcodes whose results are data; so are those of `ld`, but of `_INTEGERS`."""
 

@@ -388,6 +388,13 @@ class Warpgroup:
                 "beyond that it is NaN, or wraps around",
             )
 
+    def trap(self, index: int, mask: Mask) -> None:
+        """`trap`: the kernel ends with an error where any lane is left."""
+        warps = warps_of(mask)
+        if warps:
+            self.here(index, warps[0])
+            raise Fault(Kind.TRAP, "the kernel ends here with an error")
+
     # --- registers ----------------------------------------------------------------------------
 
     def set_max_registers(

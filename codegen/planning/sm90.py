@@ -37,8 +37,10 @@ from .sm90_context import (
     Sizes,
     Traits,
     is_bounded,
+    part_overlays_s,
     pv_slices,
     register_splits,
+    slices_pv,
     template_context,
 )
 from .sm90_protocol import loads, phases
@@ -178,9 +180,11 @@ def _planned_kv_tiles(spec: Spec) -> Sequence[int]:
 def _kv_tiles_of(spec: Spec) -> Sequence[int]:
     if not is_e4m3(spec):
         return KV_TILES
+    # Where S and a part of O share registers a tile has to be asked for: no H200 has timed it.
+    tiles = [n for n in KV_TILES_OF_8_BITS if not part_overlays_s(spec, n)]
     if spec.lse:
-        return KV_TILES_OF_8_BITS
-    return tuple(n for n in KV_TILES_OF_8_BITS if 2 * n <= FLUSHED_KEYS)
+        return tiles
+    return tuple(n for n in tiles if 2 * n <= FLUSHED_KEYS)
 
 
 def _unaligned(spec_file: SpecFile, rows: int) -> SpecError:
@@ -255,7 +259,10 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         elements = tile_kv // (2 if spec.bias.shape[2] != 1 else 4)
         parts["bias"] = elements * BYTES[spec.bias.dtype] // 4
     if is_e4m3(spec):
-        parts["part of O"] = spec.head_dim.v // 2 // pv_slices(spec)
+        parts["part of O"] = spec.head_dim.v // 2 // pv_slices(spec, tile_kv)
+    if part_overlays_s(spec, tile_kv):
+        both = max(parts.pop("S"), parts.pop("part of O"))
+        parts = {"S or part of O": both, **parts}
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES[BYTES[spec.dtype]]}
 
 
@@ -367,11 +374,14 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         rows.append(("LEVEL_TILES", tiles, "query tiles of a head in a row", ""))
     elif traits.uneven_tiles:
         rows.append(("SMS_PER_HEAD", sms, "SMs that work on a head at a time", ""))
-    yield from tuned(spec, rows, partial(_reason, spec))
+    yield from tuned(spec, rows, partial(_reason, traits))
 
 
-def _reason(spec: Spec, name: str) -> str:
+def _reason(traits: Traits, name: str) -> str:
     """Why a number is what it is, though the spec leaves it out."""
+    spec = traits.spec
+    if name == "Q_STAGES" and traits.part_overlays_s:
+        return "2 where they fit: the next tile's Q is then loaded beside this tile"
     for q_stages in (2, 1) if name == "Q_STAGES" else ():
         if why := _against(spec, q_stages):
             return f"{q_stages} {why}"
@@ -407,14 +417,24 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.sums_by_mma:
         yield "V_ROWS", "of a stage of V^T, and of ones", "HEAD_DIM_V + ATOM_ROWS"
         yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
+    elif traits.transposes_v or traits.part_overlays_s:
+        yield "V_ROWS", "of a stage of V^T", "HEAD_DIM_V"
+        yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
     if traits.transposes_v:
-        if not traits.sums_by_mma:
-            yield "V_ROWS", "of a stage of V^T", "HEAD_DIM_V"
-            yield "V_SWIZZLE", "bytes of a row of V^T in a swizzle atom", "math.gcd(128, TILE_KV)"
         yield "ROWS_SWIZZLE", "bytes of a row of V in an atom", "math.gcd(128, HEAD_DIM_V)"
-    if (slices := pv_slices(traits.spec)) > 1:
-        columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
+    slices = pv_slices(traits.spec, traits.sizes.tile_kv)
+    if slices > 1:
         yield "PV_SLICES", "of PV's columns, one after the other", str(slices)
+    if traits.part_overlays_s:
+        yield "PV_COLUMNS", "of the first slice", "HEAD_DIM_V // PV_SLICES"
+        yield "LAST_COLUMNS", "of the last slice", "V_ROWS - PV_COLUMNS"
+        yield (
+            "PART_REGISTERS",
+            "of a thread: of S, then of a slice of PV",
+            "max(TILE_KV, LAST_COLUMNS) // ROWS_PER_THREAD",
+        )
+    elif slices > 1:
+        columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
         yield "PV_COLUMNS", "of a slice", f"{columns} // PV_SLICES"
     warps = "WARPGROUP_WARPS * WARPGROUPS"
     yield "Q_RELEASES", frees, "WARPGROUPS" if traits.cross_tile else warps

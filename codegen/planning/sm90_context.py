@@ -27,6 +27,7 @@ from .traits import P_LIMIT, Loops
 
 K_WARPS: Final = 2  # that load K where its boxes are small
 FLUSHED_KEYS: Final = 256  # of e4m3, after which O takes PV: tensor cores keep 13 bits
+LARGEST_TILE_BESIDE_PART: Final = 64  # [keys] whose S fits beside O and a slice of its part
 TRANSPOSE_WARPS: Final = CONSTANTS["TRANSPOSE_WARPS"]
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}  # of two elements of O
 
@@ -43,13 +44,29 @@ def is_bounded(spec: Spec) -> bool:
     return cap / math.log(2) <= P_LIMIT[spec.dtype]
 
 
-def pv_slices(spec: Spec) -> int:
+def slices_pv(spec: Spec) -> bool:
+    """Whether O leaves too few registers for a part of all of its columns."""
+    return is_e4m3(spec) and spec.head_dim.v > 128
+
+
+def part_overlays_s(spec: Spec, tile_kv: int) -> bool:
+    """Whether S and a part of O share registers, for there are none for both.
+
+    QK of a warpgroup is then issued once PV of the block before is in O.
+    """
+    return slices_pv(spec) and tile_kv > LARGEST_TILE_BESIDE_PART
+
+
+def pv_slices(spec: Spec, tile_kv: int) -> int:
     """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
 
-    With ones below V^T, 264 columns are three slices of 88, without four of 64.
+    With ones below V^T, 264 columns are three slices of 88, without four of 64. Where S is as large
+    as a slice they are two, of 128 and what is left.
     """
-    if not is_e4m3(spec) or spec.head_dim.v <= 128:
+    if not slices_pv(spec):
         return 1
+    if part_overlays_s(spec, tile_kv):
+        return 2
     return 4 if spec.lse else 3
 
 
@@ -59,7 +76,7 @@ def register_splits(spec: Spec) -> Mapping[int, RegisterSplit]:
     O in slices leaves none to the warps that transpose V.
     """
     transposes = is_e4m3(spec) and spec.v_layout == "rows"
-    return REGISTERS_TRANSPOSING if transposes and pv_slices(spec) == 1 else REGISTERS
+    return REGISTERS_TRANSPOSING if transposes and not slices_pv(spec) else REGISTERS
 
 
 @dataclass(frozen=True)
@@ -141,8 +158,13 @@ class Traits(shared.Traits):
     @property
     def flushes_pairs(self) -> bool:
         """O takes PV of two blocks at a time, which the tensor cores have added up."""
-        of_all_columns = self.sums_by_mma and pv_slices(self.spec) == 1
+        of_all_columns = self.sums_by_mma and not slices_pv(self.spec)
         return of_all_columns and 2 * self.sizes.tile_kv <= FLUSHED_KEYS
+
+    @property
+    def part_overlays_s(self) -> bool:
+        """S and a part of O share registers."""
+        return part_overlays_s(self.spec, self.sizes.tile_kv)
 
     @property
     def transposes_v(self) -> bool:
@@ -210,8 +232,11 @@ class Traits(shared.Traits):
 
     @property
     def cross_tile(self) -> bool:
-        """A second Q stage lets the next tile's first QK run beside this tile's end."""
-        return self.sizes.q_stages == 2
+        """A second Q stage lets the next tile's first QK run beside this tile's end.
+
+        Not where its S would need the registers of that end's part of O.
+        """
+        return self.sizes.q_stages == 2 and not self.part_overlays_s
 
 
 def template_context(
@@ -292,7 +317,8 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "sums_by_mma": traits.sums_by_mma,
-        "sliced_pv": pv_slices(traits.spec) > 1,
+        "sliced_pv": slices_pv(traits.spec),
+        "part_overlays_s": traits.part_overlays_s,
         "flushes_pairs": traits.flushes_pairs,
         "linear_exp": traits.spec.exp == "linear",
         "transposes_v": traits.transposes_v,

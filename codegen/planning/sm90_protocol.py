@@ -15,8 +15,8 @@ from .sm90_context import (
     K_WARPS,
     TRANSPOSE_WARPS,
     Traits,
-    pv_slices,
     register_splits,
+    slices_pv,
 )
 
 _WARPS = 4  # of a warpgroup
@@ -56,9 +56,12 @@ def phases(traits: Traits) -> tuple[Phase, ...]:
                 tuple(steps.tile() if end else steps.block()),
             )
 
+    order = "QK of block n, then PV of block n-1, which runs beside softmax of n"
+    if traits.part_overlays_s:
+        order = "PV of block n-1, then QK and softmax of block n"
     return (
         Phase(
-            "One KV block: QK of block n, then PV of block n-1, which runs beside softmax of n",
+            f"One KV block: {order}",
             tuple(lanes(tuple(_load_block(traits)), end=False)),
         ),
         Phase(
@@ -99,7 +102,7 @@ def _load_tile(traits: Traits) -> Iterator[Step]:
     yield _load(traits, "v", "V(last)")
     yield _load(traits, "k", "next K(0)")
     # With one stage, this tile's last QK frees it.
-    earlier = traits.cross_tile
+    earlier = traits.sizes.q_stages == 2
     yield _load(traits, "q", "next Q", earlier=earlier)
     yield from _load_bias(traits, "next bias(0)")
 
@@ -183,6 +186,9 @@ class _Consumer:
 
     def block(self) -> Iterator[Step]:
         """Steps for a KV block, as the loops have them."""
+        if self._traits.part_overlays_s:
+            yield from self._one_after_the_other()
+            return
         yield self._mma("QK(n)", waits=(Wait("k_full"), *self._turn()))
         yield self._mma("PV(n-1)", waits=(Wait("v_full"),), signals=self._pass_on())
         yield Step("S(n) is there", "wait", (), self._free("k"), retires=("QK(n)",))
@@ -194,7 +200,7 @@ class _Consumer:
             yield _math("tanh")
             yield over
             yield _math(f"exp2; P(n) = S(n) in {self._bits()} bits")
-        elif pv_slices(self._traits.spec) > 1:
+        elif slices_pv(self._traits.spec):
             yield _math("row 0: max, row 1: max")
             yield _math(f"slices of PV(n-1) to O, each before the next; {self._exp()}")
             yield over
@@ -208,6 +214,18 @@ class _Consumer:
             yield _math(first)
             yield over
             yield _math(f"{second}; P(n) = S(n) in {self._bits()} bits")
+
+    def _one_after_the_other(self) -> Iterator[Step]:
+        first, last = "PV(n-1), first slice", "PV(n-1), last slice"
+        ready = (Wait("v_full"), *self._turn())
+        yield self._mma(first, waits=ready, signals=self._pass_on())
+        yield Step("first slice to O", "wait", (), (), retires=(first,))
+        yield self._mma(last, waits=())
+        yield Step("last slice to O", "wait", (), (), retires=(last,))
+        freed = self._free("v")
+        yield self._mma("QK(n)", waits=(Wait("k_full"),), signals=freed)
+        yield Step("S(n) is there", "wait", (), self._free("k"), retires=("QK(n)",))
+        yield _math(f"both rows: max, {self._exp()}; P(n) = S(n) in {self._bits()} bits")
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""

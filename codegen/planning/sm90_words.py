@@ -57,6 +57,8 @@ def _reference_statement(traits: Traits, cap: float) -> str:
 def _sums_of_8_bits(has: Mapping[str, Any]) -> Iterator[str]:
     blocks = "two blocks" if has["flushes_pairs"] else "a block"
     yield f"The tensor cores keep 13 bits of a sum: they add up PV of {blocks}, O takes it in fp32."
+    if has["part_overlays_s"]:
+        yield "S and a part of O share registers: QK follows PV of the block before."
     if has["sliced_pv"]:
         yield "PV comes in slices of columns, each added to O before the next is issued."
     if has["sums_by_mma"]:
@@ -104,6 +106,8 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         yield f"A cluster has {along}; {loads}."
     if has["cross_tile"]:
         yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
+    elif traits.sizes.q_stages == 2:
+        yield "Two Q stages: the next tile's Q is loaded beside this tile."
     else:
         yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."
     if has["takes_turns"]:

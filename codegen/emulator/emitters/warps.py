@@ -114,6 +114,11 @@ def _set_registers(emitter: Emitter, instruction: Instruction) -> None:
         )
 
 
+@emits("trap", modifiers="")
+def _trap(emitter: Emitter, instruction: Instruction) -> None:
+    emitter.lines.append(emitter.call("trap"))
+
+
 @emits("griddepcontrol", modifiers="wait launch_dependents")
 def _grid_dependency(emitter: Emitter, instruction: Instruction) -> None:
     """When the next launch starts is not modelled: `launch_dependents` has no effect."""
