@@ -40,7 +40,6 @@ from .sm90_context import (
     part_overlays_s,
     pv_slices,
     register_splits,
-    slices_pv,
     template_context,
 )
 from .sm90_protocol import loads, phases
@@ -120,8 +119,7 @@ def _choose(spec_file: SpecFile) -> Sizes:
         others = _query_tiles(spec, kv_tiles[-1])
         raise tile_that_cuts_groups(spec_file, tile_q, others)
     ways_out = _ways_out(spec_file)
-    budget = register_splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
-    fitting = [n for n in kv_tiles if sum(_register_parts(spec, n).values()) <= budget]
+    fitting = [n for n in kv_tiles if tile_q in _query_tiles(spec, n)]
     if not fitting:
         raise _too_many_registers(spec_file, tile_q, kv_tiles[-1])
 
@@ -241,7 +239,7 @@ def _against(spec: Spec, q_stages: int) -> str:
 
 def _registers(spec: Spec, sizes: Sizes) -> tuple[Registers, ...]:
     warpgroups = sizes.tile_q // sm90.WARPGROUP_ROWS
-    split = register_splits(spec)[warpgroups]
+    split = register_splits(spec, sizes.tile_kv)[warpgroups]
     return (
         Registers("producer", 1, split.producer),
         Registers("consumer", warpgroups, split.consumer),
@@ -261,8 +259,10 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     if is_e4m3(spec):
         parts["part of O"] = spec.head_dim.v // 2 // pv_slices(spec, tile_kv)
     if part_overlays_s(spec, tile_kv):
-        both = max(parts.pop("S"), parts.pop("part of O"))
-        parts = {"S or part of O": both, **parts}
+        # Row sums are columns of the last slice.
+        columns = spec.head_dim.v + (0 if spec.lse else sm90.CONSTANTS["ATOM_ROWS"])
+        last = columns - spec.head_dim.v // pv_slices(spec, tile_kv)
+        parts = {"S or part of O": last // 2, "P": of_p, "O": columns // 2}
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES[BYTES[spec.dtype]]}
 
 
@@ -314,7 +314,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 def _too_many_registers(spec_file: SpecFile, tile_q: int, tile_kv: int) -> SpecError:
     spec = spec_file.spec
     parts = _register_parts(spec, tile_kv)
-    budget = register_splits(spec)[tile_q // sm90.WARPGROUP_ROWS].consumer
+    budget = register_splits(spec, tile_kv)[tile_q // sm90.WARPGROUP_ROWS].consumer
     message = (
         f"a consumer thread needs about {sum(parts.values())} registers, "
         f"tile.q leaves {budget}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
@@ -341,7 +341,7 @@ def _query_tiles(spec: Spec, tile_kv: int) -> list[int]:
     needed = sum(_register_parts(spec, tile_kv).values())
     return [
         warpgroups * sm90.WARPGROUP_ROWS
-        for warpgroups, split in register_splits(spec).items()
+        for warpgroups, split in register_splits(spec, tile_kv).items()
         if needed <= split.consumer
     ]
 
@@ -409,8 +409,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     frees = "warps that free it"
     yield "WARPGROUPS", "that compute", "TILE_Q // WARPGROUP_ROWS"
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
-    yield "CONSUMER_REGS", per_thread, _by_warpgroups(traits.spec, "consumer")
-    yield "PRODUCER_REGS", per_thread, _by_warpgroups(traits.spec, "producer")
+    yield "CONSUMER_REGS", per_thread, _by_warpgroups(traits, "consumer")
+    yield "PRODUCER_REGS", per_thread, _by_warpgroups(traits, "producer")
     yield "Q_TX_BYTES", per_stage, "TILE_Q * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "K_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_QK * ELEMENT_BYTES"
     yield "V_TX_BYTES", per_stage, "TILE_KV * HEAD_DIM_V * ELEMENT_BYTES"
@@ -431,7 +431,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield (
             "PART_REGISTERS",
             "of a thread: of S, then of a slice of PV",
-            "max(TILE_KV, LAST_COLUMNS) // ROWS_PER_THREAD",
+            "LAST_COLUMNS // ROWS_PER_THREAD",
         )
     elif slices > 1:
         columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"
@@ -484,9 +484,9 @@ def _constants(spec: Spec) -> dict[str, int]:
     return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
 
 
-def _by_warpgroups(spec: Spec, role: str) -> str:
+def _by_warpgroups(traits: Traits, role: str) -> str:
     """The register split of a role as a formula over WARPGROUPS."""
-    splits = register_splits(spec)
+    splits = register_splits(traits.spec, traits.sizes.tile_kv)
     choices = tuple(getattr(split, role) for split in splits.values())
     return f"{choices}[WARPGROUPS - {min(splits)}]"
 

@@ -27,7 +27,6 @@ from .traits import P_LIMIT, Loops
 
 K_WARPS: Final = 2  # that load K where its boxes are small
 FLUSHED_KEYS: Final = 256  # of e4m3, after which O takes PV: tensor cores keep 13 bits
-LARGEST_TILE_BESIDE_PART: Final = 64  # [keys] whose S fits beside O and a slice of its part
 TRANSPOSE_WARPS: Final = CONSTANTS["TRANSPOSE_WARPS"]
 _PACKED_TYPES: Final = {"bf16": "bf16x2", "fp16": "f16x2"}  # of two elements of O
 
@@ -50,18 +49,19 @@ def slices_pv(spec: Spec) -> bool:
 
 
 def part_overlays_s(spec: Spec, tile_kv: int) -> bool:
-    """Whether S and a part of O share registers, for there are none for both.
+    """Whether S and a part of O share registers: there are none for both, of this many keys.
 
-    QK of a warpgroup is then issued once PV of the block before is in O.
+    QK of a warpgroup is then issued once PV of the block before is in O. S is as large as a slice
+    of half of O's columns: where it is smaller, of 96 keys, ptxas serialises the MMAs.
     """
-    return slices_pv(spec) and tile_kv > LARGEST_TILE_BESIDE_PART
+    return slices_pv(spec) and 2 * tile_kv == spec.head_dim.v
 
 
 def pv_slices(spec: Spec, tile_kv: int) -> int:
     """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
 
-    With ones below V^T, 264 columns are three slices of 88, without four of 64. Where S is as large
-    as a slice they are two, of 128 and what is left.
+    With ones below V^T, 264 columns are three slices of 88, without four of 64. Those that share
+    registers with S are two, of 128 columns and of what is left.
     """
     if not slices_pv(spec):
         return 1
@@ -70,13 +70,15 @@ def pv_slices(spec: Spec, tile_kv: int) -> int:
     return 4 if spec.lse else 3
 
 
-def register_splits(spec: Spec) -> Mapping[int, RegisterSplit]:
+def register_splits(spec: Spec, tile_kv: int) -> Mapping[int, RegisterSplit]:
     """Registers of the roles by number of warpgroups that compute.
 
-    O in slices leaves none to the warps that transpose V.
+    O in slices leaves none to the warps that transpose V, which then have few keys at a time: of
+    128 they spill two to four.
     """
     transposes = is_e4m3(spec) and spec.v_layout == "rows"
-    return REGISTERS_TRANSPOSING if transposes and not slices_pv(spec) else REGISTERS
+    few = slices_pv(spec) and not part_overlays_s(spec, tile_kv)
+    return REGISTERS_TRANSPOSING if transposes and not few else REGISTERS
 
 
 @dataclass(frozen=True)

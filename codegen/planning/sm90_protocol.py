@@ -25,7 +25,7 @@ _WARPS = 4  # of a warpgroup
 def phases(traits: Traits) -> tuple[Phase, ...]:
     """Return what happens for each KV block, and between two query tiles."""
     warpgroups = range(traits.sizes.tile_q // sm90.WARPGROUP_ROWS)
-    split = register_splits(traits.spec)[len(warpgroups)]
+    split = register_splits(traits.spec, traits.sizes.tile_kv)[len(warpgroups)]
 
     def lanes(produce: tuple[Step, ...], end: bool) -> Iterator[Lane]:
         packed = end and is_packed(traits.spec)
@@ -225,7 +225,9 @@ class _Consumer:
         freed = self._free("v")
         yield self._mma("QK(n)", waits=(Wait("k_full"),), signals=freed)
         yield Step("S(n) is there", "wait", (), self._free("k"), retires=("QK(n)",))
-        yield _math(f"both rows: max, {self._exp()}; P(n) = S(n) in {self._bits()} bits")
+        yield _math(
+            f"both rows: max, {self._exp()}; P(n) = S(n) in {self._bits()} bits"
+        )
 
     def tile(self) -> Iterator[Step]:
         """Steps from the last block of a tile to the first of the next."""

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from . import words
-from .traits import P_LIMIT, Traits
+from .sm90_context import Traits
+from .traits import P_LIMIT
 
 
 def statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
@@ -106,7 +107,7 @@ def _tile_statements(traits: Traits, has: Mapping[str, Any]) -> Iterator[str]:
         yield f"A cluster has {along}; {loads}."
     if has["cross_tile"]:
         yield "Two Q stages: QK of the next tile's first block overlaps PV of this tile's last."
-    elif traits.sizes.q_stages == 2:
+    elif has["part_overlays_s"] and traits.sizes.q_stages == 2:
         yield "Two Q stages: the next tile's Q is loaded beside this tile."
     else:
         yield "One Q stage: the next tile's Q is loaded once this tile's last QK is done."

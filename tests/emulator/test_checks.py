@@ -640,6 +640,13 @@ def test_register_budget():
     assert found("setmaxnreg.dec.sync.aligned.u32 41;") == ["registers"]
 
 
+def test_a_trap_is_found_where_a_lane_is_left():
+    guarded = "setp.eq.u32 %p1, %r1, {}; @%p1 trap;"
+    assert found(guarded.format(127)) == ["trap"]
+    assert found(guarded.format(128)) == []
+    assert found("trap;") == ["trap"]
+
+
 MATRICES = """
 mov.b64 %rd7, 68720001088;
 FILL: st.shared.b32 [%r31], 0; st.shared.b32 [%r31+512], 0; st.shared.b32 [%r31+1024], 0;

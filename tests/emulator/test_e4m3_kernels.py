@@ -163,6 +163,74 @@ DAMAGES_OF_SLICES = {
         "issue_pv(mma, v_stage, n)",
     ),
 }
+# S and a part of O share registers.
+OVERLAID = "head_dim: 256\ntile: {q: 128, kv: 128}\n"
+FIRST_SLICE = (
+    "    issue_pv(mma, v_state.index, 0)\n"
+    "    cute.arch.barrier_arrive(**turn_of(mma.warpgroup_idx + 1))\n"
+)
+SLICES = (
+    "    for n in cutlass.range_constexpr(PV_SLICES):\n"
+    "        add_slice(mma, v_state.index, n)\n"
+)
+NEXT_S = (
+    "    rings.k.consumer_wait(k_state, rings.k.consumer_try_wait(k_state))\n"
+    "    acc_S = issue_qk(mma, q_state.index, k_state.index)\n"
+)
+FREE_V = "    rings.v.consumer_release(v_state)\n"
+FREE_K = "    rings.k.consumer_release(k_state)\n"
+S_IS_THERE = "    warpgroup.wait_group(0)\n"
+WAITS_FOR_SLICE = "    warpgroup.wait_group(0)\n    part = part_of(mma, n)\n"
+DAMAGES_OF_OVERLAID = {
+    "a slice that is not added": (
+        *("exact", SLICES + NEXT_S),
+        SLICES.replace("(PV_SLICES)", "(1)") + NEXT_S,
+    ),
+    "a slice that is not over": (
+        *("exact", WAITS_FOR_SLICE),
+        WAITS_FOR_SLICE.partition("\n")[2],
+    ),
+    "a first slice whose place is the last one's": (
+        "exact",
+        "mma.acc_O.iterator + first",
+        "mma.acc_O.iterator + first // 2",
+    ),
+    "columns of the first slice for the last": (
+        "exact",
+        "rings.sV.iterator + PV_COLUMNS * V_SWIZZLE",
+        "rings.sV.iterator",
+    ),
+    "S before the last slice is in O": (
+        *("exact", SLICES + NEXT_S),
+        SLICES.replace("(PV_SLICES)", "(1)")
+        + NEXT_S
+        + "    add_slice(mma, v_state.index, 1)\n",
+    ),
+    "P of no block before the last slice": (
+        *("exact", WAITS_FOR_SLICE),
+        f"    cute.recast_tensor(mma.tOrP, Int32).fill(0)\n{WAITS_FOR_SLICE}",
+    ),
+    "V's stage is free before the last slice": (
+        *("waves", SLICES + NEXT_S + FREE_V),
+        FREE_V + SLICES + NEXT_S,
+    ),
+    "K's stage is free before S is there": (
+        *("waves", FREE_V + S_IS_THERE + FREE_K),
+        FREE_V + FREE_K + S_IS_THERE,
+    ),
+    "a turn that is passed on twice": (
+        "waves",
+        FIRST_SLICE,
+        FIRST_SLICE + FIRST_SLICE.partition("\n")[2],
+    ),
+    "a turn that is not passed on": (
+        "exact",
+        FIRST_SLICE,
+        FIRST_SLICE.partition("\n")[0] + "\n",
+    ),
+    "O that keeps its scale": ("rising", "        scale_row(acc_O, r, factor)\n", ""),
+    "a branch that is taken": ("exact", 'f" {number + 2};"', '" 1;"'),
+}
 MEET = "            cute.arch.sync_warp()\n"
 DAMAGES_OF_ROWS = {
     "all squares in the place of the first": (
@@ -282,6 +350,23 @@ def test_a_damage_of_the_line_is_noticed(name: str, tmp_path: Path) -> None:
 def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES_OF_SLICES[name]
     assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", DAMAGES_OF_OVERLAID)
+def test_a_damage_of_shared_registers_is_noticed(name: str, tmp_path: Path) -> None:
+    tag, right, wrong = DAMAGES_OF_OVERLAID[name]
+    text = support.kernel_text(f"{OF_SM90}{OVERLAID}exp: linear\n")
+    assert text.count(right) == 1, right
+    assert findings(written(tmp_path, text.replace(right, wrong)), tag)
+
+
+def test_when_the_turn_passes_on_is_order_alone(tmp_path: Path) -> None:
+    """MMAs of both warpgroups may be queued: no result depends on it."""
+    text = support.kernel_text(f"{OF_SM90}{OVERLAID}exp: linear\n")
+    issue, turn, _ = FIRST_SLICE.split("\n")
+    assert text.count(FIRST_SLICE) == 1
+    text = text.replace(FIRST_SLICE, f"{turn}\n{issue}\n")
+    assert findings(written(tmp_path, text), "waves") == []
 
 
 @pytest.mark.parametrize("name", DAMAGES_OF_ROWS)
@@ -456,6 +541,11 @@ def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
         "descale: head\n",
         OF_SM90 + "head_dim: 64\nheads: {q_per_kv: 3}\npack_gqa: true\nlse: true\n",
         OF_SM90 + "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
+        OF_SM90 + OVERLAID + "exp: linear\ndescale: head\n",
+        OF_SM90 + OVERLAID + "mask: causal\nlse: true\n",
+        OF_SM90 + OVERLAID + "exp: linear\nmask: causal\nwindow: {left: 300}\n"
+        "heads: {q_per_kv: 8}\npack_gqa: true\nout_dtype: fp16\n",
+        ROWS_OF_SM90 + OVERLAID + "mask: causal\nlse: true\ndescale: head\n",
         ROWS_OF_SM90
         + "head_dim: 96\nheads: {q_per_kv: 4}\npack_gqa: true\nlse: true\n",
         ROWS_OF_SM90 + "head_dim: 256\nmask: causal\nlse: true\ndescale: head\n",
@@ -468,6 +558,7 @@ def test_nan_in_v_is_in_its_column_of_all_rows_of_the_tile(stem: str) -> None:
     ],
     ids=[
         *("gqa", "fp16", "window", "one_q_stage", "pack", "pack_3", "slices"),
+        *("overlaid", "overlaid_lse", "overlaid_window", "overlaid_rows"),
         *("rows_pack", "rows_slices"),
         *("sm100_single", "sm100_window", "sm100_fixed"),
     ],
@@ -493,8 +584,9 @@ def test_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
         "kv: {paged: {page: 48}}\n",
         "head_dim: 128\nmask: causal\nwindow: {left: 255}\nexp: linear\n"
         "stages: {q: 1}\nkv: {paged: {page: 528}}\n",
+        OVERLAID + "lse: true\nkv: {paged: {page: 16}}\n",
     ],
-    ids=["plain", "gqa", "one_q_stage"],
+    ids=["plain", "gqa", "one_q_stage", "overlaid"],
 )
 def test_packed_kernels_that_are_not_shipped(fields: str, tmp_path: Path) -> None:
     text = ROWS_OF_SM90 + "batch: varlen\n" + fields

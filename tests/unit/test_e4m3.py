@@ -93,6 +93,40 @@ def test_one_warpgroup_has_no_turn_behind_which_o_leaves() -> None:
     ]
 
 
+WIDE = "arch: sm90\nop: fmha_fwd\ndtype: e4m3\nhead_dim: 256\n"
+TILE_128 = "tile: {q: 128, kv: 128}\n"
+
+
+@pytest.mark.parametrize(
+    "fields", ["v_layout: permuted\n", "v_layout: permuted\nlse: true\n", ""]
+)
+def test_128_keys_beside_256_columns_have_to_be_asked_for(fields: str) -> None:
+    planned, asked = (
+        plan.resolve(support.load_text(WIDE + fields + tile))
+        for tile in ("", "lse: true\n" * (fields == "") + TILE_128)
+    )
+    for each, keys in ((planned, 64), (asked, 128)):
+        assert {n.name: n.value for n in each.chosen}["TILE_KV"] == keys
+        assert each.context["part_overlays_s"] == (keys == 128)
+        assert each.context["cross_tile"] == (keys == 64)
+
+
+def test_256_columns_and_their_sums_leave_none_to_the_warps_that_transpose() -> None:
+    with pytest.raises(SpecError) as refused:
+        plan.resolve(support.load_text(WIDE + TILE_128))
+    assert (
+        "a consumer thread needs about 240 registers, tile.q leaves 232:"
+        " S or part of O 68 + P 16 + O 132 + others 24" in str(refused.value)
+    )
+
+
+@pytest.mark.parametrize("keys", [96, 160])
+def test_s_and_a_part_of_o_that_differ_share_no_registers(keys: int) -> None:
+    text = f"{WIDE}v_layout: permuted\ntile: {{q: 128, kv: {keys}}}\n"
+    with pytest.raises(SpecError, match="a consumer thread needs about"):
+        plan.resolve(support.load_text(text))
+
+
 @pytest.mark.parametrize("other", ["v_layout: permuted", "exp: linear", "tile.q: 128"])
 def test_what_sm100_does_not_have_is_refused_by_name(other: str) -> None:
     field, _, value = other.partition(": ")
