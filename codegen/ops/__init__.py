@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .backward import BACKWARD
 from .e4m3 import (
     E4M3_FORWARD,
     OF_PERMUTED,
@@ -18,7 +19,7 @@ from .operation import Operation, Spec
 from .paged import PAGED_FORWARD, is_paged
 from .varlen import PACKED_FORWARD, is_packed
 
-OPERATIONS: Final = {each.name: each for each in (FORWARD,)}
+OPERATIONS: Final = {each.name: each for each in (FORWARD, BACKWARD)}
 FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
 
 
