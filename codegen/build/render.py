@@ -22,6 +22,7 @@ from ..expressions.language import Name, Node, Term, parse, text_of
 from ..expressions.solve import Form
 from ..expressions.values import check_range
 from ..host import files, tools
+from ..ops import OPERATIONS
 from ..ops.operation import OF_OUTPUT, OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from ..verify import Digests as Digests
@@ -198,7 +199,7 @@ def render_source(plan: KernelPlan) -> str:
     try:
         return specialise(text, *decided(plan.context))
     except FoldError as error:
-        places = _places(error.code, (plan.arch, "common"))
+        places = _places(error.code, (folder_of(plan), "common"))
         raise CheckFailed(f"template {' or '.join(places)}: {error}") from error
 
 
@@ -248,7 +249,12 @@ def is_formatted(text: str, source: str, spec_digest: str) -> bool:
 
 def kernel_template(plan: KernelPlan) -> str:
     """Return the name of the template that a plan's kernel is rendered from."""
-    return f"{plan.arch}/module.py.j2"
+    return f"{folder_of(plan)}/module.py.j2"
+
+
+def folder_of(plan: KernelPlan) -> str:
+    """Return the folder of the templates of a plan's architecture and operation."""
+    return f"{plan.arch}/{OPERATIONS[plan.spec_file.spec.op].folder}"
 
 
 def render_template(

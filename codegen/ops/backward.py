@@ -90,6 +90,7 @@ def _flops(
 
 BACKWARD: Final = Operation(
     name=BACKWARD_OP,
+    folder="backward",
     function=BACKWARD_OP,
     title="FMHA backward",
     noun="The gradient of attention",

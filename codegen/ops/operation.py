@@ -221,7 +221,8 @@ class Given:
 class Operation:
     """One public function.
 
-    name: of the spec's `op`. function: in the generated file; it takes what the operation reads in
+    name: of the spec's `op`. folder: of its templates, inside that of an architecture. function: in
+    the generated file; it takes what the operation reads in
     this order, and returns what it writes in this order, a tuple where there are several. title,
     noun: in the header and in the function's docstring. exact: the results of a `Given` in float64,
     by output. truth: its parts with bounds; a bool array of rows may follow either, to which it is
@@ -232,6 +233,7 @@ class Operation:
     """
 
     name: str
+    folder: str
     function: str
     title: str
     noun: str

@@ -17,7 +17,7 @@ from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build import render, specialise
 from test_unshipped import unshipped
 
-MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
+MODULES = {arch: f"{arch}/forward/module.py.j2" for arch in ARCHITECTURES}
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
 VENDOR = tuple(
