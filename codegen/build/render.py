@@ -33,7 +33,7 @@ from .specialise import Flag, FoldError, specialise
 
 if TYPE_CHECKING:
     from ..ops import operation
-    from ..ops.operation import Tensor
+    from ..ops.operation import Tensor, Workspace
     from ..planning.kernel_plan import KernelPlan, Number
 
 # A header template writes this line where the digests belong.
@@ -72,6 +72,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         **{"greatest": greatest, "least": least, "truth": truth, "as_written": spell.as_written},
         **{"scalar_type": scalar_type, "some_number": some_number, "as_number": as_number},
         **{"lines": spell.lines, "names_of_rows": spell.names_of_rows},
+        "as_string": '"{}"'.format,
     }
     return env
 
@@ -81,8 +82,8 @@ def tuple_of(items: Sequence[str]) -> str:
     return f"({', '.join(items)}{',' * (len(items) == 1)})"
 
 
-def element(tensor: Tensor) -> str:
-    """Return a tensor's element type as the DSL says it."""
+def element(tensor: Tensor | Workspace) -> str:
+    """Return the element type of a tensor, or of a workspace, as the DSL says it."""
     if not isinstance(tensor.dtype, str):
         return f"{tensor.name.upper()}_DTYPE"
     of_spec = {OF_SPEC: "DTYPE", OF_OUTPUT: "OUT_DTYPE"}

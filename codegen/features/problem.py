@@ -60,6 +60,7 @@ OP: Final = Feature(
         r"bwd|fwd": lambda spec: ["bwd"] if spec.op == BACKWARD_OP else ["", "fwd"]
     },
     keys={r"backward|bwd|grad": "write op: fmha_bwd"},
+    flags=lambda spec: {"backward": spec.op == BACKWARD_OP},
 )
 
 # A step of an MMA along the head is 16 elements.

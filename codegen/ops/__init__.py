@@ -21,6 +21,10 @@ from .varlen import PACKED_FORWARD, is_packed
 
 OPERATIONS: Final = {each.name: each for each in (FORWARD, BACKWARD)}
 FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
+# Public functions of generated files beside these.
+HELPERS: Final = frozenset(
+    each.size for operation in OPERATIONS.values() for each in operation.workspaces
+)
 
 
 def operation_of(spec: Spec) -> Operation:

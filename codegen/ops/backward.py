@@ -12,11 +12,20 @@ from .compare import Verdict, judge_rows
 from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS, LSE, OUT, SEQLEN_Q, K, Q, V
 from .gradients import Truth
 from .masks import Lengths
-from .operation import Array, Given, Operation, Sizes, Spec, Tensor
+from .operation import (
+    Array,
+    Cut,
+    Given,
+    Operation,
+    Sizes,
+    Spec,
+    Tensor,
+    Workspace,
+)
 
 BACKWARD_OP: Final = "fmha_bwd"
 
-DOUT: Final = Tensor("dout", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_V))
+DOUT: Final = Tensor("dout", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_V), expands=True)
 # Of the forward pass, which always has it then.
 GIVEN_LSE: Final = replace(
     LSE,
@@ -26,6 +35,23 @@ GIVEN_LSE: Final = replace(
 DQ: Final = replace(Q, name="dq")
 DK: Final = replace(K, name="dk")
 DV: Final = replace(V, name="dv")
+# Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
+STATISTICS: Final = 2
+
+
+def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows."""
+    rows = -(-sizes.q // cut.q) * cut.q
+    width = int(spec["head_dim"]["qk"]) + STATISTICS
+    return sizes.batch * HEADS.size(spec, sizes) * rows * width
+
+
+WORKSPACE: Final = Workspace(
+    *("workspace", "fp32", (BATCH, SEQLEN_Q, HEADS), _elements),
+    about="is the call's own until it is done, and holds nothing before and after it",
+)
+# Statistics of rows, the gradients, and dQ from its sums.
+KERNELS: Final = ("_stats", "", "_finish")
 
 
 def is_backward(spec: Spec) -> bool:
@@ -101,4 +127,9 @@ BACKWARD: Final = Operation(
     truth=_truth,
     judge=_judge,
     flops=_flops,
+    workspaces=(WORKSPACE,),
+    kernels=lambda spec: KERNELS,
+    unordered=lambda spec: (
+        frozenset() if spec["deterministic"] else frozenset({DQ.name})
+    ),
 )

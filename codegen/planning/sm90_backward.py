@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from ..arch import sm90
 from ..errors import SpecError
+from ..ops.backward import KERNELS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -46,6 +47,14 @@ REASONS: Final[Mapping[str, str]] = {
     "DO_STAGES": "2 where it fits: as of Q",
     "KV_STAGES": "2: the next tile's K and V are loaded while this one's are in use",
 }
+
+
+DOES: Final = (
+    "-LSE / scale and -D of each row, and zeros where dQ is summed",
+    "dK and dV; adds to the sums of dQ",
+    "dQ of its sums",
+)
+"""What each of the kernels does."""
 
 
 @dataclass(frozen=True)
@@ -273,13 +282,16 @@ def _context(
     smem_bytes: int,
 ) -> dict[str, Any]:
     """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
-    stem, last_warp = spec_file.stem, 4 * (WARPGROUPS + 1) - 1
+    last_warp = 4 * (WARPGROUPS + 1) - 1
     told = {each.name: each.arrivals for each in barriers}
     fills = {"q": "Q and -LSE / scale", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (
-        f"Kernels: {stem}_stats finds -LSE / scale and -D of each row and zeros the sums of dQ;",
-        f"{stem} computes dK and dV and adds to the sums; {stem}_finish makes dQ of them.",
+        "Kernels, in their order, by what is behind the file's name in theirs:",
+        *(
+            f"  {suffix:{max(map(len, KERNELS))}}  {does}"
+            for suffix, does in zip(KERNELS, DOES, strict=True)
+        ),
         f"Roles: warp 0 loads by TMA; warps 4 to {last_warp} compute.",
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
