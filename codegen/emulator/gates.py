@@ -55,4 +55,5 @@ def is_signal(instruction: Instruction) -> bool:
         or (opcode in ("bar", "barrier") and "arrive" in modifiers)
         or (opcode == "cp" and "tensor" in modifiers)
         or (opcode == "tcgen05" and modifiers[0] == "commit")
+        or (opcode in ("red", "atom") and "f32" not in modifiers)
     )

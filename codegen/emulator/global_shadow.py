@@ -5,6 +5,9 @@ Inside a cluster the clocks of `checks` say what happened before what. Clusters 
 no order: what one of them writes no other one may touch. Launches of one stream run one after the
 other, a programmatic one from where it waits; those of two streams run in no order. Buffers that
 cannot be written are not looked at.
+
+Strong accesses (`red`, `atom`, `ld` and `st` with a scope, bulk reductions) may meet each other in
+no order; a weak one, which `ld` and `st` are without, may meet neither.
 """
 
 from __future__ import annotations
@@ -53,13 +56,17 @@ class _Access:
     epoch: int
     line: int
     who: str
+    did: str
+    """What it does to bytes, as messages say it."""
+    strong: bool
 
 
 class GlobalShadow:
     """The last write and the last read of each byte, by all clusters of all launches.
 
     `report(kind, message)` is told what is wrong. Of several reads only the last one is known: a
-    write that races with an earlier one may go unseen.
+    write that races with an earlier one may go unseen. Of reductions all are that are in no order:
+    who reads the sum has to know of each.
     """
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
@@ -67,10 +74,12 @@ class GlobalShadow:
         self._launches: list[_Launch] = []
         self._cluster = 0
         self._components: Components | None = None
-        self._accesses: list[_Access] = []
-        """Number n of the arrays below is access n - 1; 0 is nobody's."""
+        self._accesses: list[tuple[_Access, ...]] = []
+        """Number n of the arrays below is entry n - 1; 0 is nobody's."""
         self._writes: dict[int, NDArray[np.int32]] = {}
+        """By the buffer's address: of each byte the last write, or the reductions since."""
         self._reads: dict[int, NDArray[np.int32]] = {}
+        self._strong_reads: dict[int, NDArray[np.int32]] = {}
 
     def launch(self, stream: int, programmatic: bool) -> None:
         """Accesses of another launch follow.
@@ -105,19 +114,17 @@ class GlobalShadow:
         clock: Clock,
         line: int,
         what: str,
+        *,
+        strong: bool = False,
     ) -> None:
         """Checks and notes a read."""
         if not place.buffer.writable:
             return
-        if place.buffer.uninitialised:
-            written = self._bytes(self._writes, place)[place.words] > 0
-            if not written.all():
-                self._report(
-                    Kind.READ_BEFORE_WRITE,
-                    f"{what} reads bytes of {place.buffer.name} that no launch wrote",
-                )
-        self._check(self._writes, place, clock, f"{what} reads", "writes")
-        self._note(self._reads, place, component, epoch, line)
+        self._check_written(place, f"{what} reads")
+        self._check(self._writes, place, clock, f"{what} reads", strong)
+        notes = self._strong_reads if strong else self._reads
+        access = self._access(component, epoch, line, "reads", strong)
+        self._bytes(notes, place)[place.words] = self._number((access,))
 
     def write(
         self,
@@ -127,11 +134,60 @@ class GlobalShadow:
         clock: Clock,
         line: int,
         what: str,
+        *,
+        strong: bool = False,
     ) -> None:
         """Checks and notes a write."""
-        self._check(self._writes, place, clock, f"{what} writes", "writes")
-        self._check(self._reads, place, clock, f"{what} writes", "reads")
-        self._note(self._writes, place, component, epoch, line)
+        for before in (self._writes, self._reads, self._strong_reads):
+            self._check(before, place, clock, f"{what} writes", strong)
+        access = self._access(component, epoch, line, "writes", strong)
+        if strong:
+            self._note_strong(place, access, clock)
+        else:
+            self._bytes(self._writes, place)[place.words] = self._number((access,))
+
+    def reduce(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """Checks and notes an atomic read, addition and write."""
+        self._check_written(place, f"{what} adds to")
+        for before in (self._writes, self._reads):
+            self._check(before, place, clock, f"{what} adds to", True)
+        access = self._access(component, epoch, line, "adds to", True)
+        self._note_strong(place, access, clock)
+
+    def _note_strong(self, place: Place, access: _Access, clock: Clock) -> None:
+        """Beside the weak write before it, and the strong ones of which it does not know.
+
+        Who comes later and is weak has to know of these, or of this one, which knows the others.
+        """
+        noted = self._bytes(self._writes, place)
+        numbers = noted[place.words]
+        for number in np.unique(numbers).tolist():
+            known = self._accesses[number - 1] if number else ()
+            others = (
+                each
+                for each in known
+                if not each.strong or self._unordered(each, clock)
+            )
+            numbers[numbers == number] = self._number((*others, access))
+        noted[place.words] = numbers
+
+    def _check_written(self, place: Place, what: str) -> None:
+        """What is read of a buffer without content a kernel must have written."""
+        if not place.buffer.uninitialised:
+            return
+        if not (self._bytes(self._writes, place)[place.words] > 0).all():
+            self._report(
+                Kind.READ_BEFORE_WRITE,
+                f"{what} bytes of {place.buffer.name} that no launch wrote",
+            )
 
     def _check(
         self,
@@ -139,7 +195,7 @@ class GlobalShadow:
         place: Place,
         clock: Clock,
         what: str,
-        did: str,
+        strong: bool,
     ) -> None:
         """What was done before to these bytes must have happened before."""
         if place.buffer.address not in before:
@@ -148,24 +204,29 @@ class GlobalShadow:
         if not numbers.any():
             return
         for number in np.unique(numbers[numbers > 0]).tolist():
-            access = self._accesses[number - 1]
-            whose = access.who
-            launch = self._launches[-1]
-            if access.launch is not launch:
-                if self._is_over(access.launch.number, clock):
+            for access in self._accesses[number - 1]:
+                if strong and access.strong:
                     continue
-                same_stream = access.launch.stream == launch.stream
-                state = "that may still run" if same_stream else "on another stream"
-                whose += f" of a launch {state}"
-            elif access.cluster != self._cluster:
-                whose += " of another cluster"
-            elif clock[HAPPENED, access.component] >= access.epoch:
-                continue
-            self._report(
-                Kind.RACE,
-                f"{what} bytes of {place.buffer.name} that {whose} {did} "
-                f"(line {access.line}) in no order",
-            )
+                if whose := self._unordered(access, clock):
+                    self._report(
+                        Kind.RACE,
+                        f"{what} bytes of {place.buffer.name} that {whose} {access.did} "
+                        f"(line {access.line}) in no order",
+                    )
+
+    def _unordered(self, access: _Access, clock: Clock) -> str:
+        """Whose access it is, when who knows this does not know of it; else empty."""
+        launch = self._launches[-1]
+        if access.launch is not launch:
+            if self._is_over(access.launch.number, clock):
+                return ""
+            same_stream = access.launch.stream == launch.stream
+            state = "that may still run" if same_stream else "on another stream"
+            return f"{access.who} of a launch {state}"
+        if access.cluster != self._cluster:
+            return f"{access.who} of another cluster"
+        known = clock[HAPPENED, access.component] >= access.epoch
+        return "" if known else access.who
 
     def _is_over(self, number: int, clock: Clock) -> bool:
         """Whether who knows this knows that an earlier launch is over."""
@@ -174,19 +235,19 @@ class GlobalShadow:
         waited = clock[HAPPENED, self._components.launches] > 0
         return number in launch.over or (bool(waited) and number in launch.awaited)
 
-    def _note(
-        self,
-        arrays: dict[int, NDArray[np.int32]],
-        place: Place,
-        component: int,
-        epoch: int,
-        line: int,
-    ) -> None:
+    def _access(
+        self, component: int, epoch: int, line: int, did: str, strong: bool
+    ) -> _Access:
         assert self._components is not None  # a cluster runs
-        name = self._components.name(component)
-        access = self._launches[-1], self._cluster, component, epoch, line, name
-        self._accesses.append(_Access(*access))
-        self._bytes(arrays, place)[place.words] = len(self._accesses)
+        return _Access(
+            *(self._launches[-1], self._cluster, component, epoch, line),
+            *(self._components.name(component), did, strong),
+        )
+
+    def _number(self, accesses: tuple[_Access, ...]) -> int:
+        """What stands for these accesses in the arrays."""
+        self._accesses.append(accesses)
+        return len(self._accesses)
 
     def _bytes(
         self, arrays: dict[int, NDArray[np.int32]], place: Place

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from . import tma
 from .accumulation import Accumulation
+from .additions import add_lanes
 from .agents import Agent
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, SEEN, Components, Shadow, Streams
@@ -290,6 +291,20 @@ class Machine:
         nbytes = width * len(values)
         for buffer, _, offsets in self.memory.split(addresses, nbytes, mask):
             self.writes.note(buffer, offsets // nbytes, nbytes, self._who(cta))
+
+    def add_lanes(
+        self,
+        cta: Cta,
+        addresses: NDArray[np.int64],
+        kind: str,
+        values: Sequence[NDArray[Any]],
+        mask: NDArray[np.bool_],
+    ) -> list[NDArray[Any]]:
+        """red and atom: as `additions.add_lanes`, each warp's lanes in the schedule's order."""
+        order = np.arange(LANES)
+        if self.schedule.order is not Order.ROUND_ROBIN:
+            order = np.array(self.rng.sample(range(LANES), LANES))
+        return add_lanes(self.memory, addresses, kind, values, mask, order)
 
     def _who(self, cta: Cta) -> Writer:
         """Who writes to global memory now."""

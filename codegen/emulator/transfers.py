@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .agents import Agent
-from .checks import EVERY, GRANULE, HAPPENED, MIXED, granules_of
+from .checks import EVERY, GRANULE, HAPPENED, MIXED, Clock, granules_of
 from .global_shadow import Place
 from .lanes import (
     LANES,
@@ -205,7 +205,9 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
         addresses = base.astype(np.int64) + offset
         values = self._group.machine.memory.load(addresses, width, count, mask)
-        self._note_global(index, addresses, width * count, mask, stored=False)
+        if (shadow := self._group.machine.global_shadow) is not None:
+            nbytes = width * count
+            self.note_global(index, addresses, nbytes, mask, shadow.read, "ld.global")
         return values
 
     def store_global(
@@ -223,18 +225,20 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
         self._group.machine.store_lanes(self._group.cta, addresses, width, values, mask)
-        self._note_global(index, addresses, width * len(values), mask, stored=True)
+        if (shadow := self._group.machine.global_shadow) is not None:
+            nbytes = width * len(values)
+            self.note_global(index, addresses, nbytes, mask, shadow.write, "st.global")
 
-    def _note_global(
-        self, index: int, addresses: Lanes, nbytes: int, mask: Mask, *, stored: bool
+    def note_global(
+        self,
+        index: int,
+        addresses: Lanes,
+        nbytes: int,
+        mask: Mask,
+        note: Callable[[Place, int, int, Clock, int, str], None],
+        what: str,
     ) -> None:
-        """Checks what lanes touch of global memory."""
-        shadow = self._group.machine.global_shadow
-        if shadow is None:
-            return
-        note, what = (
-            (shadow.write, "st.global") if stored else (shadow.read, "ld.global")
-        )
+        """Tells one of the methods of the global shadow what lanes touch of global memory."""
         for number in warps_of(mask):
             agent = self._agent(index, number)
             lanes = mask & WARP_MASKS[number]

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 I64 = NDArray[np.int64]
 
+_Found = defaultdict[str, list[tuple[I64, I64, I64]]]
+"""By the name of a tensor, parts of it: who moved them, and their begins and ends."""
+
 _KEYS = 5
 """Numbers of a box that say who moved it: cluster, cta, by, warp, line."""
 
@@ -108,7 +111,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Walk:
-    """What the CTAs did. loads, stores: by the name of the tensor."""
+    """What the CTAs did. loads, stores, additions: by the name of the tensor."""
 
     findings: tuple[Finding, ...]
     steps: int
@@ -119,6 +122,7 @@ class Walk:
     """The clusters that ran."""
     loads: Mapping[str, Boxes]
     stores: Mapping[str, Boxes]
+    additions: Mapping[str, Boxes]
 
 
 def prepare(module: Module) -> Program:
@@ -219,7 +223,8 @@ class Walker(Machine):
         """By the id of the tensor map, which `tensor_map` keeps."""
         self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._stores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._lanes: defaultdict[str, list[tuple[I64, I64, I64]]] = defaultdict(list)
+        self._lanes: _Found = defaultdict(list)
+        self._additions: _Found = defaultdict(list)
 
     def load_box(
         self,
@@ -259,8 +264,25 @@ class Walker(Machine):
         mask: Mask,
     ) -> None:
         """st.global: the elements that lanes cover are written down."""
-        nbytes = width * len(values)
-        wanted = addresses[mask]
+        self._cover(self._lanes, cta, addresses[mask], width * len(values))
+
+    def add_lanes(
+        self,
+        cta: Cta,
+        addresses: I64,
+        kind: str,
+        values: Sequence[NDArray[Any]],
+        mask: Mask,
+    ) -> list[NDArray[Any]]:
+        """red and atom: the elements that lanes add to are written down; all are zero."""
+        nbytes = sum(value.itemsize for value in values)
+        self._cover(self._additions, cta, addresses[mask], nbytes)
+        return [np.zeros_like(value) for value in values]
+
+    def _cover(self, found: _Found, cta: Cta, wanted: I64, nbytes: int) -> None:
+        """Writes down the elements of a tensor in accesses of `nbytes` at some addresses."""
+        if not len(wanted):
+            return
         for tensor in self._tensors:
             index, inside = tensor.find(wanted)
             if inside.all():
@@ -277,7 +299,7 @@ class Walker(Machine):
             if (end[:, axis] > tensor.sizes[axis]).any():
                 raise Fault(Kind.OUT_OF_BOUNDS, f"{nbytes} bytes leave {tensor.name}")
         who = np.broadcast_to(np.array(self._now(cta), np.int64), (len(index), _KEYS))
-        self._lanes[tensor.name].append((who, index, end))
+        found[tensor.name].append((who, index, end))
 
     def result(self, clusters: Collection[int] | None) -> Walk:
         """What there is to tell after a run."""
@@ -292,6 +314,7 @@ class Walker(Machine):
             tuple(n for n in range(count) if clusters is None or n in clusters),
             self._collect(self._loads, {}),
             self._collect(self._stores, self._lanes),
+            self._collect({}, self._additions),
         )
 
     def _now(self, cta: Cta) -> tuple[int, int, int, int, int]:

@@ -17,6 +17,7 @@ import numpy as np
 
 from . import numerics
 from .agents import Agent, Some
+from .atomics import Atomics
 from .copies import BulkStore, Copies, StoreGroup
 from .gates import ALIGNED_GROUP
 from .lanes import (
@@ -99,6 +100,7 @@ class Warpgroup:
         self.block = 0
         """The block whose gate is asked."""
         self.transfers = Transfers(self)
+        self.atomics = Atomics(self)
         self.mbarriers = MBarriers(self)
         self.thread_barriers = ThreadBarriers(self)
         self.copies = Copies(self)

@@ -24,6 +24,7 @@ TESTS = (
     "test_clusters.py",
     "test_checks.py",
     "test_machine.py",
+    "test_atomics.py",
     "tensor_kernels.py",
 )
 # Modifiers that tests take from lists of all of them: test_opcodes the shapes of products,
