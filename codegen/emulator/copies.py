@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulk tensor copies of a warpgroup: issued by its lanes, complete when the schedule says so."""
+"""Bulk copies of a warpgroup: issued by its lanes, complete when the schedule says so."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import tma
 from .checks import Operation
-from .global_shadow import Place
 from .lanes import (
     LANES,
     ONE_LANE,
@@ -24,6 +22,7 @@ from .lanes import (
     some,
     warps_of,
 )
+from .parts import Box, Part, Run
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
@@ -79,47 +78,73 @@ class Copies:
     ) -> None:
         """cp.async.bulk.tensor into shared memory, by each lane; pair: `.cta_group::2`."""
         for lane in np.flatnonzero(mask).tolist():
-            warp = self._group.warps[lane // WARP]
             self._group.here(index, lane // WARP)
-            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
-            owner, barrier_place = self._group.cluster.locate(
-                int(barrier_base[lane]) + barrier_offset
-            )
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
-            where = [int(axis[lane]) for axis in coordinates]
-            self._check_box(tensor_map, where)
-            bits = None if targets is None else int(targets[lane])
-            receivers = self._receivers(cta, owner, bits, pair)
-            for _, signalled in receivers:
-                self._group.mbarriers.find(
-                    signalled.rank << RANK_SHIFT | barrier_place,
-                    lane // WARP,
-                    ONE_LANE[lane],
-                    copies=True,
-                )
-            barrier = self._group.cluster.mbarrier(
-                owner.rank << RANK_SHIFT | barrier_place
-            )
-            operation = self._start(warp, barrier.component, ONE_LANE[lane])
+            box = Box(tensor_map, tuple(int(axis[lane]) for axis in coordinates))
+            self._check_box(box)
             self._group.machine.count("tensor loads", 1)
-            self._group.cluster.pending.load(
-                self._load_work(
-                    index,
-                    lane // WARP,
-                    tensor_map,
-                    where,
-                    place,
-                    barrier_place,
-                    receivers,
-                    operation,
-                )
-            )
+            bits = None if targets is None else int(targets[lane])
+            barrier = int(barrier_base[lane]) + barrier_offset
+            self._load(index, lane, box, int(base[lane]) + offset, barrier, bits, pair)
 
-    def _check_box(self, tensor_map: tma.TensorMap, coordinates: Sequence[int]) -> None:
+    def load_run(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        source_base: Lanes,
+        source_offset: int,
+        nbytes: Lanes,
+        barrier_base: Lanes,
+        barrier_offset: int,
+        targets: Lanes | None,
+        mask: Mask,
+    ) -> None:
+        """cp.async.bulk into shared memory, by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            self._group.here(index, lane // WARP)
+            run = Run(int(source_base[lane]) + source_offset, int(nbytes[lane]))
+            self._group.machine.count("bulk loads", 1)
+            bits = None if targets is None else int(targets[lane])
+            barrier = int(barrier_base[lane]) + barrier_offset
+            self._load(index, lane, run, int(base[lane]) + offset, barrier, bits, False)
+
+    def _load(
+        self,
+        index: int,
+        lane: int,
+        part: Part,
+        target: int,
+        barrier_address: int,
+        bits: int | None,
+        pair: bool,
+    ) -> None:
+        """One lane issues a load of a part to a shared address. bits: of the multicast's CTAs."""
+        cta, place = self._group.cluster.locate(target)
+        owner, barrier_place = self._group.cluster.locate(barrier_address)
+        receivers = self._receivers(cta, owner, bits, pair)
+        for _, signalled in receivers:
+            self._group.mbarriers.find(
+                signalled.rank << RANK_SHIFT | barrier_place,
+                lane // WARP,
+                ONE_LANE[lane],
+                copies=True,
+            )
+        barrier = self._group.cluster.mbarrier(owner.rank << RANK_SHIFT | barrier_place)
+        warp = self._group.warps[lane // WARP]
+        operation = self._start(warp, barrier.component, ONE_LANE[lane])
+        self._group.cluster.pending.load(
+            self._load_work(
+                *(index, lane // WARP, part, place),
+                *(barrier_place, receivers, operation),
+            )
+        )
+
+    def _check_box(self, box: Box) -> None:
         """A load of zeros, or a store of nothing, for which no ragged tile is the reason."""
-        machine = self._group.machine
+        machine, tensor_map = self._group.machine, box.tensor_map
         astray = tensor_map.astray(
-            coordinates, machine.tiles.get(tensor_map.address, ())
+            box.coordinates, machine.tiles.get(tensor_map.address, ())
         )
         if astray:
             machine.report(Kind.OUT_OF_BOUNDS, astray)
@@ -168,8 +193,7 @@ class Copies:
         self,
         index: int,
         number: int,
-        tensor_map: tma.TensorMap,
-        coordinates: list[int],
+        part: Part,
         place: int,
         barrier_place: int,
         receivers: list[tuple[Cta, Cta]],
@@ -177,11 +201,10 @@ class Copies:
     ) -> Callable[[], None]:
         def complete() -> None:
             self._group.here(index, number)
-            nbytes, touched = self._group.machine.load_box(
-                tensor_map, coordinates, [cta for cta, _ in receivers], place
-            )
-            self._group.machine.count("tensor load bytes", nbytes)
-            self._note_global(tensor_map, coordinates, operation, stored=False)
+            machine = self._group.machine
+            nbytes, touched = part.load(machine, [cta for cta, _ in receivers], place)
+            machine.count("load bytes", nbytes)
+            self._note_global(part, operation, stored=False)
             for cta, signalled in receivers:
                 if cta.exited:
                     raise Fault(
@@ -232,8 +255,8 @@ class Copies:
             warp = self._group.warps[number]
             self._group.here(index, number)
             issuers: Mask = np.isin(np.arange(LANES), lanes)
-            tensor_map = self._group.machine.tensor_map(int(described[lane]))
-            self._check_box(tensor_map, where)
+            box = Box(self._group.machine.tensor_map(int(described[lane])), where)
+            self._check_box(box)
             cta, place = self._group.cluster.locate(int(base[lane]) + offset)
             if cta is not self._group.cta:
                 raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")
@@ -244,22 +267,21 @@ class Copies:
             warp.open_stores.append(store)
             self._group.machine.count("tensor stores", 1)
             self._group.cluster.pending.store(
-                self._store_work(index, lane // WARP, tensor_map, where, place, store)
+                self._store_work(index, lane // WARP, box, place, store)
             )
 
     def _store_work(
         self,
         index: int,
         number: int,
-        tensor_map: tma.TensorMap,
-        coordinates: tuple[int, ...],
+        box: Box,
         place: int,
         store: BulkStore,
     ) -> Callable[[], None]:
         def complete() -> None:
             self._group.here(index, number)
             touched = self._group.machine.store_box(
-                tensor_map, coordinates, self._group.cta, place
+                box.tensor_map, box.coordinates, self._group.cta, place
             )
             operation, shadow = store.operation, self._group.cta.shadow
             if operation is not None and shadow is not None:
@@ -270,33 +292,28 @@ class Copies:
                     operation.clock,
                     "TMA store",
                 )
-            self._note_global(tensor_map, coordinates, operation, stored=True)
+            self._note_global(box, operation, stored=True)
             store.done = True
             self._group.cluster.progress += 1
 
         return complete
 
     def _note_global(
-        self,
-        tensor_map: tma.TensorMap,
-        coordinates: Sequence[int],
-        operation: Operation | None,
-        *,
-        stored: bool,
+        self, part: Part, operation: Operation | None, *, stored: bool
     ) -> None:
         """Checks what a copy touches of global memory."""
         machine = self._group.machine
         shadow = machine.global_shadow
         if operation is None or shadow is None:
             return
-        part = tma.in_bounds(tensor_map, coordinates, machine.memory, stored=stored)
-        if part is None:
+        place = part.place(machine, stored=stored)
+        if place is None:
             return
         note, what = (
             (shadow.write, "TMA store") if stored else (shadow.read, "TMA load")
         )
         clock, line = operation.clock, operation.line
-        note(Place(*part), operation.component, operation.epoch, clock, line, what)
+        note(place, operation.component, operation.epoch, clock, line, what)
 
     def commit(self, index: int, mask: Mask) -> None:
         """cp.async.bulk.commit_group: of each lane a group, of what it issued."""

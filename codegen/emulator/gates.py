@@ -53,7 +53,7 @@ def is_signal(instruction: Instruction) -> bool:
     return (
         (opcode == "mbarrier" and modifiers[0] == "arrive")
         or (opcode in ("bar", "barrier") and "arrive" in modifiers)
-        or (opcode == "cp" and "tensor" in modifiers)
+        or (opcode == "cp" and not modifiers[2].endswith("_group"))
         or (opcode == "tcgen05" and modifiers[0] == "commit")
         or (opcode in ("red", "atom") and "f32" not in modifiers)
     )

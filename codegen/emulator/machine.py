@@ -268,6 +268,15 @@ class Machine:
         memories = [cta.shared for cta in receivers]
         return tma.load(tensor_map, coordinates, self.memory, memories, place)
 
+    def load_run(
+        self, address: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk load completes: the bytes at an address, into the same place of each CTA."""
+        buffer, offset = self.memory.find(address, nbytes)
+        for cta in receivers:
+            moved = buffer.bytes[offset : offset + nbytes]
+            cta.shared.bytes[place : place + nbytes] = moved
+
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:

@@ -224,6 +224,7 @@ class Walker(Machine):
         self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._stores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
         self._lanes: _Found = defaultdict(list)
+        self._runs: _Found = defaultdict(list)
         self._additions: _Found = defaultdict(list)
 
     def load_box(
@@ -241,6 +242,13 @@ class Walker(Machine):
             cta.shared.check_region(place, tensor_map.box_bytes, SHARED_ALIGNMENT)
             record.append((*self._now(cta), *coordinates))
         return tensor_map.box_bytes, range(place, place + tensor_map.box_bytes)
+
+    def load_run(
+        self, address: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk load completes its bytes; what each CTA receives is written down."""
+        for cta in receivers:
+            self._cover_run(self._runs, cta, address, nbytes)
 
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
@@ -301,6 +309,31 @@ class Walker(Machine):
         who = np.broadcast_to(np.array(self._now(cta), np.int64), (len(index), _KEYS))
         found[tensor.name].append((who, index, end))
 
+    def _cover_run(self, found: _Found, cta: Cta, address: int, nbytes: int) -> None:
+        """Writes down the elements of a tensor that bytes are, row by row."""
+        who = np.array([self._now(cta)], np.int64)
+        while nbytes > 0:
+            for tensor in self._tensors:
+                index, inside = tensor.find(np.array([address], np.int64))
+                if inside.all():
+                    break
+            else:
+                problem = (
+                    f"{nbytes} bytes of global memory at {address:#x} are no tensor's"
+                )
+                raise Fault(Kind.OUT_OF_BOUNDS, problem)
+            axis, _ = tensor.axis_of(tensor.itemsize, 2)
+            count = min(
+                nbytes // tensor.itemsize, tensor.sizes[axis] - int(index[0, axis])
+            )
+            if count == 0:
+                raise Fault(Kind.MISALIGNED, f"{nbytes} bytes of {tensor.name}")
+            end = index + 1
+            end[0, axis] += count - 1
+            found[tensor.name].append((who, index, end))
+            address += count * tensor.itemsize
+            nbytes -= count * tensor.itemsize
+
     def result(self, clusters: Collection[int] | None) -> Walk:
         """What there is to tell after a run."""
         size = self.launch.cluster
@@ -312,7 +345,7 @@ class Walker(Machine):
             self.steps,
             count,
             tuple(n for n in range(count) if clusters is None or n in clusters),
-            self._collect(self._loads, {}),
+            self._collect(self._loads, self._runs),
             self._collect(self._stores, self._lanes),
             self._collect({}, self._additions),
         )

@@ -25,6 +25,7 @@ TESTS = (
     "test_checks.py",
     "test_machine.py",
     "test_atomics.py",
+    "test_bulk_loads.py",
     "tensor_kernels.py",
 )
 # Modifiers that tests take from lists of all of them: test_opcodes the shapes of products,
