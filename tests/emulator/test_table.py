@@ -25,6 +25,7 @@ TESTS = (
     "test_checks.py",
     "test_machine.py",
     "test_atomics.py",
+    "test_bf16_pairs.py",
     "test_bulk_loads.py",
     "tensor_kernels.py",
 )
