@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic additions to global memory: numbers are added one after another, in an order given.
 
+Those of a bulk reduction are under way from when it has read shared memory. The schedule says when
+each of them arrives, in no order, among those of others.
+
 Floats are rounded to nearest after each addition. Subnormals are zeros of their sign, those in
 memory too, as the device has it for `.f32` in global memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +59,49 @@ def _sum(first: NDArray[Any], second: NDArray[Any]) -> NDArray[Any]:
         return ftz(ftz(first) + ftz(second))
     total: NDArray[Any] = first + second
     return total
+
+
+@dataclass(frozen=True)
+class Sum:
+    """What a bulk reduction adds: each value to the word of global memory at its place."""
+
+    words: NDArray[Any]
+    places: I64
+    values: NDArray[Any]
+
+    @classmethod
+    def of_bytes(cls, buffer: Buffer, offset: int, content: NDArray[np.uint8]) -> Sum:
+        """Floats that are bytes, to those of a buffer from an offset on."""
+        values = content.view(np.float32).copy()
+        places = offset // values.itemsize + np.arange(len(values), dtype=np.int64)
+        return cls(buffer.words[values.itemsize].view(np.float32), places, values)
+
+
+@dataclass(eq=False)
+class Addition:
+    """A sum under way. arrived: is called once all of it is there."""
+
+    sum: Sum
+    arrived: Callable[[], None]
+    order: list[int] = field(default_factory=list)
+    """Of the values, from the last on; empty when the order is theirs."""
+    left: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = len(self.sum.values)
+
+    def land(self, count: int) -> None:
+        """Adds this many more of the values, or all that are left."""
+        begin = max(0, self.left - count)
+        chosen: Any = slice(begin, self.left)
+        if self.order:
+            chosen = np.array(self.order[begin : self.left], np.int64)
+        # The places differ, so all are added at once.
+        words, places = self.sum.words, self.sum.places[chosen]
+        words[places] = _sum(words[places], self.sum.values[chosen])
+        self.left = begin
+        if not begin:
+            self.arrived()
 
 
 def add_lanes(

@@ -3,10 +3,10 @@
 
 Agents are warps, whose lanes know of each other what `agents` says. The vector clocks have
 components for what each warp's lanes do (the generic proxy) and for what one of them does alone,
-for each warp's bulk stores, for each warpgroup's or (tcgen05) each warp's matrix products, for each
-warp's tcgen05.ld and its tcgen05.st, for each warp's signals to other CTAs, and for the loads that
-complete on each mbarrier. A clock has these rows, `[rows, components]`, the last two only in
-kernels that use tensor memory:
+for each warp's bulk stores, as they read and as they write, for each warpgroup's or (tcgen05) each
+warp's matrix products, for each warp's tcgen05.ld and its tcgen05.st, for each warp's signals to
+other CTAs, and for the loads that complete on each mbarrier. A clock has these rows,
+`[rows, components]`, the last two only in kernels that use tensor memory:
 
 - HAPPENED: everything of that component up to the epoch happened before;
 - FENCED: generic writes of that component up to the epoch are visible to the asynchronous proxy,
@@ -88,7 +88,8 @@ class Components:
         self._tensor_loads = self._products + self._issuers
         self._tensor_stores = self._tensor_loads + accesses
         self._signals = self._tensor_stores + accesses
-        self._loads = self._signals + warps
+        self._writes = self._signals + warps
+        self._loads = self._writes + warps
         self.generic = slice(0, 2 * warps)
         """Components of what lanes do."""
         self.shared_readers = slice(0, self._tensor_loads)
@@ -107,6 +108,10 @@ class Components:
     def stores(self, warp: int) -> int:
         """The component of a warp's bulk stores."""
         return 2 * self.warps + warp
+
+    def writes(self, warp: int) -> int:
+        """The component of what a warp's bulk stores do to global memory, after they have read."""
+        return self._writes + warp
 
     def products(self, issuer: int) -> int:
         """The component of the matrix products of a warpgroup, or of a warp for tcgen05."""
@@ -170,6 +175,7 @@ class Components:
             (self._tensor_loads, "'s tcgen05.ld"),
             (self._tensor_stores, "'s tcgen05.st"),
             (self._signals, "'s arrival"),
+            (self._writes, "'s TMA store"),
         ]
 
 

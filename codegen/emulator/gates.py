@@ -57,3 +57,15 @@ def is_signal(instruction: Instruction) -> bool:
         or (opcode == "tcgen05" and modifiers[0] == "commit")
         or (opcode in ("red", "atom") and "f32" not in modifiers)
     )
+
+
+def is_addition(instruction: Instruction) -> bool:
+    """Whether it adds to memory that other CTAs add to."""
+    opcode = instruction.opcode
+    return opcode in ("red", "atom") or (opcode == "cp" and instruction.has("reduce"))
+
+
+def waits_for_writes(instruction: Instruction) -> bool:
+    """Whether it waits until bulk stores are visible, and not only for their reads."""
+    waits = instruction.opcode == "cp" and instruction.has("wait_group")
+    return waits and not instruction.has("read")

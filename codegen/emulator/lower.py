@@ -27,7 +27,14 @@ from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
 from .emitters.emitter import is_special
 from .emitters.tcgen05 import check_cta_groups
-from .gates import ALIGNED_NONE, alignment, is_gate, is_signal
+from .gates import (
+    ALIGNED_NONE,
+    alignment,
+    is_addition,
+    is_gate,
+    is_signal,
+    waits_for_writes,
+)
 from .lanes import IN_FLIGHT, LANES
 from .ptx import (
     Address,
@@ -91,6 +98,10 @@ class Program:
         """Slots that some product accumulates into."""
         self.tensor = any(i.opcode == "tcgen05" for i in module.instructions)
         """Whether it uses tensor memory."""
+        self.adds = any(map(is_addition, module.instructions))
+        """Whether its CTAs add to global memory."""
+        self.waits_for_writes = any(map(waits_for_writes, module.instructions))
+        """Whether it waits until bulk stores have written, not only until they have read."""
         self.params = {param.name: param.offset for param in module.params}
         self.shared, self.static_shared_bytes = _place_shared(module.shared)
         self._namespace: dict[str, Any] = {

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from . import tma
 from .accumulation import Accumulation
-from .additions import add_lanes
+from .additions import Sum, add_lanes, check_writable
 from .agents import Agent
 from .barriers import ClusterBarrier, MBarrier, NamedBarrier
 from .checks import GRANULE, HAPPENED, SEEN, Components, Shadow, Streams
@@ -42,7 +42,7 @@ from .memory import (
 )
 from .ptx import Instruction
 from .report import NAMELESS, Event, Fault, Finding, Kind, Names, Report
-from .scheduler import Order, Pending, Schedule, Turns
+from .scheduler import Landing, Order, Pending, Schedule, Turns
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tensor_memory import GRANULES, TensorMemory
 from .timeline import most_telling
@@ -156,6 +156,8 @@ class Machine:
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
         self.writes = Writes()
+        self.landing = Landing(schedule, self.rng)
+        """Additions of clusters that are over."""
         self.statistics: Counter[str] = Counter()
         self.steps = 0
         self.index = 0
@@ -173,10 +175,11 @@ class Machine:
             self.findings.add(Kind.UNSUPPORTED, problem)
             return False
         with np.errstate(all="ignore"):
-            for number, first in enumerate(self._first_ctas()):
+            for number, first in self._in_order():
                 chosen = clusters is None or number in clusters
                 if chosen and not self._run_cluster(first):
                     return False
+            self.landing.settle()
         return True
 
     def _begin(self, launch: Launch) -> None:
@@ -192,6 +195,16 @@ class Machine:
         self.initial_registers = min(LARGEST_ALLOCATION, allocation)
         self._params.clear()
         self._maps.clear()
+
+    def _in_order(self) -> Sequence[tuple[int, tuple[int, int, int]]]:
+        """Numbers and first CTAs of the clusters, x fastest.
+
+        Sums depend on who adds first, so a random order takes them as they come.
+        """
+        numbered = list(enumerate(self._first_ctas()))
+        if self.program.adds and self.schedule.order is not Order.ROUND_ROBIN:
+            self.rng.shuffle(numbered)
+        return numbered
 
     def _first_ctas(self) -> Iterator[tuple[int, int, int]]:
         """The first CTA of each cluster."""
@@ -286,6 +299,18 @@ class Machine:
         if part is not None:
             self.writes.note(*part, self._who(cta))
         return touched
+
+    def sum_of_box(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
+    ) -> tuple[range, Sum | None]:
+        """A bulk reduction of a box reads shared memory: as `tma.summands`."""
+        return tma.summands(tensor_map, coordinates, self.memory, cta.shared, place)
+
+    def sum_of_run(self, address: int, nbytes: int, cta: Cta, place: int) -> Sum | None:
+        """A bulk reduction reads float32 from shared memory, for the bytes at an address."""
+        buffer, offset = self.memory.find(address, nbytes)
+        check_writable(buffer, address, nbytes)
+        return Sum.of_bytes(buffer, offset, cta.shared.bytes[place : place + nbytes])
 
     def store_lanes(
         self,
@@ -650,6 +675,7 @@ class Cluster:
         )
 
     def _finish(self) -> None:
+        self.machine.landing.under_way += self.pending.landing.under_way
         if self.pending.outstanding:
             self.machine.findings.add(
                 Kind.OUTSTANDING,

@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from . import tma
+from .additions import Sum
+from .checks import Operation
 from .global_shadow import Place
 from .memory import ALIGNMENT, MemoryFault
+from .report import Kind
 
 if TYPE_CHECKING:
     from .machine import Cta, Machine
@@ -29,6 +32,20 @@ class Box:
     ) -> tuple[int, range]:
         """Moves it to the same place of each CTA: the bytes that each gets, and where."""
         return machine.load_box(self.tensor_map, self.coordinates, receivers, place)
+
+    def store(self, machine: Machine, cta: Cta, place: int) -> range:
+        """Moves it from a CTA's shared memory: the bytes read there."""
+        return machine.store_box(self.tensor_map, self.coordinates, cta, place)
+
+    def check(self, machine: Machine) -> None:
+        """Reports a box wholly outside the tensor, for which no ragged tile is the reason."""
+        tiles = machine.tiles.get(self.tensor_map.address, ())
+        if astray := self.tensor_map.astray(self.coordinates, tiles):
+            machine.report(Kind.OUT_OF_BOUNDS, astray)
+
+    def sum(self, machine: Machine, cta: Cta, place: int) -> tuple[range, Sum | None]:
+        """Takes what is added to it from a CTA's shared memory: the bytes read there, and that."""
+        return machine.sum_of_box(self.tensor_map, self.coordinates, cta, place)
 
     def place(self, machine: Machine, *, stored: bool) -> Place | None:
         """The part that is in the tensor, and written when it is stored; None when none is."""
@@ -63,6 +80,12 @@ class Run:
         machine.load_run(self.address, self.nbytes, receivers, place)
         return self.nbytes, range(place, place + self.nbytes)
 
+    def sum(self, machine: Machine, cta: Cta, place: int) -> tuple[range, Sum | None]:
+        """As of a `Box`."""
+        cta.shared.check_region(place, self.nbytes, ALIGNMENT)
+        found = machine.sum_of_run(self.address, self.nbytes, cta, place)
+        return range(place, place + self.nbytes), found
+
     def place(self, machine: Machine, *, stored: bool) -> Place | None:
         """All of it."""
         buffer, offset = machine.memory.find(self.address, self.nbytes)
@@ -74,3 +97,22 @@ class Run:
 
 
 Part = Box | Run
+
+
+def note(
+    part: Part,
+    machine: Machine,
+    operation: Operation,
+    component: int,
+    action: str,
+    what: str,
+) -> None:
+    """Tells the global shadow what an operation does to a part: read, write or reduce.
+
+    component: of its accesses to global memory.
+    """
+    shadow = machine.global_shadow
+    place = part.place(machine, stored=action != "read") if shadow else None
+    if shadow is not None and place is not None:
+        clock, line = operation.clock, operation.line
+        getattr(shadow, action)(place, component, operation.epoch, clock, line, what)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .additions import Sum
 from .lanes import Mask
 from .lower import Program, lower
 from .machine import MAX_STEPS, Cta, Machine
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 I64 = NDArray[np.int64]
 
+_Moved = defaultdict[int, list[tuple[int, ...]]]
+"""By the id of a tensor map, its boxes: who moved them, and their coordinates."""
 _Found = defaultdict[str, list[tuple[I64, I64, I64]]]
 """By the name of a tensor, parts of it: who moved them, and their begins and ends."""
 
@@ -221,8 +224,9 @@ class Walker(Machine):
         self._at = {tensor.address: tensor for tensor in self._tensors}
         self._mapped: dict[int, _Mapped] = {}
         """By the id of the tensor map, which `tensor_map` keeps."""
-        self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._stores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
+        self._loads: _Moved = defaultdict(list)
+        self._stores: _Moved = defaultdict(list)
+        self._sums: _Moved = defaultdict(list)
         self._lanes: _Found = defaultdict(list)
         self._runs: _Found = defaultdict(list)
         self._additions: _Found = defaultdict(list)
@@ -254,14 +258,37 @@ class Walker(Machine):
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:
         """A TMA store: what it covers is written down."""
+        return self._put(self._stores, tensor_map, coordinates, cta, place)
+
+    def _put(
+        self,
+        boxes: _Moved,
+        tensor_map: TensorMap,
+        coordinates: Sequence[int],
+        cta: Cta,
+        place: int,
+    ) -> range:
+        """Writes down a box that leaves a CTA; the bytes of shared memory that it is."""
         known = self._describes(tensor_map)
         known.check(coordinates, loaded=False)
         if min(coordinates) < 0:
             problem = f"a store at the negative coordinates {tuple(coordinates)}"
             raise Fault(Kind.OUT_OF_BOUNDS, problem)
         record = (*self._now(cta), *coordinates)
-        self._stores[id(known.tensor_map)].append(record)
+        boxes[id(known.tensor_map)].append(record)
         return range(place, place + tensor_map.box_bytes)
+
+    def sum_of_box(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
+    ) -> tuple[range, Sum | None]:
+        """A bulk reduction: what it covers is written down."""
+        region = self._put(self._sums, tensor_map, coordinates, cta, place)
+        return region, None
+
+    def sum_of_run(self, address: int, nbytes: int, cta: Cta, place: int) -> Sum | None:
+        """A bulk reduction: what it covers is written down."""
+        self._cover_run(self._additions, cta, address, nbytes)
+        return None
 
     def store_lanes(
         self,
@@ -347,7 +374,7 @@ class Walker(Machine):
             tuple(n for n in range(count) if clusters is None or n in clusters),
             self._collect(self._loads, self._runs),
             self._collect(self._stores, self._lanes),
-            self._collect({}, self._additions),
+            self._collect(self._sums, self._additions),
         )
 
     def _now(self, cta: Cta) -> tuple[int, int, int, int, int]:

@@ -18,7 +18,9 @@ import numpy as np
 from . import numerics
 from .agents import Agent, Some
 from .atomics import Atomics
-from .copies import BulkStore, Copies, StoreGroup
+from .bulk_stores import BulkStore, BulkStores, StoreGroup
+from .checks import Operation
+from .copies import Copies
 from .gates import ALIGNED_GROUP
 from .lanes import (
     ALL,
@@ -104,6 +106,7 @@ class Warpgroup:
         self.mbarriers = MBarriers(self)
         self.thread_barriers = ThreadBarriers(self)
         self.copies = Copies(self)
+        self.bulk_stores = BulkStores(self)
         self.products = Products(self)
         self.tensor_products = TensorProducts(self)
         self.tensor_transfers = TensorTransfers(self)
@@ -273,7 +276,7 @@ class Warpgroup:
         """What a warp leaves behind when it exits: (PTX line, what)."""
         found = [
             (line, "the warp exits without waiting for this bulk store")
-            for line in self.copies.lines(warp)
+            for line in self.bulk_stores.lines(warp)
         ]
         untracked = self.tensor_products.untracked(warp)
         if untracked is not None:
@@ -305,6 +308,14 @@ class Warpgroup:
         part = mask[WARP * warp : WARP * (warp + 1)]
         born = self._born[WARP * warp : WARP * (warp + 1)]
         return None if part.tobytes() == born.tobytes() else part
+
+    def start(self, warp: int, component: int, mask: Mask) -> Operation | None:
+        """What lanes of a warp issue; None when nothing is checked."""
+        agent = self.warps[warp].agent
+        if agent is None:
+            return None
+        acting = self.lanes(warp, mask)
+        return self.cluster.streams.start(component, [agent], self.line, acting)
 
     def hold(self, reason: Callable[[], str]) -> None:
         """Says what the lanes that a gate holds back wait for, should they wait for ever."""
