@@ -64,9 +64,8 @@ class _Access:
 class GlobalShadow:
     """The last write and the last read of each byte, by all clusters of all launches.
 
-    `report(kind, message)` is told what is wrong. Of several reads only the last one is known: a
-    write that races with an earlier one may go unseen. Of reductions all are that are in no order:
-    who reads the sum has to know of each.
+    `report(kind, message)` is told what is wrong. Of reads and of reductions all are known that are
+    in no order: who overwrites what was read, or reads a sum, has to know of each.
     """
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
@@ -124,7 +123,7 @@ class GlobalShadow:
         self._check(self._writes, place, clock, f"{what} reads", strong)
         notes = self._strong_reads if strong else self._reads
         access = self._access(component, epoch, line, "reads", strong)
-        self._bytes(notes, place)[place.words] = self._number((access,))
+        self._note_beside(notes, place, access, clock)
 
     def write(
         self,
@@ -142,7 +141,7 @@ class GlobalShadow:
             self._check(before, place, clock, f"{what} writes", strong)
         access = self._access(component, epoch, line, "writes", strong)
         if strong:
-            self._note_strong(place, access, clock)
+            self._note_beside(self._writes, place, access, clock)
         else:
             self._bytes(self._writes, place)[place.words] = self._number((access,))
 
@@ -160,21 +159,29 @@ class GlobalShadow:
         for before in (self._writes, self._reads):
             self._check(before, place, clock, f"{what} adds to", True)
         access = self._access(component, epoch, line, "adds to", True)
-        self._note_strong(place, access, clock)
+        self._note_beside(self._writes, place, access, clock)
 
-    def _note_strong(self, place: Place, access: _Access, clock: Clock) -> None:
-        """Beside the weak write before it, and the strong ones of which it does not know.
+    def _note_beside(
+        self,
+        notes: dict[int, NDArray[np.int32]],
+        place: Place,
+        access: _Access,
+        clock: Clock,
+    ) -> None:
+        """Notes a read, or a strong write, beside those of which it does not know.
 
-        Who comes later and is weak has to know of these, or of this one, which knows the others.
+        Who must know of all has to know of these, and of this one, which knows of the others. A
+        weak write stays: who is strong need not know of this one, but of that.
         """
-        noted = self._bytes(self._writes, place)
+        noted = self._bytes(notes, place)
         numbers = noted[place.words]
         for number in np.unique(numbers).tolist():
             known = self._accesses[number - 1] if number else ()
             others = (
                 each
                 for each in known
-                if not each.strong or self._unordered(each, clock)
+                if self._unordered(each, clock)
+                or (notes is self._writes and not each.strong)
             )
             numbers[numbers == number] = self._number((*others, access))
         noted[place.words] = numbers
