@@ -20,7 +20,7 @@ from .parts import Box, Part, Run, note
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
-    from .machine import Cta
+    from .cluster import Cta
     from .warpgroup import Warpgroup
 
 

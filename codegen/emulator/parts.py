@@ -17,7 +17,8 @@ from .memory import ALIGNMENT, MemoryFault
 from .report import Kind
 
 if TYPE_CHECKING:
-    from .machine import Cta, Machine
+    from .cluster import Cta
+    from .machine import Machine
 
 
 @dataclass(frozen=True)

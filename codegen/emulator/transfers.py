@@ -27,7 +27,7 @@ from .memory import load_matrices, store_matrices
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
-    from .machine import Cta
+    from .cluster import Cta
     from .warpgroup import Warpgroup
 
 

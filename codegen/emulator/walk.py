@@ -17,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .additions import Sum
+from .cluster import Cta
 from .lanes import Mask
 from .lower import Program, lower
-from .machine import MAX_STEPS, Cta, Machine
+from .machine import MAX_STEPS, Machine
 from .memory import GlobalMemory
 from .ptx import Module
 from .report import NAMELESS, Fault, Finding, Kind, Names

@@ -48,7 +48,7 @@ from .thread_barriers import ThreadBarriers
 from .transfers import Transfers
 
 if TYPE_CHECKING:
-    from .machine import Cluster, Cta
+    from .cluster import Cluster, Cta
 
 
 @dataclass(eq=False)
