@@ -182,6 +182,7 @@ class BulkStores:
                 touched, found = part.store(machine, cta, place), None
             self._note(number, part, touched, store, adds)
             store.read = True
+            machine.stir()
             if found is None:
                 store.written = True
             else:
@@ -194,6 +195,7 @@ class BulkStores:
     def _arrive(self, store: BulkStore) -> None:
         """All that a reduction adds is there."""
         store.written = True
+        self._group.machine.stir()
         self._group.cluster.progress += 1
 
     def _note(

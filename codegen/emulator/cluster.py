@@ -129,21 +129,30 @@ class Cluster:
     def __init__(self, machine: Machine, first: tuple[int, int, int]) -> None:
         launch = machine.launch
         self.machine = machine
+        self.first = first
+        self.turns = Turns(machine.schedule.order, machine.rng)
         self.progress = 0
         """Counts everything that could let somebody else go on."""
         self._heard = 0
         """The progress that there was at the last look,"""
-        self._heard_at = machine.steps
+        self._heard_at = 0
         """and the steps when it changed."""
+        self._steps = 0
+        """[warp instructions] of this cluster."""
         self.timed = machine.timeline is not None and first == (0, 0, 0)
         size = launch.cluster
         threads = int(np.prod(launch.block))
         groups = -(-threads // LANES) * int(np.prod(size))
         self.components = Components(
-            groups * WARPS, groups, int(np.prod(size)), tensor=machine.program.tensor
+            *(groups * WARPS, groups, int(np.prod(size))),
+            tensor=machine.program.tensor,
+            ordered=machine.program.orders,
         )
+        self.number = 0
+        """Among all clusters of a run, in the order of their begins."""
         if machine.global_shadow is not None:
-            machine.global_shadow.begin(self.components)
+            self.number = machine.global_shadow.begin(self.components)
+            self.knowledge = machine.global_shadow.knowledge
         self.streams = Streams(self.components)
         self.barrier = ClusterBarrier(groups * WARPS)
         self.pending = Pending(machine.schedule, machine.rng)
@@ -167,30 +176,47 @@ class Cluster:
         """What a warp knows; None when nothing is checked."""
         return Agent(self.components, warp) if self.machine.checks else None
 
-    def run(self) -> None:
-        """Runs until every warp has exited; raises Fault."""
-        turns = Turns(self.machine.schedule.order, self.machine.rng)
-        while True:
-            live = [group for group in self.groups if group.strands]
-            if not live:
-                break
-            self._starve(live, turns)
-            before = self.progress
-            ran = 0
-            for position in turns.arrange(len(live)):
-                ran += live[position].run(turns)
-            self.pending.turn()
-            silent = self.machine.steps - self._heard_at
-            if self.progress != before or (ran and silent < LONGEST_POLLING):
-                continue
-            if self.pending.force() or self._catch_up():
-                continue
-            if ran:
-                self._blocks_left = 0
-            elif not self._relieve(turns):
-                self._deadlock(live)
-                return
-        self._finish()
+    @property
+    def over(self) -> bool:
+        """Whether every warp has exited."""
+        return not any(group.strands for group in self.groups)
+
+    def enter(self) -> None:
+        """What is accessed from now on this cluster accesses."""
+        if (shadow := self.machine.global_shadow) is not None:
+            shadow.enter(self.number, self.components)
+
+    def advance(self) -> bool:
+        """Lets every warpgroup have a turn; False when nobody can go on. Raises Fault."""
+        turns = self.turns
+        live = [group for group in self.groups if group.strands]
+        self._starve(live, turns)
+        before = self.progress
+        ran = 0
+        for position in turns.arrange(len(live)):
+            ran += live[position].run(turns)
+        self.pending.turn()
+        silent = self._steps - self._heard_at
+        if self.progress != before or (ran and silent < LONGEST_POLLING):
+            return True
+        if self.pending.force() or self._catch_up():
+            return True
+        if ran:
+            self._blocks_left = 0
+            return True
+        return self._relieve(turns)
+
+    def state(self) -> tuple[int, ...]:
+        """What tells whether something has changed since another look."""
+        return self.progress, *(group.state() for group in self.groups)
+
+    def poll_again(self) -> bool:
+        """Lets those load a word once more who wait for it to change; False when there are none."""
+        return sum(group.poll_again() for group in self.groups) > 0
+
+    def waiting(self) -> list[str]:
+        """Where everybody is and what they wait for."""
+        return [line for group in self.groups for line in group.waiting()]
 
     def _starve(self, live: list[Warpgroup], turns: Turns) -> None:
         """Chooses another victim when the order wants one and there is none, or it is over."""
@@ -225,10 +251,12 @@ class Cluster:
         """Counts a block that some lanes ran."""
         begin = self.machine.steps
         warps = warps_of(mask)
-        self.machine.steps = begin + block.weight * len(warps)
+        weight = block.weight * len(warps)
+        self.machine.steps = begin + weight
         if self.progress != self._heard:
-            self._heard, self._heard_at = self.progress, begin
-        silent = self.machine.steps - self._heard_at > LONGEST_SILENCE
+            self._heard, self._heard_at = self.progress, self._steps
+        self._steps += weight
+        silent = self._steps - self._heard_at > LONGEST_SILENCE
         if silent or self.machine.steps > self.machine.max_steps:
             group.here(block.begin, warps[0] % WARPS)
             why = f"nothing but this for {LONGEST_SILENCE} instructions"
@@ -333,14 +361,8 @@ class Cluster:
         for barrier in cta.mbarriers.values():
             check(Kind.BARRIER, barrier.last_signals, "signalled its mbarrier")
 
-    def _deadlock(self, live: list[Warpgroup]) -> None:
-        lines = [line for group in live for line in group.waiting()]
-        self.machine.findings.add(
-            Kind.DEADLOCK,
-            f"nobody can go on under {self.machine.schedule}\n  " + "\n  ".join(lines),
-        )
-
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Every warp has exited."""
         self.machine.landing.under_way += self.pending.landing.under_way
         if self.pending.outstanding:
             self.machine.findings.add(

@@ -2,7 +2,8 @@
 """Data races on global memory: who touched each byte last, and whether that happened before.
 
 Inside a cluster the clocks of `checks` say what happened before what. Clusters of a launch run in
-no order: what one of them writes no other one may touch. Launches of one stream run one after the
+no order but what they hand over (see `knowledge`): what one of them writes no other one may touch
+that does not know of it. Launches of one stream run one after the
 other, a programmatic one from where it waits; those of two streams run in no order. Buffers that
 cannot be written are not looked at.
 
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import HAPPENED, Clock, Components
+from .checks import GLOBAL, HAPPENED, Clock, Components
+from .knowledge import NOTHING, Knowledge, Known
 from .memory import Buffer
 from .report import Kind
 
@@ -59,6 +61,8 @@ class _Access:
     did: str
     """What it does to bytes, as messages say it."""
     strong: bool
+    generic: bool
+    """Whether lanes do it, and not a copy."""
 
 
 class GlobalShadow:
@@ -70,8 +74,9 @@ class GlobalShadow:
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
         self._report = report
+        self.knowledge = Knowledge()
         self._launches: list[_Launch] = []
-        self._cluster = 0
+        self._cluster = self._clusters = 0
         self._components: Components | None = None
         self._accesses: list[tuple[_Access, ...]] = []
         """Number n of the arrays below is entry n - 1; 0 is nobody's."""
@@ -100,9 +105,15 @@ class GlobalShadow:
         """A thread waits for what the launch may have overtaken."""
         self._launches[-1].waits = True
 
-    def begin(self, components: Components) -> None:
-        """Another cluster's accesses follow."""
-        self._cluster += 1
+    def begin(self, components: Components) -> int:
+        """Another cluster's accesses follow; its number."""
+        self._clusters += 1
+        self.enter(self._clusters, components)
+        return self._clusters
+
+    def enter(self, cluster: int, components: Components) -> None:
+        """The accesses of a cluster follow that has begun."""
+        self._cluster = cluster
         self._components = components
 
     def read(
@@ -113,16 +124,38 @@ class GlobalShadow:
         clock: Clock,
         line: int,
         what: str,
-        *,
-        strong: bool = False,
     ) -> None:
         """Checks and notes a read."""
+        self._read(place, component, epoch, clock, line, what, False)
+
+    def read_strongly(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """The same of a read that may meet strong writes."""
+        self._read(place, component, epoch, clock, line, what, True)
+
+    def _read(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+        strong: bool,
+    ) -> None:
         if not place.buffer.writable:
             return
         self._check_written(place, f"{what} reads")
-        self._check(self._writes, place, clock, f"{what} reads", strong)
-        notes = self._strong_reads if strong else self._reads
         access = self._access(component, epoch, line, "reads", strong)
+        self._check(self._writes, place, clock, f"{what} reads", access)
+        notes = self._strong_reads if strong else self._reads
         self._note_beside(notes, place, access, clock)
 
     def write(
@@ -133,17 +166,27 @@ class GlobalShadow:
         clock: Clock,
         line: int,
         what: str,
-        *,
-        strong: bool = False,
     ) -> None:
         """Checks and notes a write."""
+        access = self._access(component, epoch, line, "writes", False)
         for before in (self._writes, self._reads, self._strong_reads):
-            self._check(before, place, clock, f"{what} writes", strong)
-        access = self._access(component, epoch, line, "writes", strong)
-        if strong:
-            self._note_beside(self._writes, place, access, clock)
-        else:
-            self._bytes(self._writes, place)[place.words] = self._number((access,))
+            self._check(before, place, clock, f"{what} writes", access)
+        self._bytes(self._writes, place)[place.words] = self._number((access,))
+
+    def write_strongly(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """The same of a write that may meet strong accesses."""
+        access = self._access(component, epoch, line, "writes", True)
+        for before in (self._writes, self._reads):
+            self._check(before, place, clock, f"{what} writes", access)
+        self._note_beside(self._writes, place, access, clock)
 
     def reduce(
         self,
@@ -156,9 +199,9 @@ class GlobalShadow:
     ) -> None:
         """Checks and notes an atomic read, addition and write."""
         self._check_written(place, f"{what} adds to")
-        for before in (self._writes, self._reads):
-            self._check(before, place, clock, f"{what} adds to", True)
         access = self._access(component, epoch, line, "adds to", True)
+        for before in (self._writes, self._reads):
+            self._check(before, place, clock, f"{what} adds to", access)
         self._note_beside(self._writes, place, access, clock)
 
     def _note_beside(
@@ -202,28 +245,54 @@ class GlobalShadow:
         place: Place,
         clock: Clock,
         what: str,
-        strong: bool,
+        access: _Access,
     ) -> None:
-        """What was done before to these bytes must have happened before."""
+        """What was done before to these bytes must have happened before this access.
+
+        And be fenced, if it wrote, and lanes did and a copy does this.
+        """
         if place.buffer.address not in before:
             return
         numbers = self._bytes(before, place)[place.words]
         if not numbers.any():
             return
         for number in np.unique(numbers[numbers > 0]).tolist():
-            for access in self._accesses[number - 1]:
-                if strong and access.strong:
+            for other in self._accesses[number - 1]:
+                whose = self._unordered(other, clock)
+                kind, why = Kind.RACE, "in no order"
+                if not whose and self._lacks_fence(other, access, clock):
+                    kind, why = Kind.PROXY_FENCE, "with no fence.proxy.async in between"
+                elif not whose or (access.strong and other.strong):
                     continue
-                if whose := self._unordered(access, clock):
-                    self._report(
-                        Kind.RACE,
-                        f"{what} bytes of {place.buffer.name} that {whose} {access.did} "
-                        f"(line {access.line}) in no order",
-                    )
+                told = f"{whose or other.who} {other.did} (line {other.line}) {why}"
+                self._report(kind, f"{what} bytes of {place.buffer.name} that {told}")
+
+    def _lacks_fence(self, before: _Access, access: _Access, clock: Clock) -> bool:
+        """Whether a copy touches what was written before it knew, but before no fence.
+
+        What a copy of the same cluster wrote needs none: who waited for that issues this.
+        """
+        if (
+            access.generic
+            or before.did == "reads"
+            or before.launch is not access.launch
+        ):
+            return False
+        if before.cluster == access.cluster:
+            fenced = clock[GLOBAL, before.component] if len(clock) > GLOBAL else 0
+            return before.generic and bool(fenced < before.epoch)
+        handed, fenced_here = self._others(clock, HAPPENED), self._others(clock, GLOBAL)
+        return not (
+            _knows(fenced_here, before, HAPPENED) or _knows(handed, before, GLOBAL)
+        )
 
     def _unordered(self, access: _Access, clock: Clock) -> str:
         """Whose access it is, when who knows this does not know of it; else empty."""
         launch = self._launches[-1]
+        if access.cluster != self._cluster and _knows(
+            self._others(clock, HAPPENED), access, HAPPENED
+        ):
+            return ""
         if access.launch is not launch:
             if self._is_over(access.launch.number, clock):
                 return ""
@@ -234,6 +303,13 @@ class GlobalShadow:
             return f"{access.who} of another cluster"
         known = clock[HAPPENED, access.component] >= access.epoch
         return "" if known else access.who
+
+    def _others(self, clock: Clock, row: int) -> Known:
+        """What who knows this knows of other clusters, or has fenced: HAPPENED or GLOBAL."""
+        assert self._components is not None  # a cluster runs
+        if len(clock) <= row:
+            return NOTHING
+        return self.knowledge.of(self._cluster, self._components, clock[row:])
 
     def _is_over(self, number: int, clock: Clock) -> bool:
         """Whether who knows this knows that an earlier launch is over."""
@@ -249,6 +325,7 @@ class GlobalShadow:
         return _Access(
             *(self._launches[-1], self._cluster, component, epoch, line),
             *(self._components.name(component), did, strong),
+            generic=bool(self._components.is_generic(component)),
         )
 
     def _number(self, accesses: tuple[_Access, ...]) -> int:
@@ -266,3 +343,9 @@ class GlobalShadow:
             size = -(-len(buffer.bytes) // WIDEST) * WIDEST
             entries = arrays[buffer.address] = np.zeros(size, np.int32)
         return entries.reshape(-1, place.width)
+
+
+def _knows(others: Known, access: _Access, row: int) -> bool:
+    """Whether what is known of other clusters has an access of one of them in a row."""
+    known = others.get(access.cluster)
+    return known is not None and bool(known[row, access.component] >= access.epoch)

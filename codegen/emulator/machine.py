@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs launches in their order: clusters one after another, the CTAs of a cluster together."""
+"""Runs launches in their order: clusters one after another, the CTAs of a cluster together.
+
+Clusters whose CTAs wait for each other through global memory run together, too.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -18,6 +21,7 @@ from .accumulation import Accumulation
 from .additions import Sum, add_lanes, check_writable
 from .cluster import Cluster, Cta
 from .global_shadow import GlobalShadow
+from .knowledge import Known
 from .lanes import LANES, WARP
 from .lower import Program
 from .memory import (
@@ -32,6 +36,7 @@ from .report import NAMELESS, Event, Fault, Finding, Kind, Names, Report
 from .scheduler import Landing, Order, Schedule
 from .tcgen05 import DescriptorError as TensorDescriptorError
 from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
+from .together import Together
 from .wgmma import DescriptorError
 from .writes import Writer, Writes
 
@@ -69,6 +74,7 @@ def run(
     tiles: Mapping[int, Sequence[int]] | None = None,
     names: Mapping[str, Names] | None = None,
     accumulation: Accumulation = Accumulation.DEVICE,
+    resident: int | None = None,
 ) -> RunResult:
     """Executes launches in their order; their results are in `memory` afterwards.
 
@@ -80,8 +86,9 @@ def run(
     the contiguous one first. TMA fills with zeros in silence; a box that is wholly outside its
     tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
     without tiles. `names`: by kernel, what findings call barriers, tiles and warps. `accumulation`:
-    of wgmmas with 8-bit operands. Raises KeyError for a launch of a kernel that is not among the
-    programs.
+    of wgmmas with 8-bit operands. `resident`: how many clusters run at a time; None: all of a
+    launch whose kernel loads what others store meanwhile, and one of others. Raises KeyError for a
+    launch of a kernel that is not among the programs.
     """
     machine = Machine(
         *(programs, memory, schedule or Schedule(), checks),
@@ -89,7 +96,7 @@ def run(
         accumulation=accumulation,
     )
     for launch in launches:
-        if not machine.run(launch, clusters):
+        if not machine.run(launch, clusters, resident):
             break
     statistics = dict(machine.statistics)
     return RunResult(tuple(machine.findings), machine.steps, statistics, machine.writes)
@@ -136,6 +143,10 @@ class Machine:
         self.writes = Writes()
         self.landing = Landing(schedule, self.rng)
         """Additions of clusters that are over."""
+        self.released: dict[int, Known] = {}
+        """By the address of a word of global memory, what it hands over to who acquires it."""
+        self.watching: set[Cluster] = set()
+        """Clusters in which somebody waits until something is written."""
         self.statistics: Counter[str] = Counter()
         self.steps = 0
         self.index = 0
@@ -145,20 +156,36 @@ class Machine:
         self._params: dict[tuple[int, str], NDArray[Any]] = {}
         self._maps: dict[int, TensorMap] = {}
 
-    def run(self, launch: Launch, clusters: Collection[int] | None = None) -> bool:
+    def run(
+        self,
+        launch: Launch,
+        clusters: Collection[int] | None = None,
+        resident: int | None = None,
+    ) -> bool:
         """Runs these clusters of a launch, or every one; False when a finding stopped it."""
         self._begin(launch)
         problem = self._refusal()
         if problem:
             self.findings.add(Kind.UNSUPPORTED, problem)
             return False
+        chosen = [
+            first
+            for number, first in self._in_order()
+            if clusters is None or number in clusters
+        ]
+        if resident is None:
+            resident = len(chosen) if self.program.polls else 1
         with np.errstate(all="ignore"):
-            for number, first in self._in_order():
-                chosen = clusters is None or number in clusters
-                if chosen and not self._run_cluster(first):
-                    return False
+            if not self._run_clusters(deque(chosen), resident):
+                return False
             self.landing.settle()
         return True
+
+    def stir(self) -> None:
+        """Something was written to global memory: who waits for that looks again."""
+        for cluster in self.watching:
+            cluster.progress += 1
+        self.watching.clear()
 
     def _begin(self, launch: Launch) -> None:
         self.launch = launch
@@ -177,10 +204,12 @@ class Machine:
     def _in_order(self) -> Sequence[tuple[int, tuple[int, int, int]]]:
         """Numbers and first CTAs of the clusters, x fastest.
 
-        Sums depend on who adds first, so a random order takes them as they come.
+        Sums depend on who adds first, so a random order takes them as they come. But where CTAs
+        wait for each other, those of lower numbers begin first.
         """
         numbered = list(enumerate(self._first_ctas()))
-        if self.program.adds and self.schedule.order is not Order.ROUND_ROBIN:
+        anyhow = self.program.adds and not self.program.polls
+        if anyhow and self.schedule.order is not Order.ROUND_ROBIN:
             self.rng.shuffle(numbered)
         return numbered
 
@@ -209,10 +238,13 @@ class Machine:
             return f"{len(launch.params)} bytes of parameters, not {module.param_bytes}"
         return ""
 
-    def _run_cluster(self, first: tuple[int, int, int]) -> bool:
-        cluster = Cluster(self, first)
+    def _run_clusters(
+        self, waiting: deque[tuple[int, int, int]], resident: int
+    ) -> bool:
+        """Runs clusters, so many at a time; False when a finding stopped it."""
+        together = Together(self, waiting, resident)
         try:
-            cluster.run()
+            together.run()
         except Fault as fault:
             self.report(fault.kind, fault.message)
         except MemoryFault as memory_fault:

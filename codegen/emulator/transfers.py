@@ -225,6 +225,7 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
         self._group.machine.store_lanes(self._group.cta, addresses, width, values, mask)
+        self._group.atomics.overwrite(addresses, mask)
         if (shadow := self._group.machine.global_shadow) is not None:
             nbytes = width * len(values)
             self.note_global(index, addresses, nbytes, mask, shadow.write, "st.global")
@@ -268,12 +269,16 @@ class Transfers:
             over[HAPPENED, self._group.cluster.components.launches] = 1
             agent.acquire(over, self._group.lanes(number, mask))
 
-    def fence_async(self, index: int, mask: Mask) -> None:
-        """fence.proxy.async: generic writes up to here become visible to copies and products."""
+    def fence_async(self, index: int, rows: Sequence[int], mask: Mask) -> None:
+        """fence.proxy.async: generic writes up to here become visible to copies and products.
+
+        rows: of the clocks, FENCED for shared memory and GLOBAL for global memory.
+        """
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
-            if agent:
-                agent.fence_async(self._group.lanes(number, mask))
+            for row in rows if agent else ():
+                assert agent is not None
+                agent.fence_async(row, self._group.lanes(number, mask))
 
 
 def _lanes_of(mask: Mask, nbytes: int) -> Any:

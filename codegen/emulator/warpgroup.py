@@ -39,6 +39,7 @@ from .lanes import (
 )
 from .lower import Block
 from .mbarriers import MBarriers
+from .polls import Polls
 from .products import Products
 from .report import Fault, Kind
 from .scheduler import Turns
@@ -103,6 +104,7 @@ class Warpgroup:
         """The block whose gate is asked."""
         self.transfers = Transfers(self)
         self.atomics = Atomics(self)
+        self.polls = Polls(self)
         self.mbarriers = MBarriers(self)
         self.thread_barriers = ThreadBarriers(self)
         self.copies = Copies(self)
@@ -248,6 +250,16 @@ class Warpgroup:
         for index in warps_of(mask):
             if not self.live[WARP * index : WARP * (index + 1)].any():
                 self.cluster.exit(self, self.warps[index])
+
+    def poll_again(self) -> bool:
+        """Lets those load a word once more who wait for it to change; False when there are none."""
+        self._holds.clear()
+        return self.polls.forget()
+
+    def state(self) -> int:
+        """A hash of where the lanes are and of what is in the registers."""
+        places = tuple((place, mask.tobytes()) for place, mask in self.strands.items())
+        return hash((places, tuple(each.tobytes() for each in self.registers)))
 
     def waiting(self) -> list[str]:
         """Where each strand is and what it waits for, one line each."""

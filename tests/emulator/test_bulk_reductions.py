@@ -305,9 +305,14 @@ def test_who_knows_of_what_was_added(schedule):
         assert seen(f"{SYNC} {access}", READ) == ["race"]
     # Additions meet in any order.
     assert seen(add) == seen(add, READ) == []
+
     # Zeros that are written first, and in no order.
-    zeroed = body().replace(SYNC, f"{write} {SYNC}", 1)
-    assert found(zeroed, schedule=schedule, uninitialised=True) == []
+    def zeroed(fence: str) -> list[str]:
+        code = body().replace(SYNC, f"{write} {fence} {SYNC}", 1)
+        return found(code, schedule=schedule, uninitialised=True)
+
+    assert zeroed("fence.proxy.async.global;") == zeroed("fence.proxy.async;") == []
+    assert zeroed("") == zeroed(FENCE) == ["proxy-fence"]
     astray = body().replace(SYNC, f"{SYNC} {write}", 1)
     assert found(astray, schedule=schedule) == ["race"]
 

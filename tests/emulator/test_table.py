@@ -28,6 +28,7 @@ TESTS = (
     "test_bf16_pairs.py",
     "test_bulk_loads.py",
     "test_bulk_reductions.py",
+    "test_semaphores.py",
     "tensor_kernels.py",
 )
 # Modifiers that tests take from lists of all of them: test_opcodes the shapes of products,

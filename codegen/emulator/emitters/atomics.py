@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic additions to global memory."""
+"""Atomic additions to global memory: `red` and `atom`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _addition(
     values: Operand,
     hint: list[Operand],
 ) -> str:
-    """The call; who sees what happened before it is not told here."""
+    """The call."""
     kind = instruction.modifiers[-1]
     if not instruction.has("global", "add") or kind not in KINDS:
         raise UnsupportedInstruction(instruction, "it is no addition to .global")
@@ -55,4 +55,7 @@ def _addition(
     dtype = PTX_TYPES[kind]
     given = ", ".join(emitter.value(value, dtype) for value in added)
     where = emitter.address(address)
-    return emitter.call("atomics.add", where, repr(kind), f"({given},)")
+    acquires = instruction.has("acquire") or instruction.has("acq_rel")
+    releases = instruction.has("release") or instruction.has("acq_rel")
+    order = str(acquires), str(releases)
+    return emitter.call("atomics.add", where, repr(kind), f"({given},)", *order)
