@@ -37,13 +37,14 @@ DK: Final = replace(K, name="dk")
 DV: Final = replace(V, name="dv")
 # Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
+TICKETS: Final = 1
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
-    """fp32 sums of dQ, then the statistics, for whole blocks of rows."""
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket."""
     rows = -(-sizes.q // cut.q) * cut.q
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    return sizes.batch * HEADS.size(spec, sizes) * rows * width
+    return sizes.batch * HEADS.size(spec, sizes) * rows * width + TICKETS
 
 
 WORKSPACE: Final = Workspace(

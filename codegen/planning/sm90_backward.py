@@ -38,13 +38,24 @@ DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is st
 # Whether there are kernels that sum dQ in a fixed order.
 ORDERED: Final = False
 REGISTERS_BESIDE: Final = 20  # addresses, pipeline states. From what compiled unspilled
-CONSTANTS: Final = {**sm90.CONSTANTS, "DS_STAGES": DS_STAGES, "STAT_ALIGN": 128}
+SCHEDULER_WARP: Final = 3
+TILE_STAGES: Final = 2  # tickets; the next tile is loaded while this one is computed
+# Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
+SECTION_BYTES: Final = 32 * 2**20
+STATS_THREADS: Final = 256
+FLOATS: Final = 4  # of 16 bytes
+CONSTANTS: Final = {
+    **sm90.CONSTANTS,
+    **{"DS_STAGES": DS_STAGES, "TILE_STAGES": TILE_STAGES, "STAT_ALIGN": 128},
+    **{"STATS_THREADS": STATS_THREADS, "FLOATS": FLOATS, "HALVES": 2 * FLOATS},
+}
 
 REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each of two warpgroups",
     "Q_STAGES": "2 where it fits: the next block's loads overlap this block's products",
     "DO_STAGES": "2 where it fits: as of Q",
+    "SECTION_BYTES": "32 MiB of the 50 of L2",
     "KV_STAGES": "2: the next tile's K and V are loaded while this one's are in use",
 }
 
@@ -199,6 +210,9 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("KV_STAGES", sizes.kv_stages, "tiles of K, and as many of V", "stages.kv"),
     )
     yield from tuned(traits.spec, rows, partial(_reason, traits.spec))
+    unit = "bytes that the heads of a section have in L2"
+    why = REASONS["SECTION_BYTES"]
+    yield Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
 
 
 def _reason(spec: Spec, name: str) -> str:
@@ -228,7 +242,19 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     ):
         formula = f"{rows} * HEAD_DIM_{width} * ELEMENT_BYTES{stat}"
         yield f"{name}_TX_BYTES", per_stage, formula
+    yield "TILE_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
+    yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
+    groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
+    yield "DQ_GROUPS", "of four sums, per thread", groups
+    yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
+    yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
+    lanes = "HEAD_DIM_V // HALVES"
+    yield "ROW_LANES", "threads that read a row of dO and of O", lanes
+    yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
+    row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
+    row = f"Q_PER_KV * ({row})" if traits.spec.heads.q_per_kv > 1 else row
+    yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
     if traits.seqlen_q is not None:
         yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
     if traits.seqlen_kv is not None:
@@ -241,10 +267,12 @@ def _constants(spec: Spec) -> dict[str, int]:
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
-    barriers = f"2 * 8 * (Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES})"
+    pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {TILE_STAGES}"
+    barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {TILE_STAGES}"
     rows = [
         ("barriers", barriers, 1, ""),
-        ("padding", f"-({barriers}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
+        ("sTickets", tickets, 1, ""),
+        ("padding", f"-({barriers} + {tickets}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
         ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
         ("sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"),
@@ -259,18 +287,22 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 
 def _barriers(sizes: Sizes) -> Iterator[Barrier]:
     warps = 4 * WARPGROUPS
-    freed = f"{warps}: every math warp"
-    for name, stages, what in (
-        ("q", sizes.q_stages, "Q"),
-        ("do", sizes.do_stages, "DO"),
-        ("k", sizes.kv_stages, "K"),
-        ("v", sizes.kv_stages, "V"),
+    every = warps, "every math warp"
+    one = WARPGROUPS, "a warp of each warpgroup, once dK has left it"
+    for name, stages, what, (count, who) in (
+        ("q", sizes.q_stages, "Q", every),
+        ("do", sizes.do_stages, "DO", every),
+        ("k", sizes.kv_stages, "K", every),
+        ("v", sizes.kv_stages, "V", one),
     ):
         full = f"1 + {what}_TX_BYTES by TMA"
         yield Barrier(f"{name}_full", stages, 1, full, "math warpgroups")
-        yield Barrier(f"{name}_empty", stages, warps, freed, "producer")
+        yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
     stored = f"{warps}: every math warp, once its dS is stored"
     yield Barrier("ds_full", DS_STAGES, warps, stored, "math warpgroups")
+    yield Barrier("tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps")
+    taken = f"{warps + 1}: every warp that took it"
+    yield Barrier("tile_empty", TILE_STAGES, warps + 1, taken, "scheduler")
 
 
 def _context(
@@ -292,7 +324,8 @@ def _context(
             f"  {suffix:{max(map(len, KERNELS))}}  {does}"
             for suffix, does in zip(KERNELS, DOES, strict=True)
         ),
-        f"Roles: warp 0 loads by TMA; warps 4 to {last_warp} compute.",
+        f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; warps 4 to"
+        f" {last_warp} compute.",
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
             f"  {name:2}  {fill:{width}}  {told[f'{name}_empty']}"
@@ -303,7 +336,15 @@ def _context(
     common = common_context(
         spec_file, traits, chosen, numbers, roles=roles, spec_items=()
     )
-    return {**common, "names_arch": True, "packed_products": traits.packed_products}
+    return {
+        **common,
+        "names_arch": True,
+        "packed_products": traits.packed_products,
+        "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
+        "dq_by_rows": traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
+        "causal": traits.mask.edges,
+        "masked": traits.masks,
+    }
 
 
 def _statements(traits: Traits) -> Iterator[str]:
