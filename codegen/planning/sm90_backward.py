@@ -257,8 +257,6 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
     if traits.seqlen_q is not None:
         yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
-    if traits.seqlen_kv is not None:
-        yield "KV_TILES", "per KV head", "-(-SEQLEN_KV // TILE_KV)"
 
 
 def _constants(spec: Spec) -> dict[str, int]:
