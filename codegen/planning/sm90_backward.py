@@ -298,7 +298,9 @@ def _barriers(sizes: Sizes) -> Iterator[Barrier]:
         yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
     stored = f"{warps}: every math warp, once its dS is stored"
     yield Barrier("ds_full", DS_STAGES, warps, stored, "math warpgroups")
-    yield Barrier("tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps")
+    yield Barrier(
+        "tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps"
+    )
     taken = f"{warps + 1}: every warp that took it"
     yield Barrier("tile_empty", TILE_STAGES, warps + 1, taken, "scheduler")
 
