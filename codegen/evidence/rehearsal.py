@@ -207,8 +207,8 @@ class Rehearsal:
     ) -> RunEvent:
         """Run under one schedule and compare. events: receives the timeline's."""
         result = RunEvent(self.case.name, name_of(schedule, fused))
-        for output in self.problem.outputs:
-            output.poison()
+        for written in self.problem.written:
+            written.poison()
         begin = time.perf_counter()
         try:
             ran = self._execute(schedule, fused, run, events)
@@ -256,7 +256,7 @@ class Rehearsal:
         for tensor, output in zip(operation.outputs(self.spec), outputs, strict=True):
             result.findings += written_once(output, tensor.kinds, wanted, writes)
             result.findings += filter(None, [verdicts[output.name].finding])
-        outside = (output.outside() for output in outputs)
+        outside = (written.outside() for written in self.problem.written)
         result.findings += filter(None, outside)
 
 
@@ -354,7 +354,7 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     launched = (*cases, *walks, *launches_for(spec, tiles))
     text, called = captures.checked(
         options.kernel,
-        [arguments(spec, case) for case in launched],
+        [arguments(spec, case, tiles) for case in launched],
         arch=spec["arch"],
         compiler=compiler,
     )

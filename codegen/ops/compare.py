@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .reference import Array, Truth, namespace
+from .reference import Array, Bounded, Truth, namespace
 
 # Of a head's mean squared error over its expectation, by Bernstein's inequality: a row's is at most
 # 6 times what is expected and has the variance 1.4, where one key has all the weight and only P's
@@ -51,40 +51,56 @@ def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdi
 
     wanted: bool [batch, q, heads]; other rows are not looked at.
     """
-    xp = namespace(out)
-    rows = _all_rows(out) if wanted is None else wanted
+    return judge_rows("out", out, truth.rows, wanted, alike=True)
+
+
+def judge_rows(
+    name: str, found: Array, right: Bounded, wanted: Array | None = None, *, alike: bool
+) -> Verdict:
+    """Compare an output, [batch, rows, heads, elements], with its truth, by element and by head.
+
+    alike: errors of all rows of a head are of one size, else each row's is of its own. wanted: bool
+    [batch, rows, heads]; other rows are not looked at.
+    """
+    xp = namespace(found)
+    rows = _all_rows(found) if wanted is None else wanted
     if wanted is not None:
-        out = xp.where(rows[..., None], out, truth.out)
-    unwritten = ((out != out) & (truth.out == truth.out)).any(-1)
+        found = xp.where(rows[..., None], found, right.exact)
+    unwritten = ((found != found) & (right.exact == right.exact)).any(-1)
     if _count(unwritten & rows):
-        found = f"{rows_named(unwritten & rows)} of out: NaN"
-        return Verdict(math.inf, math.inf, found)
-    error = xp.abs(out - truth.out)
+        text = f"{rows_named(unwritten & rows)} of {name}: NaN"
+        return Verdict(math.inf, math.inf, text)
+    error = xp.abs(found - right.exact)
     error = xp.where(error == error, error, xp.zeros_like(error))  # rows not wanted
-    ratio = _over(error, truth.out_bound)
-    of_head = _head_ratio(error, truth.rms * truth.rms, truth, rows)
-    of_definition = _head_ratio(error, DEFINED**2 * truth.defined, truth, rows)
-    of_head = xp.where(of_head > of_definition, of_head, of_definition)
+    ratio = _over(error, right.bound)
+    of_head = _head_ratio(error, right.rms * right.rms, right.shift, rows, alike)
+    if right.defined is not None:
+        squared = DEFINED**2 * right.defined
+        of_definition = _head_ratio(error, squared, right.shift, rows, alike)
+        of_head = xp.where(of_head > of_definition, of_head, of_definition)
     worst = max(float(ratio.max()), float(of_head.max()))
     absolute = float(error.max())
     wrong = (ratio > 1.0).any(-1)
     if _count(wrong):
         b, row, head, column = place(ratio)
-        bound = float(truth.out_bound[b, row, head, column])
+        bound = float(right.bound[b, row, head, column])
         told = (
-            f"out[{b}, {row}, {head}, {column}] is {float(out[b, row, head, column]):.6g} "
-            f"instead of {float(truth.out[b, row, head, column]):.6g} +- {bound:.2g}"
+            f"{name}[{b}, {row}, {head}, {column}] is "
+            f"{float(found[b, row, head, column]):.6g} "
+            f"instead of {float(right.exact[b, row, head, column]):.6g} +- {bound:.2g}"
         )
         first = place(wrong)
         named = rows_named(wrong)
         return Verdict(
-            *(worst, absolute, f"{named} of out: wrong; {told}"),
+            *(worst, absolute, f"{named} of {name}: wrong; {told}"),
             row=(first[0], first[1], first[2]),
         )
     if worst > 1:
         b, head = place(of_head)
-        told = f"head {head} of batch {b} of out: its mean square error is {worst:.3g} times"
-        return Verdict(worst, absolute, f"{told} what rounding explains")
+        told = (
+            f"head {head} of batch {b} of {name}: its mean square error is {worst:.3g}"
+        )
+        return Verdict(worst, absolute, f"{told} times what rounding explains")
     return Verdict(worst, absolute)
 
 
@@ -182,23 +198,41 @@ def _over(error: Array, bound: Array) -> Array:
     return xp.where(allowed | (error == 0), quotient, refused)
 
 
-def _head_ratio(error: Array, squared: Array, truth: Truth, rows: Array) -> Array:
+def _head_ratio(
+    error: Array, squared: Array, shift: Array, rows: Array, alike: bool
+) -> Array:
     """Of each [batch, head], its root mean square error over what it may be.
 
-    squared: as the error, what is expected of its square.
+    squared: as the error, what is expected of its square. alike: as of `judge_rows`.
     """
     xp = namespace(error)
     chosen, zero = rows[..., None], xp.zeros_like(error)
-    squares, expected, shift = (
+    squares, expected, shifted = (
         xp.where(chosen, x, zero).sum(3).sum(1)
-        for x in (error * error, squared, truth.shift * truth.shift)
+        for x in (error * error, squared, shift * shift)
     )
-    count = xp.where(rows, zero[..., 0] + 1.0, zero[..., 0]).sum(1)
-    count = xp.where(count > 0, count, count + 1.0)
-    slack = xp.sqrt(2 * EXPONENT * ROW_VARIANCE / count)
-    slack = slack + 2 * EXPONENT * LARGEST_ROW / (3 * count)
-    allowed = xp.sqrt(expected * (1.0 + slack)) + xp.sqrt(shift)
+    if alike:
+        count = xp.where(rows, zero[..., 0] + 1.0, zero[..., 0]).sum(1)
+        count = xp.where(count > 0, count, count + 1.0)
+        slack = xp.sqrt(2 * EXPONENT * ROW_VARIANCE / count)
+        slack = slack + 2 * EXPONENT * LARGEST_ROW / (3 * count)
+    else:
+        slack = _slack(xp.where(chosen, squared, zero).sum(3))
+    allowed = xp.sqrt(expected * (1.0 + slack)) + xp.sqrt(shifted)
     return _over(xp.sqrt(squares), allowed)
+
+
+def _slack(expected: Array) -> Array:
+    """Of a sum of squares over what is expected of it, by row: [batch, rows, heads].
+
+    The error of a row is a sum of many, as of a Gaussian in few dimensions: of one at worst, of
+    which Laurent and Massart bound sums of squares with weights.
+    """
+    xp = namespace(expected)
+    total, most = expected.sum(1), xp.amax(expected, 1)
+    divisor = xp.where(total > 0, total, xp.ones_like(total))
+    spread = xp.sqrt((expected * expected).sum(1))
+    return 2 * (math.sqrt(EXPONENT) * spread + EXPONENT * most) / divisor
 
 
 def _spans(rows: Array) -> str:

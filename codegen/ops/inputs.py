@@ -101,16 +101,33 @@ class Layout:
     guarded: bool = True
 
 
-def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
-    """Where the tensors of the SPEC's operation lie.
+def place_tensors(
+    spec: Mapping[str, Any], case: Case, tiles: Tiles | None = None
+) -> Layout:
+    """Where the tensors of the SPEC's operation lie, and its workspace, which needs the tiles.
 
     ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
     and strides of its own; those that TMA does not move step over elements. ``fused``: inputs with
     as many rows are slices of one tensor. ``cache``: K and V are the first rows of longer ones.
     Of paged K and V, ``fused`` has both in one row of a head, and ``cache`` rows between pages.
     ``far``: strides and addresses are beyond 2^31; ``farther``: beyond 2^33, where nothing runs.
-    ``plain``: contiguous, and the kernel's function makes the outputs.
+    ``plain``: contiguous, and the kernel's function makes the outputs. A workspace lies alone.
     """
+    operation = operation_of(spec)
+    layout = _place_all(spec, case)
+    placed, storages = dict(layout.tensors), dict(layout.storages)
+    for each in operation.workspaces:
+        assert tiles is not None, "it has blocks of so many rows"
+        size = each.elements(spec, tiles, case)
+        guard = DENSE_GUARD if case.layout == "plain" else GUARD
+        placed[each.name] = Placed(
+            each.name, each.dtype, each.name, (size,), guard, (1,)
+        )
+        storages[each.name] = size + 2 * guard
+    return Layout(placed, storages, layout.guarded)
+
+
+def _place_all(spec: Mapping[str, Any], case: Case) -> Layout:
     operation = operation_of(spec)
     tensors = [
         _Sized(x, x.type(spec), x.sizes(spec, case)) for x in operation.tensors(spec)

@@ -268,9 +268,12 @@ shl.b32 %r40, %r40, 9; cvt.u64.u32 %rd6, %r40; add.s64 %rd6, %rd2, %rd6;"""
 def test_copies_race_on_global_memory_too(schedule):
     options = {"maps": STORED, "out": np.zeros(LANES, np.uint32), "schedule": schedule}
     fill = "st.shared.b32 [%r31], %r1; fence.proxy.async.shared::cta; bar.sync 0;"
-    store, write = f"{fill} {STORE} {WAIT} DONE:", "st.global.b32 [%rd2], %r1;"
-    assert found(store, **options) == []
+    reads, write = f"{fill} {STORE} {WAIT} DONE:", "st.global.b32 [%rd2], %r1;"
+    store = reads.replace(".read", "")
+    assert found(store, **options) == found(reads, **options) == []
     assert found(f"{store} bar.sync 0; {write}", **options) == []
+    # Who waits until the store has read knows nothing of what it writes.
+    assert found(f"{reads} bar.sync 0; {write}", **options) == ["race"]
     assert found(f"{store} {write}", **options) == ["race"]
     assert found(f"{write} {store}", **options) == []  # bar.sync lies in between
     half = write.replace("[%rd2]", "[%rd2+512]")
