@@ -69,7 +69,11 @@ class Tensor:
 
     def numbers(self) -> NDArray[Any]:
         """The elements' values, in fp32 or int32."""
-        found: NDArray[Any] = FROM_BITS[self.placed.dtype](self.view)
+        return self.of_bits(self.view)
+
+    def of_bits(self, bits: Bits) -> NDArray[Any]:
+        """The values of other elements of its type."""
+        found: NDArray[Any] = FROM_BITS[self.placed.dtype](bits)
         return found
 
     def poison(self) -> None:

@@ -57,7 +57,7 @@ KERNELS: Final = ("_stats", "", "_finish")
 
 def is_backward(spec: Spec) -> bool:
     """Whether a SPEC is of this operation."""
-    return bool(spec["op"] == BACKWARD_OP)
+    return bool(spec.get("op") == BACKWARD_OP)
 
 
 def forward_of(spec: Spec) -> dict[str, Any]:

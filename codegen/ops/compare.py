@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .reference import Array, Bounded, Truth, namespace
+from .reference import ROUNDINGS, Array, Bounded, Truth, namespace
 
 # Of a head's mean squared error over its expectation, by Bernstein's inequality: a row's is at most
 # 6 times what is expected and has the variance 1.4, where one key has all the weight and only P's
@@ -20,6 +20,10 @@ from .reference import Array, Bounded, Truth, namespace
 ROW_VARIANCE = 1.4
 LARGEST_ROW = 6.0
 EXPONENT = 25.0
+# Of elements whose sums come in any order, how many may differ: in bf16 one of a thousand, in fp16,
+# whose numbers are eight times as dense, eight; and a few of a small tensor. fp32 sums of one row
+# differ by this much of its largest element, where they cancel.
+REORDERED, FEW, REORDERED_SUM, LEAST_UNIT = 1e-3, 8, 2.0**-18, 2.0**-8
 DEFINED = (
     1.5  # of an error in P of 8 bits over what it is by definition, root mean square
 )
@@ -38,12 +42,40 @@ class Verdict:
     row: tuple[int, int, int] | None = None
 
 
-def note_errors(result: Any, verdicts: Mapping[str, Verdict]) -> None:
-    """Put the errors of outputs into what a run showed; but the first have their names in front."""
-    for number, (name, verdict) in enumerate(verdicts.items()):
-        prefix = f"{name}_" if number else ""
-        setattr(result, f"{prefix}of_bound", verdict.of_bound)
-        setattr(result, f"{prefix}absolute", verdict.absolute)
+@dataclass
+class Shown:
+    """Errors that a run showed, of the first output and, by name, of the others.
+
+    of_bound: the largest error over what it may be; absolute: the largest error. NaN where nothing
+    was compared. others: None for an output that the SPEC leaves out.
+    """
+
+    of_bound: float = math.nan
+    absolute: float = math.nan
+    others: dict[str, Verdict | None] = field(default_factory=dict)
+
+    def note(self, verdicts: Mapping[str, Verdict]) -> None:
+        """Put the verdicts on outputs in, by their names and in their order."""
+        (_, first), *others = verdicts.items()
+        self.of_bound, self.absolute = first.of_bound, first.absolute
+        self.others |= others
+
+    def told(self) -> dict[str, float | None]:
+        """As plain data, in which the others have their names in front."""
+        found: dict[str, float | None] = {
+            "of_bound": self.of_bound,
+            "absolute": self.absolute,
+        }
+        for name, verdict in self.others.items():
+            found[f"{name}_of_bound"] = verdict.of_bound if verdict else None
+            found[f"{name}_absolute"] = verdict.absolute if verdict else None
+        return found
+
+
+def names_of_others(event: Mapping[str, Any]) -> list[str]:
+    """The outputs but the first whose errors `Shown.told` has."""
+    ending = "_of_bound"
+    return [name.removesuffix(ending) for name in event if name.endswith(ending)]
 
 
 def judge_output(out: Array, truth: Truth, wanted: Array | None = None) -> Verdict:
@@ -158,6 +190,29 @@ def same_bits(name: str, what: str, bits: Array, expected: Array) -> str:
     return (
         f"{different} of {_size(bits)} elements of {name} differ {what}"
         if different
+        else ""
+    )
+
+
+def nearly_same(name: str, what: str, found: Array, expected: Array, dtype: str) -> str:
+    """Finding when numbers differ by more than fp32 sums in another order do.
+
+    dtype: of 16 bits, to which the sums were rounded. Few of them are so near to the middle of two
+    of its numbers that the order decides, and then they are neighbours.
+    """
+    unit, xp = ROUNDINGS[dtype].unit, namespace(found)
+    both = (found == expected) | ((found != found) & (expected != expected))
+    different = _count(~both)
+    few = FEW + int(_size(found) * REORDERED * LEAST_UNIT / unit)
+    if different > few:
+        return f"{different} of {_size(found)} elements of {name} differ {what}"
+    large = xp.where(xp.abs(found) > xp.abs(expected), xp.abs(found), xp.abs(expected))
+    of_row = xp.amax(xp.where(large == large, large, xp.zeros_like(large)), -1)
+    allowed = 2 * unit * large + REORDERED_SUM * of_row[..., None]
+    far = _count(~both & ~(xp.abs(found - expected) <= allowed))
+    return (
+        f"{far} elements of {name} differ {what} by more than a last place"
+        if far
         else ""
     )
 

@@ -140,7 +140,7 @@ def test_three_launches_in_their_order(call: Callable[[Any], Called]) -> None:
     names = [launch.kernel for launch in found.launched]
     assert names == [f"{STEM}{x}_{n}" for n, x in enumerate(("_stats", "", "_finish"))]
     grids = [launch.grid for launch in found.launched]
-    assert grids == [(2, 4, 2), (4, 1, 1), (2, 4, 2)]
+    assert grids == [(16, 1, 1), (4, 1, 1), (16, 1, 1)]
 
 
 def test_torch_allocates_the_outputs_and_a_workspace(
