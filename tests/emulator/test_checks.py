@@ -275,7 +275,10 @@ def test_copies_race_on_global_memory_too(schedule):
     # Who waits until the store has read knows nothing of what it writes.
     assert found(f"{reads} bar.sync 0; {write}", **options) == ["race"]
     assert found(f"{store} {write}", **options) == ["race"]
-    assert found(f"{write} {store}", **options) == []  # bar.sync lies in between
+    # bar.sync lies in between, but a copy needs a fence as well.
+    fenced = f"{write} fence.proxy.async.global; {store}"
+    assert found(fenced, **options) == []
+    assert found(f"{write} {store}", **options) == ["proxy-fence"]
     half = write.replace("[%rd2]", "[%rd2+512]")
     wide = options | {"out": np.zeros(2 * LANES, np.uint32)}
     assert found(f"{store} {half}", **wide) == []
@@ -285,7 +288,9 @@ def test_copies_race_on_global_memory_too(schedule):
     source = "ld.param.b64 %rd4, [k_param_1];" + OTHERS.replace("%rd6", "%rd8")
     load = LOAD.format(**RIGHT)
     assert found(f"{source} {load} bar.sync 0; {into}", inputs, **options) == []
-    assert found(f"{source} {into} {load}", inputs, **options) == []
+    fence = "fence.proxy.async;"
+    assert found(f"{source} {into} {fence} {load}", inputs, **options) == []
+    assert found(f"{source} {into} {load}", inputs, **options) == ["proxy-fence"]
     early = load.replace("WAIT: ", f"WAIT: {into}")
     assert found(f"{source} {early}", inputs, **options) == ["race"]
 
