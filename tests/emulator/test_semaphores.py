@@ -450,6 +450,24 @@ ld.global.b32 %r20, [%rd8]; END:"""
         ) == ["race"]
 
 
+def test_others_may_run_between_two_atomic_accesses():
+    """Though nothing lies between them in the code."""
+    seeds = [Schedule(seed, Order.RANDOM) for seed in range(40)]
+    tickets = """@%p1 bra END; atom.global.add.u32 %r3, [%rd7], 1;
+atom.global.add.u32 %r4, [%rd7], 1; sub.u32 %r4, %r4, %r3; mul.wide.u32 %rd8, %r2, 4;
+add.s64 %rd8, %rd1, %rd8; st.global.b32 [%rd8], %r4; END:"""
+    apart = {
+        tuple(run(tickets, ctas=2, schedule=seed, resident=2)[0][:2].tolist())
+        for seed in seeds
+    }
+    assert (1, 1) in apart and len(apart) > 1
+    stores = """@%p1 bra END; setp.eq.u32 %p3, %r2, 0; @%p3 bra READS;
+st.relaxed.gpu.global.b32 [%rd7], 1; st.relaxed.gpu.global.b32 [%rd7], 2; bra END;
+READS: ld.relaxed.gpu.global.b32 %r3, [%rd7]; st.global.b32 [%rd1], %r3; END:"""
+    seen = {int(run(stores, ctas=2, schedule=seed)[0][0]) for seed in seeds}
+    assert seen == {0, 1, 2}
+
+
 def test_tickets_hand_out_work():
     """A CTA takes tiles until there are none; each is done once, by whom the schedule says."""
     body = """
