@@ -114,13 +114,6 @@ class Atomics:
                 self._gain(number, agent, known, loaded & lanes)
             self._fenced[number] = lanes, self._known(number, agent, lanes)
 
-    def overwrite(self, addresses: NDArray[np.int64], mask: Mask) -> None:
-        """A weak store: who loads the word from now on acquires nothing."""
-        machine = self._group.machine
-        machine.stir()
-        for address in addresses[mask].tolist() if machine.released else ():
-            machine.released.pop(address, None)
-
     # --- what words hand over ----------------------------------------------------------------
 
     def _agents(self, mask: Mask) -> Iterator[tuple[int, Agent]]:

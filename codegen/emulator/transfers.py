@@ -225,7 +225,7 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
         self._group.machine.store_lanes(self._group.cta, addresses, width, values, mask)
-        self._group.atomics.overwrite(addresses, mask)
+        self._group.machine.stir()
         if (shadow := self._group.machine.global_shadow) is not None:
             nbytes = width * len(values)
             self.note_global(index, addresses, nbytes, mask, shadow.write, "st.global")

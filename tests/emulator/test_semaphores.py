@@ -162,6 +162,17 @@ def test_a_plain_load_in_place_of_an_acquisition_is_a_race(schedule):
     assert any("bytes of out" in each.message for each in result.findings)
 
 
+def test_a_weak_store_to_what_another_cta_loads_strongly():
+    body = """@%p1 bra END; setp.eq.u32 %p3, %r2, 0; @%p3 ld.relaxed.gpu.global.b32 %r3, [%rd7];
+@!%p3 {store} [%rd7], 1; END:"""
+    for resident in (1, 2):
+        for store, problem in (
+            ("st.relaxed.gpu.global.b32", []),
+            ("st.global.b32", ["race"]),
+        ):
+            assert found(body.format(store=store), ctas=2, resident=resident) == problem
+
+
 def test_a_race_names_the_other_cluster():
     body = ACQUIRE.replace("acquire", "relaxed") + WORK + RELEASE
     result = run(body)[2]
@@ -189,6 +200,23 @@ END:"""
         assert found(right, ctas=3, schedule=schedule) == []
         wrong = body.format(order="st.relaxed.gpu.global.b32")
         assert found(wrong, ctas=3, schedule=schedule) == ["race"]
+
+
+def test_what_is_acquired_adds_up():
+    """CTA 2 waits for CTA 0 and then for CTA 1, and reads what both of them wrote."""
+    body = """
+mul.wide.u32 %rd8, %r2, 4; add.s64 %rd9, %rd7, %rd8; add.s64 %rd8, %rd1, %rd8;
+@%p1 bra END; setp.eq.u32 %p3, %r2, 2; @%p3 bra READER;
+st.global.b32 [%rd8], 7; st.release.gpu.global.b32 [%rd9], 1; bra END;
+READER:
+FIRST: ld.acquire.gpu.global.b32 %r3, [%rd7]; setp.ne.u32 %p2, %r3, 1; @%p2 bra FIRST;
+SECOND: ld.{order}.gpu.global.b32 %r3, [%rd7+4]; setp.ne.u32 %p2, %r3, 1; @%p2 bra SECOND;
+ld.global.b32 %r20, [%rd1]; ld.global.b32 %r20, [%rd1+4];
+END:"""
+    for schedule in EVERY:
+        for order, problem in (("acquire", []), ("relaxed", ["race"])):
+            code = body.format(order=order)
+            assert found(code, ctas=3, schedule=schedule) == problem
 
 
 def test_who_acquires_a_sum_acquires_of_all_who_added():
@@ -346,6 +374,26 @@ def test_a_chain_needs_its_ctas_to_be_there(schedule):
         )
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        "red.release.gpu.global.add.u32 [%rd7], 1;",
+        "st.release.gpu.global.b32 [%rd7], 1;",
+        "st.global.b32 [%rd7], 1;",
+    ],
+)
+def test_who_spins_goes_on_when_the_word_changes(write):
+    """And not when all others have nothing else to do."""
+    body = f"""
+@%p1 bra END; mov.b32 %r9, 0; setp.eq.u32 %p3, %r2, 0; @%p3 bra WAITS;
+{write} LONG: add.u32 %r9, %r9, 1; setp.lt.u32 %p2, %r9, 30000; @%p2 bra LONG; bra TICKET;
+WAITS: ld.acquire.gpu.global.b32 %r3, [%rd7]; setp.ne.u32 %p2, %r3, 1; @%p2 bra WAITS;
+TICKET: atom.global.add.u32 %r20, [%rd7+4], 1; mul.wide.u32 %rd8, %r2, 4;
+add.s64 %rd8, %rd1, %rd8; st.global.b32 [%rd8], %r20; END:"""
+    out, _, _ = run(body, ctas=2)
+    assert out[:2].tolist() == [0, 1]
+
+
 def test_a_word_that_never_changes_may_be_loaded_again_and_again():
     """Work that looks at a word each time is no spin: what it computes changes."""
     body = """
@@ -400,6 +448,24 @@ ld.global.b32 %r20, [%rd8]; END:"""
         assert found(
             right.replace("bar.warp.sync -1;", ""), ctas=1, schedule=schedule
         ) == ["race"]
+
+
+def test_others_may_run_between_two_atomic_accesses():
+    """Though nothing lies between them in the code."""
+    seeds = [Schedule(seed, Order.RANDOM) for seed in range(40)]
+    tickets = """@%p1 bra END; atom.global.add.u32 %r3, [%rd7], 1;
+atom.global.add.u32 %r4, [%rd7], 1; sub.u32 %r4, %r4, %r3; mul.wide.u32 %rd8, %r2, 4;
+add.s64 %rd8, %rd1, %rd8; st.global.b32 [%rd8], %r4; END:"""
+    apart = {
+        tuple(run(tickets, ctas=2, schedule=seed, resident=2)[0][:2].tolist())
+        for seed in seeds
+    }
+    assert (1, 1) in apart and len(apart) > 1
+    stores = """@%p1 bra END; setp.eq.u32 %p3, %r2, 0; @%p3 bra READS;
+st.relaxed.gpu.global.b32 [%rd7], 1; st.relaxed.gpu.global.b32 [%rd7], 2; bra END;
+READS: ld.relaxed.gpu.global.b32 %r3, [%rd7]; st.global.b32 [%rd1], %r3; END:"""
+    seen = {int(run(stores, ctas=2, schedule=seed)[0][0]) for seed in seeds}
+    assert seen == {0, 1, 2}
 
 
 def test_tickets_hand_out_work():

@@ -178,3 +178,23 @@ def test_what_an_atomic_returns_is_data():
 @%p1 {STORE}"""
     with pytest.raises(DataDependence, match="depends on the data of atom"):
         skeleton(ptx.parse(text(body)))
+
+
+def test_waits_for_other_ctas_go():
+    """A walk runs clusters one after another: a chain's order is not what it looks at."""
+    body = f"""
+SPIN: ld.acquire.gpu.global.b32 %r20, [%rd1]; setp.ne.u32 %p1, %r20, 5; @%p1 bra SPIN;
+fence.proxy.async.global; {STORE} fence.acq_rel.gpu; red.release.gpu.global.add.u32 [%rd2], 1;"""
+    names = left(body)
+    assert not [
+        name for name in names if name.startswith(("ld.acquire", "fence", "bra"))
+    ]
+    seen = walked(body)
+    assert seen.findings == ()
+    assert len(seen.stores["out"]) == len(seen.additions["out"]) == 128
+
+
+def test_what_a_cta_does_by_a_word_that_others_write_is_data():
+    body = f"ld.acquire.gpu.global.b32 %r20, [%rd1]; setp.ne.u32 %p1, %r20, 5; @%p1 {STORE}"
+    with pytest.raises(DataDependence, match=r"depends on the data of ld\.acquire"):
+        skeleton(ptx.parse(text(body)))
