@@ -17,7 +17,7 @@ MMA_ROWS: Final = 128  # M of a tcgen05.mma of one CTA, and lanes of the tensor 
 TMEM_COLUMNS: Final = 512  # of 32 bits, per lane
 LOAD_COLUMNS: Final = 32  # of a lane, by one tcgen05.ld or tcgen05.st of ours
 REGISTERS: Final = 65536  # of an SM
-# Those of templates/sm100/constants.py.j2 that formulas of the plan read.
+# Those of templates/sm100/forward/constants.py.j2 that formulas of the plan read.
 CONSTANTS: Final = {
     "COLUMNS_AT_ONCE": LOAD_COLUMNS,
     "HALF_ROWS": MMA_ROWS,

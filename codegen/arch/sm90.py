@@ -15,7 +15,7 @@ from .architecture import SASS_CLASSES, Architecture, RoleLoop
 SMEM_BYTES: Final = 232448  # dynamic shared memory one CTA can have: 227 KiB
 SMEM_ALIGN: Final = 1024  # [bytes] of a 128-byte-swizzled tile
 WARPGROUP_ROWS: Final = 64  # M of a wgmma
-# Those of templates/sm90/constants.py.j2 that formulas of the plan read.
+# Those of templates/sm90/forward/constants.py.j2 that formulas of the plan read.
 CONSTANTS: Final = {
     "WARPGROUP_THREADS": 128,
     "WARPGROUP_WARPS": 4,

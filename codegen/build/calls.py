@@ -76,13 +76,15 @@ def locate(layout: Layout) -> dict[str, Located]:
     return located
 
 
-def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
-    """The call of a generated kernel's function with a case's tensors.
+def arguments(
+    spec: Mapping[str, Any], case: Case, tiles: Tiles | None = None
+) -> launch.Call:
+    """The call of a generated kernel's function with a case's tensors, and its workspace.
 
     It goes to a stream of its own; those with layout ``plain`` are PyTorch's, which makes the
     outputs and has a current stream.
     """
-    located, operation = locate(place_tensors(spec, case)), operation_of(spec)
+    located, operation = locate(place_tensors(spec, case, tiles)), operation_of(spec)
     types = {} if case.layout == "plain" else AS_BYTES
     tensors = {
         name: launch.tensor_at(
@@ -92,13 +94,14 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
         for name, x in located.items()
     }
     outputs = {x.name: len(x.axes) for x in operation.outputs(spec)}
+    scratch = {x.name: located[x.name].placed.shape[0] for x in operation.workspaces}
     by_name = [
         x.name for x in operation.inputs(spec) if x.when or case.layout == "bhsd"
     ]
     options: dict[str, Any] = {"stream": STREAM}
     # Of one element the two ways of calling pass other strides, which nothing reads.
     if case.layout == "plain" and 1 not in located[next(iter(outputs))].placed.shape:
-        made = {name: tensors.pop(name)["address"] for name in outputs}
+        made = {name: tensors.pop(name)["address"] for name in (*outputs, *scratch)}
         options = {"torch": {"stream": STREAM, **made}}
     scalars: dict[str, float] = {**numbers_of(spec, case)}
     if case.scale_factor != 1:
@@ -108,6 +111,7 @@ def arguments(spec: Mapping[str, Any], case: Case) -> launch.Call:
         tensors,
         function=operation.function,
         outputs=outputs,
+        scratch=scratch,
         sm_count=case.sm_count or DEFAULT_SMS,
         scalars=scalars,
         keywords=by_name,
@@ -125,7 +129,7 @@ def probes(text: str) -> list[launch.Call]:
     """The calls that tell a kernel's launch, the same ones for every text of a spec and tiles."""
     constants = read_constants(text)
     spec, tiles = constants["SPEC"], tiles_of(constants)
-    return [arguments(spec, case) for case in _probed(spec, tiles)]
+    return [arguments(spec, case, tiles) for case in _probed(spec, tiles)]
 
 
 def _probed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

@@ -132,7 +132,8 @@ def checked(
 
 
 def wrong_host(call: Call, called: Called) -> Iterator[str]:
-    """Findings about what a kernel's run does not show: stream, returned tensors, allocations.
+    """Findings about what a kernel's run does not show: stream, returned tensors, allocations, and
+    the sizes of workspaces among these.
 
     call: one that is right.
     """
@@ -145,12 +146,16 @@ def wrong_host(call: Call, called: Called) -> Iterator[str]:
         if other != stream:
             yield f"launched to stream {other:#x}, not {stream:#x}"
     given = called.allocated | call["tensors"]
-    outputs = [*call["outputs"]]
-    if missing := [name for name in outputs if name not in given]:
+    outputs, scratch = [*call["outputs"]], call["scratch"]
+    if missing := [name for name in (*outputs, *scratch) if name not in given]:
         yield f"{missing[0]} was neither given nor allocated"
         return
     for name in called.allocated.keys() & call["tensors"].keys():
         yield f"{name} was given, and allocated all the same"
+    for name in scratch.keys() & called.allocated.keys():
+        shape = called.allocated[name]["shape"]
+        if shape != [scratch[name]]:
+            yield f"{name} was allocated with shape {shape}, not {[scratch[name]]}"
     wanted = tuple(
         given[name]["address"] + given[name]["byte_offset"] for name in outputs
     )

@@ -10,9 +10,9 @@ import threading
 from collections.abc import Iterator
 from typing import Any, Final
 
-from ..ops import FUNCTIONS
+from ..ops import FUNCTIONS, HELPERS
 
-ENTRIES: Final = (*FUNCTIONS, "compile")
+ENTRIES: Final = (*FUNCTIONS, *HELPERS, "compile")
 DSL_DECORATORS: Final = frozenset({"jit", "kernel"})  # of cutlass.cute
 
 # What a node says beside its meaning, or only to some versions of Python.

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard, TypeVar
 
-from ..ops import FUNCTIONS
+from ..ops import FUNCTIONS, HELPERS
 from .render import body_digest, stated_digests
 
 SPDX = "# SPDX-License-Identifier: Apache-2.0"
@@ -29,7 +29,12 @@ FORBIDDEN_NAMES: Mapping[str, str] = {
     "const_expr": "decides at trace time what the generator has decided already",
 }
 # Used by the file's readers.
-PUBLIC = frozenset({"SPEC", "__all__", "compile"}) | FUNCTIONS | {f"{x}_check" for x in FUNCTIONS}
+PUBLIC = (
+    frozenset({"SPEC", "__all__", "compile"})
+    | FUNCTIONS
+    | HELPERS
+    | {f"{x}_check" for x in FUNCTIONS}
+)
 SAME_EVERYWHERE = frozenset({"launch"})  # functions called alike in every file
 
 # Numbers that say where, not how many: modes of a layout, the first and the last, halves and pairs.

@@ -142,6 +142,16 @@ def kernels(compiled: Mapping[str, Any], stem: str) -> dict[str, Mapping[str, An
     return dict(zip(told, compiled["kernels"], strict=True))
 
 
+def others(entry: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """What an entry says of the worst case of outputs but the first, by their names."""
+    ending = "_worst"
+    return {
+        name.removesuffix(ending): worst
+        for name, worst in entry.items()
+        if name.endswith(ending) and worst is not None
+    }
+
+
 def gpus(record: Mapping[str, Any], rung: str) -> tuple[str, ...]:
     """The GPU models that a rung was reached on, by name."""
     return tuple(entry["gpu"] for entry in _entries(record, rung))

@@ -22,6 +22,7 @@ from ..expressions.language import Name, Node, Term, parse, text_of
 from ..expressions.solve import Form
 from ..expressions.values import check_range
 from ..host import files, tools
+from ..ops import OPERATIONS
 from ..ops.operation import OF_OUTPUT, OF_SPEC
 from ..verify import SPEC_DIGITS, same_but_layout, sha256, without_digests
 from ..verify import Digests as Digests
@@ -32,7 +33,7 @@ from .specialise import Flag, FoldError, specialise
 
 if TYPE_CHECKING:
     from ..ops import operation
-    from ..ops.operation import Tensor
+    from ..ops.operation import Tensor, Workspace
     from ..planning.kernel_plan import KernelPlan, Number
 
 # A header template writes this line where the digests belong.
@@ -71,6 +72,7 @@ def environment(loader: jinja2.BaseLoader | None = None) -> jinja2.Environment:
         **{"greatest": greatest, "least": least, "truth": truth, "as_written": spell.as_written},
         **{"scalar_type": scalar_type, "some_number": some_number, "as_number": as_number},
         **{"lines": spell.lines, "names_of_rows": spell.names_of_rows},
+        "as_string": '"{}"'.format,
     }
     return env
 
@@ -80,8 +82,8 @@ def tuple_of(items: Sequence[str]) -> str:
     return f"({', '.join(items)}{',' * (len(items) == 1)})"
 
 
-def element(tensor: Tensor) -> str:
-    """Return a tensor's element type as the DSL says it."""
+def element(tensor: Tensor | Workspace) -> str:
+    """Return the element type of a tensor, or of a workspace, as the DSL says it."""
     if not isinstance(tensor.dtype, str):
         return f"{tensor.name.upper()}_DTYPE"
     of_spec = {OF_SPEC: "DTYPE", OF_OUTPUT: "OUT_DTYPE"}
@@ -198,7 +200,7 @@ def render_source(plan: KernelPlan) -> str:
     try:
         return specialise(text, *decided(plan.context))
     except FoldError as error:
-        places = _places(error.code, (plan.arch, "common"))
+        places = _places(error.code, (folder_of(plan), "common"))
         raise CheckFailed(f"template {' or '.join(places)}: {error}") from error
 
 
@@ -248,7 +250,12 @@ def is_formatted(text: str, source: str, spec_digest: str) -> bool:
 
 def kernel_template(plan: KernelPlan) -> str:
     """Return the name of the template that a plan's kernel is rendered from."""
-    return f"{plan.arch}/module.py.j2"
+    return f"{folder_of(plan)}/module.py.j2"
+
+
+def folder_of(plan: KernelPlan) -> str:
+    """Return the folder of the templates of a plan's architecture and operation."""
+    return f"{plan.arch}/{OPERATIONS[plan.spec_file.spec.op].folder}"
 
 
 def render_template(

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
 from ..errors import CheckFailed
-from ..ops import FUNCTIONS
+from ..ops import FUNCTIONS, HELPERS
 
 Flag = bool | int | float | str
 Flags = Mapping[str, Flag]
@@ -32,7 +32,9 @@ OMIT: Final = "OMIT"  # the value of an argument that is left out
 ONCE: Final = "ONCE"  # the test of a loop, or an `if`, whose body stands for it
 INLINE: Final = "inline"  # the decorator of functions that their calls are replaced by
 # What is called from outside, and functions that are handed on as values.
-ENTRIES: Final = frozenset({"__all__", "compile", "launch", "SPEC"}) | FUNCTIONS
+ENTRIES: Final = (
+    frozenset({"__all__", "compile", "launch", "SPEC"}) | FUNCTIONS | HELPERS
+)
 _KEPT_PIECES: Final = 8192
 # Behind a constant: names in it are used, since a reader checks it.
 _FORMULA: Final = re.compile(r"#(?: \[[^\]]*\])? = (.*)")

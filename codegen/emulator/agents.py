@@ -16,7 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import FENCED, HAPPENED, PUBLISHED, SEEN, SENT, Clock, Components
+from .checks import (
+    FENCED,
+    GLOBAL,
+    HAPPENED,
+    PUBLISHED,
+    SEEN,
+    SENT,
+    Clock,
+    Components,
+)
 from .lanes import WARP
 
 _HANDED = SEEN
@@ -42,8 +51,8 @@ class Agent:
         """What every lane knew of the others' doings when they last met."""
         self._acted = np.zeros(WARP, np.int64)
         """The epoch when each lane last did something that counts as done together."""
-        self._fenced = np.zeros(WARP, np.int64)
-        """The epoch when it last fenced that for the asynchronous proxy."""
+        self._fenced = {row: np.zeros(WARP, np.int64) for row in (FENCED, GLOBAL)}
+        """The epoch when it last fenced that for the asynchronous proxy, in either space."""
         self._loner: int | None = None
         """The lane whose doings the component `_alone` counts."""
         self._last_alone = 0
@@ -194,14 +203,18 @@ class Agent:
 
     # --- fences -------------------------------------------------------------------------------
 
-    def fence_async(self, lanes: Some = None) -> None:
-        """All that these lanes know is visible to the asynchronous proxy from here on."""
-        self._raise(FENCED, HAPPENED, lanes)
-        self._fenced[slice(None) if lanes is None else lanes] = self.epoch
-        open_ = self._acted > self._fenced
-        fenced = int(self._fenced[open_].min()) if open_.any() else self.epoch
-        known = self.clock[FENCED, self.warp]
-        self.clock[FENCED, self.warp] = max(known, fenced)
+    def fence_async(self, row: int, lanes: Some = None) -> None:
+        """All that these lanes know is visible to the asynchronous proxy from here on.
+
+        row: FENCED or GLOBAL, of shared or of global memory.
+        """
+        self._raise(row, HAPPENED, lanes)
+        fenced_at = self._fenced[row]
+        fenced_at[slice(None) if lanes is None else lanes] = self.epoch
+        open_ = self._acted > fenced_at
+        fenced = int(fenced_at[open_].min()) if open_.any() else self.epoch
+        known = self.clock[row, self.warp]
+        self.clock[row, self.warp] = max(known, fenced)
         self.advance()
 
     def fence_after(self, lanes: Some = None) -> None:

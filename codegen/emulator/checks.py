@@ -3,15 +3,17 @@
 
 Agents are warps, whose lanes know of each other what `agents` says. The vector clocks have
 components for what each warp's lanes do (the generic proxy) and for what one of them does alone,
-for each warp's bulk stores, for each warpgroup's or (tcgen05) each warp's matrix products, for each
-warp's tcgen05.ld and its tcgen05.st, for each warp's signals to other CTAs, and for the loads that
-complete on each mbarrier. A clock has these rows, `[rows, components]`, the last two only in
-kernels that use tensor memory:
+for each warp's bulk stores, as they read and as they write, for each warpgroup's or (tcgen05) each
+warp's matrix products, for each warp's tcgen05.ld and its tcgen05.st, for each warp's signals to
+other CTAs, for the loads that complete on each mbarrier, and for what each warp has gained from
+other clusters (see `knowledge`). A clock has these rows, `[rows, components]`, the last two only in
+kernels that use tensor memory, and GLOBAL in these and where something orders global memory:
 
 - HAPPENED: everything of that component up to the epoch happened before;
 - FENCED: generic writes of that component up to the epoch are visible to the asynchronous proxy,
   because a `fence.proxy.async` lies on the way here (of the writer or of anyone after it);
 - PUBLISHED: mbarrier initialisations up to the epoch are visible (`fence.mbarrier_init`);
+- GLOBAL: as FENCED, for global memory, of which there are other fences;
 - SENT: accesses to tensor memory up to the epoch come before what was signalled, because of a
   `tcgen05.fence::before_thread_sync` or a tcgen05.commit;
 - SEEN: the thread's own accesses to tensor memory come after them, because of a
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from .agents import Agent, Some
 
 Clock = NDArray[np.int64]
-HAPPENED, FENCED, PUBLISHED, SENT, SEEN = range(5)
+HAPPENED, FENCED, PUBLISHED, GLOBAL, SENT, SEEN = range(6)
 
 GRANULE = 4  # [bytes]
 NOBODY = -1
@@ -71,24 +73,34 @@ class Components:
     """Numbers the components of a cluster's clocks; who writes and never reads comes last.
 
     `tensor`: the kernel has tcgen05 instructions. Then warps issue products, and have components
-    for what they load from tensor memory and store there.
+    for what they load from tensor memory and store there. `ordered`: it has instructions that order
+    accesses to global memory.
     """
 
     def __init__(
-        self, warps: int, groups: int, ctas: int, *, tensor: bool = False
+        self,
+        warps: int,
+        groups: int,
+        ctas: int,
+        *,
+        tensor: bool = False,
+        ordered: bool = False,
     ) -> None:
         self.warps = warps
         self.ctas = ctas
         self._tensor = tensor
-        self.rows = SEEN + 1 if tensor else PUBLISHED + 1
+        self.rows = PUBLISHED + 1
         """Of a clock."""
+        if tensor or ordered:
+            self.rows = SEEN + 1 if tensor else GLOBAL + 1
         self._issuers = warps if tensor else groups
         accesses = warps if tensor else 0
         self._products = 3 * warps
         self._tensor_loads = self._products + self._issuers
         self._tensor_stores = self._tensor_loads + accesses
         self._signals = self._tensor_stores + accesses
-        self._loads = self._signals + warps
+        self._writes = self._signals + warps
+        self._loads = self._writes + warps
         self.generic = slice(0, 2 * warps)
         """Components of what lanes do."""
         self.shared_readers = slice(0, self._tensor_loads)
@@ -97,7 +109,9 @@ class Components:
         """Components that read tensor memory."""
         self.launches = self._loads + LOADS * ctas
         """Component of the launches that griddepcontrol.wait waits for: over at epoch 1."""
-        self.count = self.launches + 1
+        self.gains = slice(self.launches + 1, self.launches + 1 + ordered * warps)
+        """Components of what each warp has gained."""
+        self.count = self.gains.stop
         self._mbarriers = 0
 
     def alone(self, warp: int) -> int:
@@ -107,6 +121,10 @@ class Components:
     def stores(self, warp: int) -> int:
         """The component of a warp's bulk stores."""
         return 2 * self.warps + warp
+
+    def writes(self, warp: int) -> int:
+        """The component of what a warp's bulk stores do to global memory, after they have read."""
+        return self._writes + warp
 
     def products(self, issuer: int) -> int:
         """The component of the matrix products of a warpgroup, or of a warp for tcgen05."""
@@ -170,6 +188,7 @@ class Components:
             (self._tensor_loads, "'s tcgen05.ld"),
             (self._tensor_stores, "'s tcgen05.st"),
             (self._signals, "'s arrival"),
+            (self._writes, "'s TMA store"),
         ]
 
 

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 
 from .ptx import Address, Instruction, Module, Operand, Pair, Register, Vector
 
-_FREE = (("f32",), ("ftz", "f32"), ("f32x2",), ("ftz", "f32x2"), ("f16x2",))
+_FREE = (
+    *(("f32",), ("ftz", "f32"), ("f32x2",), ("ftz", "f32x2")),
+    *(("f16x2",), ("bf16x2",)),
+)
 """Modifiers that leave the rounding to the compiler."""
 _ENDS = ("bra", "ret", "exit")
 

@@ -1,68 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bulk tensor copies of a warpgroup: issued by its lanes, complete when the schedule says so."""
+"""Bulk loads of a warpgroup: issued by its lanes, complete when the schedule says so."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from . import tma
 from .checks import Operation
-from .global_shadow import Place
 from .lanes import (
-    LANES,
     ONE_LANE,
     RANK_SHIFT,
     WARP,
-    WARP_MASKS,
-    WARPS,
     Lanes,
     Mask,
-    some,
-    warps_of,
 )
+from .parts import Box, Part, Run, note
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
-    from .machine import Cta
-    from .warpgroup import Warp, Warpgroup
-
-
-@dataclass(eq=False)
-class BulkStore:
-    """A TMA store that may still be reading shared memory."""
-
-    operation: Operation | None
-    line: int
-    lanes: Mask
-    """Who issued it, and may commit it and wait for it."""
-    done: bool = False
-
-
-@dataclass(eq=False)
-class StoreGroup:
-    """What lanes committed together."""
-
-    lanes: Mask
-    stores: list[BulkStore]
+    from .cluster import Cta
+    from .warpgroup import Warpgroup
 
 
 class Copies:
-    """What `cp.async.bulk` instructions do; generated code calls the public methods."""
+    """What `cp.async.bulk` into shared memory does; generated code calls the public methods."""
 
     def __init__(self, group: Warpgroup) -> None:
         self._group = group
-
-    def lines(self, warp: Warp) -> list[int]:
-        """[PTX lines] of a warp's stores that it did not wait for."""
-        return [
-            store.line
-            for stores in [*(g.stores for g in warp.store_groups), warp.open_stores]
-            for store in stores
-        ]
 
     def load(
         self,
@@ -79,50 +45,66 @@ class Copies:
     ) -> None:
         """cp.async.bulk.tensor into shared memory, by each lane; pair: `.cta_group::2`."""
         for lane in np.flatnonzero(mask).tolist():
-            warp = self._group.warps[lane // WARP]
             self._group.here(index, lane // WARP)
-            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
-            owner, barrier_place = self._group.cluster.locate(
-                int(barrier_base[lane]) + barrier_offset
-            )
             tensor_map = self._group.machine.tensor_map(int(described[lane]))
-            where = [int(axis[lane]) for axis in coordinates]
-            self._check_box(tensor_map, where)
-            bits = None if targets is None else int(targets[lane])
-            receivers = self._receivers(cta, owner, bits, pair)
-            for _, signalled in receivers:
-                self._group.mbarriers.find(
-                    signalled.rank << RANK_SHIFT | barrier_place,
-                    lane // WARP,
-                    ONE_LANE[lane],
-                    copies=True,
-                )
-            barrier = self._group.cluster.mbarrier(
-                owner.rank << RANK_SHIFT | barrier_place
-            )
-            operation = self._start(warp, barrier.component, ONE_LANE[lane])
+            box = Box(tensor_map, tuple(int(axis[lane]) for axis in coordinates))
+            box.check(self._group.machine)
             self._group.machine.count("tensor loads", 1)
-            self._group.cluster.pending.load(
-                self._load_work(
-                    index,
-                    lane // WARP,
-                    tensor_map,
-                    where,
-                    place,
-                    barrier_place,
-                    receivers,
-                    operation,
-                )
-            )
+            bits = None if targets is None else int(targets[lane])
+            barrier = int(barrier_base[lane]) + barrier_offset
+            self._load(index, lane, box, int(base[lane]) + offset, barrier, bits, pair)
 
-    def _check_box(self, tensor_map: tma.TensorMap, coordinates: Sequence[int]) -> None:
-        """A load of zeros, or a store of nothing, for which no ragged tile is the reason."""
-        machine = self._group.machine
-        astray = tensor_map.astray(
-            coordinates, machine.tiles.get(tensor_map.address, ())
+    def load_run(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        source_base: Lanes,
+        source_offset: int,
+        nbytes: Lanes,
+        barrier_base: Lanes,
+        barrier_offset: int,
+        targets: Lanes | None,
+        mask: Mask,
+    ) -> None:
+        """cp.async.bulk into shared memory, by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            self._group.here(index, lane // WARP)
+            run = Run(int(source_base[lane]) + source_offset, int(nbytes[lane]))
+            self._group.machine.count("bulk loads", 1)
+            bits = None if targets is None else int(targets[lane])
+            barrier = int(barrier_base[lane]) + barrier_offset
+            self._load(index, lane, run, int(base[lane]) + offset, barrier, bits, False)
+
+    def _load(
+        self,
+        index: int,
+        lane: int,
+        part: Part,
+        target: int,
+        barrier_address: int,
+        bits: int | None,
+        pair: bool,
+    ) -> None:
+        """One lane issues a load of a part to a shared address. bits: of the multicast's CTAs."""
+        cta, place = self._group.cluster.locate(target)
+        owner, barrier_place = self._group.cluster.locate(barrier_address)
+        receivers = self._receivers(cta, owner, bits, pair)
+        for _, signalled in receivers:
+            self._group.mbarriers.find(
+                signalled.rank << RANK_SHIFT | barrier_place,
+                lane // WARP,
+                ONE_LANE[lane],
+                copies=True,
+            )
+        barrier = self._group.cluster.mbarrier(owner.rank << RANK_SHIFT | barrier_place)
+        operation = self._group.start(lane // WARP, barrier.component, ONE_LANE[lane])
+        self._group.cluster.pending.load(
+            self._load_work(
+                *(index, lane // WARP, part, place),
+                *(barrier_place, receivers, operation),
+            )
         )
-        if astray:
-            machine.report(Kind.OUT_OF_BOUNDS, astray)
 
     def _receivers(
         self, cta: Cta, owner: Cta, bits: int | None, pair: bool
@@ -155,21 +137,11 @@ class Copies:
             raise Fault(kind, f"a multicast mask of {bits:#x} in a cluster of {count}")
         return [rank for rank in range(count) if bits >> rank & 1]
 
-    def _start(self, warp: Warp, component: int, mask: Mask) -> Operation | None:
-        """What the lanes of a mask issue."""
-        if warp.agent is None:
-            return None
-        acting = self._group.lanes(warp.number % WARPS, mask)
-        return self._group.cluster.streams.start(
-            component, [warp.agent], self._group.line, acting
-        )
-
     def _load_work(
         self,
         index: int,
         number: int,
-        tensor_map: tma.TensorMap,
-        coordinates: list[int],
+        part: Part,
         place: int,
         barrier_place: int,
         receivers: list[tuple[Cta, Cta]],
@@ -177,11 +149,11 @@ class Copies:
     ) -> Callable[[], None]:
         def complete() -> None:
             self._group.here(index, number)
-            nbytes, touched = self._group.machine.load_box(
-                tensor_map, coordinates, [cta for cta, _ in receivers], place
-            )
-            self._group.machine.count("tensor load bytes", nbytes)
-            self._note_global(tensor_map, coordinates, operation, stored=False)
+            machine = self._group.machine
+            nbytes, touched = part.load(machine, [cta for cta, _ in receivers], place)
+            machine.count("load bytes", nbytes)
+            if operation is not None:
+                note(part, machine, operation, operation.component, "read", "TMA load")
             for cta, signalled in receivers:
                 if cta.exited:
                     raise Fault(
@@ -207,130 +179,3 @@ class Copies:
             self._group.cluster.progress += 1
 
         return complete
-
-    def store(
-        self,
-        index: int,
-        described: Lanes,
-        coordinates: Sequence[Lanes],
-        base: Lanes,
-        offset: int,
-        mask: Mask,
-    ) -> None:
-        """cp.async.bulk.tensor from shared memory.
-
-        The hardware issues it once per warp, from uniform registers, even without an election:
-        lanes of a warp with the same operands are one store here.
-        """
-        issued: dict[tuple[Any, ...], list[int]] = {}
-        for lane in np.flatnonzero(mask).tolist():
-            where = tuple(int(axis[lane]) for axis in coordinates)
-            key = (lane // WARP, int(described[lane]), int(base[lane]), where)
-            issued.setdefault(key, []).append(lane)
-        for (number, _, _, where), lanes in issued.items():
-            lane = lanes[0]
-            warp = self._group.warps[number]
-            self._group.here(index, number)
-            issuers: Mask = np.isin(np.arange(LANES), lanes)
-            tensor_map = self._group.machine.tensor_map(int(described[lane]))
-            self._check_box(tensor_map, where)
-            cta, place = self._group.cluster.locate(int(base[lane]) + offset)
-            if cta is not self._group.cta:
-                raise Fault(Kind.TMA, "a TMA store from another CTA's shared memory")
-            operation = self._start(
-                warp, self._group.cluster.components.stores(warp.serial), issuers
-            )
-            store = BulkStore(operation, self._group.line, issuers)
-            warp.open_stores.append(store)
-            self._group.machine.count("tensor stores", 1)
-            self._group.cluster.pending.store(
-                self._store_work(index, lane // WARP, tensor_map, where, place, store)
-            )
-
-    def _store_work(
-        self,
-        index: int,
-        number: int,
-        tensor_map: tma.TensorMap,
-        coordinates: tuple[int, ...],
-        place: int,
-        store: BulkStore,
-    ) -> Callable[[], None]:
-        def complete() -> None:
-            self._group.here(index, number)
-            touched = self._group.machine.store_box(
-                tensor_map, coordinates, self._group.cta, place
-            )
-            operation, shadow = store.operation, self._group.cta.shadow
-            if operation is not None and shadow is not None:
-                shadow.read(
-                    slice(touched.start // 4, -(-touched.stop // 4)),
-                    operation.component,
-                    operation.epoch,
-                    operation.clock,
-                    "TMA store",
-                )
-            self._note_global(tensor_map, coordinates, operation, stored=True)
-            store.done = True
-            self._group.cluster.progress += 1
-
-        return complete
-
-    def _note_global(
-        self,
-        tensor_map: tma.TensorMap,
-        coordinates: Sequence[int],
-        operation: Operation | None,
-        *,
-        stored: bool,
-    ) -> None:
-        """Checks what a copy touches of global memory."""
-        machine = self._group.machine
-        shadow = machine.global_shadow
-        if operation is None or shadow is None:
-            return
-        part = tma.in_bounds(tensor_map, coordinates, machine.memory, stored=stored)
-        if part is None:
-            return
-        note, what = (
-            (shadow.write, "TMA store") if stored else (shadow.read, "TMA load")
-        )
-        clock, line = operation.clock, operation.line
-        note(Place(*part), operation.component, operation.epoch, clock, line, what)
-
-    def commit(self, index: int, mask: Mask) -> None:
-        """cp.async.bulk.commit_group: of each lane a group, of what it issued."""
-        for number in warps_of(mask):
-            warp = self._group.warps[number]
-            mine = [store for store in warp.open_stores if some(store.lanes & mask)]
-            warp.open_stores = [
-                store for store in warp.open_stores if not some(store.lanes & mask)
-            ]
-            for store in mine:
-                store.lanes = store.lanes & mask
-            warp.store_groups.append(StoreGroup(mask & WARP_MASKS[number], mine))
-
-    def wait(self, index: int, count: int, read: bool, mask: Mask) -> Mask | None:
-        """Gate of cp.async.bulk.wait_group: at most `count` groups of each lane are in flight.
-
-        Lanes have groups of their own: who waits for those of others waits for nothing. A store has
-        read and written at the same moment here, so `.read` makes no difference. Who passes knows
-        that the reads are over: the stores' clocks are acquired.
-        """
-        passed = []
-        for number in warps_of(mask):
-            warp = self._group.warps[number]
-            mine = [group for group in warp.store_groups if some(group.lanes & mask)]
-            over = mine[: max(0, len(mine) - count)]
-            if all(store.done for group in over for store in group.stores):
-                for group in over:
-                    for store in group.stores:
-                        waiting = self._group.lanes(number, store.lanes & mask)
-                        if warp.agent and store.operation:
-                            warp.agent.acquire(store.operation.clock, waiting)
-                warp.store_groups = [
-                    group for group in warp.store_groups if group not in over
-                ]
-                passed.append(number)
-        self._group.hold(lambda: "its bulk stores")
-        return self._group.only(passed, mask)

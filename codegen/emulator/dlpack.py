@@ -256,7 +256,9 @@ class TorchTensor(Tensor):
 
     def new_empty(self, *shape: Any, dtype: str | None = None) -> TorchTensor:
         """A contiguous tensor beside this one, of its type or another."""
-        sizes = tuple(shape[0] if len(shape) == 1 else shape)
+        first, *others = shape
+        alone = not others and not isinstance(first, int)
+        sizes = tuple(first if alone else shape)
         told = self._allocate(sizes, dtype or self.dtype)
         return TorchTensor(told, self.place[1], self._allocate)
 

@@ -8,6 +8,8 @@ from .ptx import Instruction
 ALIGNED_NONE, ALIGNED_WARP, ALIGNED_GROUP = range(3)
 """Who must execute an instruction together: nobody, a warp's lanes, a warpgroup's."""
 
+_STRONG = frozenset(("acquire", "release", "relaxed", "volatile"))
+_ORDERS = frozenset(("acquire", "release", "acq_rel"))
 _GROUP_ALIGNED = frozenset(("fence", "mma_async", "commit_group"))  # of wgmma
 
 
@@ -34,6 +36,8 @@ def alignment(instruction: Instruction) -> int:
 def is_gate(instruction: Instruction) -> bool:
     """Whether lanes can be held back at the instruction."""
     opcode, modifiers = instruction.opcode, instruction.modifiers
+    if is_poll(instruction):
+        return True
     if opcode == "mbarrier":
         return modifiers[0] in ("try_wait", "test_wait")
     if opcode == "barrier" and modifiers[0] == "cluster":
@@ -53,6 +57,36 @@ def is_signal(instruction: Instruction) -> bool:
     return (
         (opcode == "mbarrier" and modifiers[0] == "arrive")
         or (opcode in ("bar", "barrier") and "arrive" in modifiers)
-        or (opcode == "cp" and "tensor" in modifiers)
+        or (opcode == "cp" and not modifiers[2].endswith("_group"))
         or (opcode == "tcgen05" and modifiers[0] == "commit")
+        or (opcode in ("red", "atom") and "f32" not in modifiers)
+        or (opcode == "st" and not _STRONG.isdisjoint(modifiers))
     )
+
+
+def is_poll(instruction: Instruction) -> bool:
+    """Whether it is a load that may be repeated until another CTA writes the word."""
+    strong = not _STRONG.isdisjoint(instruction.modifiers)
+    return instruction.opcode == "ld" and strong and instruction.guard is None
+
+
+def orders_global_memory(instruction: Instruction) -> bool:
+    """Whether it orders accesses to global memory: of threads, or of the asynchronous proxy."""
+    opcode, modifiers = instruction.opcode, instruction.modifiers
+    if opcode == "fence" and "proxy" in modifiers:
+        return "async" in modifiers and "shared::cta" not in modifiers
+    if opcode in ("fence", "membar"):
+        return opcode == "membar" or modifiers[0] in ("acq_rel", "sc")
+    return opcode in ("ld", "st", "red", "atom") and not _ORDERS.isdisjoint(modifiers)
+
+
+def is_addition(instruction: Instruction) -> bool:
+    """Whether it adds to memory that other CTAs add to."""
+    opcode = instruction.opcode
+    return opcode in ("red", "atom") or (opcode == "cp" and instruction.has("reduce"))
+
+
+def waits_for_writes(instruction: Instruction) -> bool:
+    """Whether it waits until bulk stores are visible, and not only for their reads."""
+    waits = instruction.opcode == "cp" and instruction.has("wait_group")
+    return waits and not instruction.has("read")

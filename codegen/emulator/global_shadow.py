@@ -2,9 +2,13 @@
 """Data races on global memory: who touched each byte last, and whether that happened before.
 
 Inside a cluster the clocks of `checks` say what happened before what. Clusters of a launch run in
-no order: what one of them writes no other one may touch. Launches of one stream run one after the
+no order but what they hand over (see `knowledge`): what one of them writes no other one may touch
+that does not know of it. Launches of one stream run one after the
 other, a programmatic one from where it waits; those of two streams run in no order. Buffers that
 cannot be written are not looked at.
+
+Strong accesses (`red`, `atom`, `ld` and `st` with a scope, bulk reductions) may meet each other in
+no order; a weak one, which `ld` and `st` are without, may meet neither.
 """
 
 from __future__ import annotations
@@ -16,7 +20,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .checks import HAPPENED, Clock, Components
+from .checks import GLOBAL, HAPPENED, Clock, Components
+from .knowledge import NOTHING, Knowledge, Known
 from .memory import Buffer
 from .report import Kind
 
@@ -53,24 +58,32 @@ class _Access:
     epoch: int
     line: int
     who: str
+    did: str
+    """What it does to bytes, as messages say it."""
+    strong: bool
+    generic: bool
+    """Whether lanes do it, and not a copy."""
 
 
 class GlobalShadow:
     """The last write and the last read of each byte, by all clusters of all launches.
 
-    `report(kind, message)` is told what is wrong. Of several reads only the last one is known: a
-    write that races with an earlier one may go unseen.
+    `report(kind, message)` is told what is wrong. Of reads and of reductions all are known that are
+    in no order: who overwrites what was read, or reads a sum, has to know of each.
     """
 
     def __init__(self, report: Callable[[Kind, str], None]) -> None:
         self._report = report
+        self.knowledge = Knowledge()
         self._launches: list[_Launch] = []
-        self._cluster = 0
+        self._cluster = self._clusters = 0
         self._components: Components | None = None
-        self._accesses: list[_Access] = []
-        """Number n of the arrays below is access n - 1; 0 is nobody's."""
+        self._accesses: list[tuple[_Access, ...]] = []
+        """Number n of the arrays below is entry n - 1; 0 is nobody's."""
         self._writes: dict[int, NDArray[np.int32]] = {}
+        """By the buffer's address: of each byte the last write, or the reductions since."""
         self._reads: dict[int, NDArray[np.int32]] = {}
+        self._strong_reads: dict[int, NDArray[np.int32]] = {}
 
     def launch(self, stream: int, programmatic: bool) -> None:
         """Accesses of another launch follow.
@@ -92,9 +105,15 @@ class GlobalShadow:
         """A thread waits for what the launch may have overtaken."""
         self._launches[-1].waits = True
 
-    def begin(self, components: Components) -> None:
-        """Another cluster's accesses follow."""
-        self._cluster += 1
+    def begin(self, components: Components) -> int:
+        """Another cluster's accesses follow; its number."""
+        self._clusters += 1
+        self.enter(self._clusters, components)
+        return self._clusters
+
+    def enter(self, cluster: int, components: Components) -> None:
+        """The accesses of a cluster follow that has begun."""
+        self._cluster = cluster
         self._components = components
 
     def read(
@@ -107,17 +126,37 @@ class GlobalShadow:
         what: str,
     ) -> None:
         """Checks and notes a read."""
+        self._read(place, component, epoch, clock, line, what, False)
+
+    def read_strongly(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """The same of a read that may meet strong writes."""
+        self._read(place, component, epoch, clock, line, what, True)
+
+    def _read(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+        strong: bool,
+    ) -> None:
         if not place.buffer.writable:
             return
-        if place.buffer.uninitialised:
-            written = self._bytes(self._writes, place)[place.words] > 0
-            if not written.all():
-                self._report(
-                    Kind.READ_BEFORE_WRITE,
-                    f"{what} reads bytes of {place.buffer.name} that no launch wrote",
-                )
-        self._check(self._writes, place, clock, f"{what} reads", "writes")
-        self._note(self._reads, place, component, epoch, line)
+        self._check_written(place, f"{what} reads")
+        access = self._access(component, epoch, line, "reads", strong)
+        self._check(self._writes, place, clock, f"{what} reads", access)
+        notes = self._strong_reads if strong else self._reads
+        self._note_beside(notes, place, access, clock)
 
     def write(
         self,
@@ -129,9 +168,76 @@ class GlobalShadow:
         what: str,
     ) -> None:
         """Checks and notes a write."""
-        self._check(self._writes, place, clock, f"{what} writes", "writes")
-        self._check(self._reads, place, clock, f"{what} writes", "reads")
-        self._note(self._writes, place, component, epoch, line)
+        access = self._access(component, epoch, line, "writes", False)
+        for before in (self._writes, self._reads, self._strong_reads):
+            self._check(before, place, clock, f"{what} writes", access)
+        self._bytes(self._writes, place)[place.words] = self._number((access,))
+
+    def write_strongly(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """The same of a write that may meet strong accesses."""
+        access = self._access(component, epoch, line, "writes", True)
+        for before in (self._writes, self._reads):
+            self._check(before, place, clock, f"{what} writes", access)
+        self._note_beside(self._writes, place, access, clock)
+
+    def reduce(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """Checks and notes an atomic read, addition and write."""
+        self._check_written(place, f"{what} adds to")
+        access = self._access(component, epoch, line, "adds to", True)
+        for before in (self._writes, self._reads):
+            self._check(before, place, clock, f"{what} adds to", access)
+        self._note_beside(self._writes, place, access, clock)
+
+    def _note_beside(
+        self,
+        notes: dict[int, NDArray[np.int32]],
+        place: Place,
+        access: _Access,
+        clock: Clock,
+    ) -> None:
+        """Notes a read, or a strong write, beside those of which it does not know.
+
+        Who must know of all has to know of these, and of this one, which knows of the others. A
+        weak write stays: who is strong need not know of this one, but of that.
+        """
+        noted = self._bytes(notes, place)
+        numbers = noted[place.words]
+        for number in np.unique(numbers).tolist():
+            known = self._accesses[number - 1] if number else ()
+            others = (
+                each
+                for each in known
+                if self._unordered(each, clock)
+                or (notes is self._writes and not each.strong)
+            )
+            numbers[numbers == number] = self._number((*others, access))
+        noted[place.words] = numbers
+
+    def _check_written(self, place: Place, what: str) -> None:
+        """What is read of a buffer without content a kernel must have written."""
+        if not place.buffer.uninitialised:
+            return
+        if not (self._bytes(self._writes, place)[place.words] > 0).all():
+            self._report(
+                Kind.READ_BEFORE_WRITE,
+                f"{what} bytes of {place.buffer.name} that no launch wrote",
+            )
 
     def _check(
         self,
@@ -139,33 +245,71 @@ class GlobalShadow:
         place: Place,
         clock: Clock,
         what: str,
-        did: str,
+        access: _Access,
     ) -> None:
-        """What was done before to these bytes must have happened before."""
+        """What was done before to these bytes must have happened before this access.
+
+        And be fenced, if it wrote, and lanes did and a copy does this.
+        """
         if place.buffer.address not in before:
             return
         numbers = self._bytes(before, place)[place.words]
         if not numbers.any():
             return
         for number in np.unique(numbers[numbers > 0]).tolist():
-            access = self._accesses[number - 1]
-            whose = access.who
-            launch = self._launches[-1]
-            if access.launch is not launch:
-                if self._is_over(access.launch.number, clock):
+            for other in self._accesses[number - 1]:
+                whose = self._unordered(other, clock)
+                kind, why = Kind.RACE, "in no order"
+                if not whose and self._lacks_fence(other, access, clock):
+                    kind, why = Kind.PROXY_FENCE, "with no fence.proxy.async in between"
+                elif not whose or (access.strong and other.strong):
                     continue
-                same_stream = access.launch.stream == launch.stream
-                state = "that may still run" if same_stream else "on another stream"
-                whose += f" of a launch {state}"
-            elif access.cluster != self._cluster:
-                whose += " of another cluster"
-            elif clock[HAPPENED, access.component] >= access.epoch:
-                continue
-            self._report(
-                Kind.RACE,
-                f"{what} bytes of {place.buffer.name} that {whose} {did} "
-                f"(line {access.line}) in no order",
-            )
+                told = f"{whose or other.who} {other.did} (line {other.line}) {why}"
+                self._report(kind, f"{what} bytes of {place.buffer.name} that {told}")
+
+    def _lacks_fence(self, before: _Access, access: _Access, clock: Clock) -> bool:
+        """Whether a copy touches what was written before it knew, but before no fence.
+
+        What a copy of the same cluster wrote needs none: who waited for that issues this.
+        """
+        if (
+            access.generic
+            or before.did == "reads"
+            or before.launch is not access.launch
+        ):
+            return False
+        if before.cluster == access.cluster:
+            fenced = clock[GLOBAL, before.component] if len(clock) > GLOBAL else 0
+            return before.generic and bool(fenced < before.epoch)
+        handed, fenced_here = self._others(clock, HAPPENED), self._others(clock, GLOBAL)
+        return not (
+            _knows(fenced_here, before, HAPPENED) or _knows(handed, before, GLOBAL)
+        )
+
+    def _unordered(self, access: _Access, clock: Clock) -> str:
+        """Whose access it is, when who knows this does not know of it; else empty."""
+        launch = self._launches[-1]
+        if access.cluster != self._cluster and _knows(
+            self._others(clock, HAPPENED), access, HAPPENED
+        ):
+            return ""
+        if access.launch is not launch:
+            if self._is_over(access.launch.number, clock):
+                return ""
+            same_stream = access.launch.stream == launch.stream
+            state = "that may still run" if same_stream else "on another stream"
+            return f"{access.who} of a launch {state}"
+        if access.cluster != self._cluster:
+            return f"{access.who} of another cluster"
+        known = clock[HAPPENED, access.component] >= access.epoch
+        return "" if known else access.who
+
+    def _others(self, clock: Clock, row: int) -> Known:
+        """What who knows this knows of other clusters, or has fenced: HAPPENED or GLOBAL."""
+        assert self._components is not None  # a cluster runs
+        if len(clock) <= row:
+            return NOTHING
+        return self.knowledge.of(self._cluster, self._components, clock[row:])
 
     def _is_over(self, number: int, clock: Clock) -> bool:
         """Whether who knows this knows that an earlier launch is over."""
@@ -174,19 +318,20 @@ class GlobalShadow:
         waited = clock[HAPPENED, self._components.launches] > 0
         return number in launch.over or (bool(waited) and number in launch.awaited)
 
-    def _note(
-        self,
-        arrays: dict[int, NDArray[np.int32]],
-        place: Place,
-        component: int,
-        epoch: int,
-        line: int,
-    ) -> None:
+    def _access(
+        self, component: int, epoch: int, line: int, did: str, strong: bool
+    ) -> _Access:
         assert self._components is not None  # a cluster runs
-        name = self._components.name(component)
-        access = self._launches[-1], self._cluster, component, epoch, line, name
-        self._accesses.append(_Access(*access))
-        self._bytes(arrays, place)[place.words] = len(self._accesses)
+        return _Access(
+            *(self._launches[-1], self._cluster, component, epoch, line),
+            *(self._components.name(component), did, strong),
+            generic=bool(self._components.is_generic(component)),
+        )
+
+    def _number(self, accesses: tuple[_Access, ...]) -> int:
+        """What stands for these accesses in the arrays."""
+        self._accesses.append(accesses)
+        return len(self._accesses)
 
     def _bytes(
         self, arrays: dict[int, NDArray[np.int32]], place: Place
@@ -198,3 +343,9 @@ class GlobalShadow:
             size = -(-len(buffer.bytes) // WIDEST) * WIDEST
             entries = arrays[buffer.address] = np.zeros(size, np.int32)
         return entries.reshape(-1, place.width)
+
+
+def _knows(others: Known, access: _Access, row: int) -> bool:
+    """Whether what is known of other clusters has an access of one of them in a row."""
+    known = others.get(access.cluster)
+    return known is not None and bool(known[row, access.component] >= access.epoch)

@@ -353,7 +353,8 @@ class Caller:
     def __call__(self, made: Mapping[str, Any]) -> Called:
         """What came of it; raises what the function raised, but for ValueError."""
         device = self._runtime.device = FIRST_DEVICE + made["sm_count"]
-        function, outputs = made["function"], made["outputs"]
+        function = made["function"]
+        outputs = made["outputs"] | dict.fromkeys(made["scratch"], 1)
         allocated: dict[str, Any] = {}
 
         def allocate(shape: tuple[int, ...], dtype: str) -> Mapping[str, Any]:

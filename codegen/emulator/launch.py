@@ -156,6 +156,7 @@ def call(
     function: str,
     outputs: Mapping[str, int],
     sm_count: int,
+    scratch: Mapping[str, int] | None = None,
     scalars: Mapping[str, float] | None = None,
     stream: int | None = None,
     stream_object: bool = False,
@@ -164,17 +165,19 @@ def call(
 ) -> Call:
     """A call of a module's public function.
 
-    tensors: the inputs in order, and the outputs that are given. outputs: all of them, as they are
-    returned, and how many dimensions each has. scalars, stream: left out when None. stream_object:
+    tensors: the inputs in order, and the outputs and workspaces that are given. outputs: all of
+    them, as they are returned, and how many dimensions each has. scratch: workspaces, which have
+    one, and how many elements each needs. scalars, stream: left out when None. stream_object:
     the stream comes as an object with the attribute ``cuda_stream``, else as a number. keywords:
     the inputs that come by name. torch: the tensors are those of a stand-in for PyTorch, whose
-    current ``stream`` this is, and which makes outputs at these addresses where they are asked of
-    it.
+    current ``stream`` this is, and which makes outputs and workspaces at these addresses where they
+    are asked of it.
     """
     return {
         "tensors": dict(tensors),
         "function": function,
         "outputs": dict(outputs),
+        "scratch": dict(scratch or {}),
         "sm_count": sm_count,
         "scalars": dict(scalars or {}),
         "stream": stream,

@@ -27,7 +27,16 @@ from .emitters import Emitter, UnsupportedInstruction
 from .emitters.dtypes import DTYPES, ONES, unsigned
 from .emitters.emitter import is_special
 from .emitters.tcgen05 import check_cta_groups
-from .gates import ALIGNED_NONE, alignment, is_gate, is_signal
+from .gates import (
+    ALIGNED_NONE,
+    alignment,
+    is_addition,
+    is_gate,
+    is_poll,
+    is_signal,
+    orders_global_memory,
+    waits_for_writes,
+)
 from .lanes import IN_FLIGHT, LANES
 from .ptx import (
     Address,
@@ -91,6 +100,14 @@ class Program:
         """Slots that some product accumulates into."""
         self.tensor = any(i.opcode == "tcgen05" for i in module.instructions)
         """Whether it uses tensor memory."""
+        self.adds = any(map(is_addition, module.instructions))
+        """Whether its CTAs add to global memory."""
+        self.orders = any(map(orders_global_memory, module.instructions))
+        """Whether something orders its accesses to global memory."""
+        self.polls = any(map(is_poll, module.instructions))
+        """Whether CTAs wait for each other through global memory."""
+        self.waits_for_writes = any(map(waits_for_writes, module.instructions))
+        """Whether it waits until bulk stores have written, not only until they have read."""
         self.params = {param.name: param.offset for param in module.params}
         self.shared, self.static_shared_bytes = _place_shared(module.shared)
         self._namespace: dict[str, Any] = {
@@ -330,9 +347,9 @@ def _split_blocks(program: Program, turns: bool) -> list[Block]:
 
 
 def _after_gate(program: Program, index: int, *, masked: bool) -> list[str]:
-    """What a gate's instruction does once its lanes have passed: only waits have a result."""
+    """What a gate's instruction does once its lanes have passed: waits and loads have a result."""
     instruction = program.instructions[index]
-    if instruction.opcode != "mbarrier":
+    if instruction.opcode not in ("mbarrier", "ld"):
         return []
     emitter = Emitter(program, masked=masked)
     emitter.emit(index)

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs launches in their order: clusters one after another, the CTAs of a cluster together."""
+"""Runs launches in their order: clusters one after another, the CTAs of a cluster together.
+
+Clusters whose CTAs wait for each other through global memory run together, too.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,38 +18,25 @@ from numpy.typing import NDArray
 
 from . import tma
 from .accumulation import Accumulation
-from .agents import Agent
-from .barriers import ClusterBarrier, MBarrier, NamedBarrier
-from .checks import GRANULE, HAPPENED, SEEN, Components, Shadow, Streams
+from .additions import Sum, add_lanes, check_writable
+from .cluster import Cluster, Cta
 from .global_shadow import GlobalShadow
-from .lanes import (
-    ALL,
-    LANES,
-    NONE,
-    OFFSET_MASK,
-    RANK_SHIFT,
-    WARP,
-    WARP_MASKS,
-    WARPS,
-    warps_of,
-)
-from .lower import Block, Program
+from .knowledge import Known
+from .lanes import LANES, WARP
+from .lower import Program
 from .memory import (
     PARAM_WINDOW,
     RESERVED,
     SHARED_LIMIT,
     GlobalMemory,
     MemoryFault,
-    SharedMemory,
 )
 from .ptx import Instruction
 from .report import NAMELESS, Event, Fault, Finding, Kind, Names, Report
-from .scheduler import Order, Pending, Schedule, Turns
+from .scheduler import Landing, Order, Schedule
 from .tcgen05 import DescriptorError as TensorDescriptorError
-from .tensor_memory import GRANULES, TensorMemory
-from .timeline import most_telling
 from .tma import MAP_ALIGNMENT, MAP_BYTES, TensorMap, TensorMapError
-from .warpgroup import Warp, Warpgroup
+from .together import Together
 from .wgmma import DescriptorError
 from .writes import Writer, Writes
 
@@ -57,12 +47,6 @@ REGISTER_FILE = 65536  # [registers of an SM]
 LARGEST_ALLOCATION = 255  # [registers of a thread], before setmaxnreg
 MAX_STEPS = 200_000_000
 """[warp instructions] after which a run that still goes on is called a livelock."""
-LONGEST_POLLING = 100_000
-"""[warp instructions] of such silence as below after which late work completes and a victim is let
-go though somebody can go on: it may be polling for what they do."""
-LONGEST_SILENCE = 1_000_000
-"""[warp instructions] of a cluster without an arrival, a completed copy or product or an exit: then
-it is called one. Seconds of our time, and far more than lies between two of these."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +74,7 @@ def run(
     tiles: Mapping[int, Sequence[int]] | None = None,
     names: Mapping[str, Names] | None = None,
     accumulation: Accumulation = Accumulation.DEVICE,
+    resident: int | None = None,
 ) -> RunResult:
     """Executes launches in their order; their results are in `memory` afterwards.
 
@@ -101,8 +86,9 @@ def run(
     the contiguous one first. TMA fills with zeros in silence; a box that is wholly outside its
     tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
     without tiles. `names`: by kernel, what findings call barriers, tiles and warps. `accumulation`:
-    of wgmmas with 8-bit operands. Raises KeyError for a launch of a kernel that is not among the
-    programs.
+    of wgmmas with 8-bit operands. `resident`: how many clusters run at a time; None: all of a
+    launch whose kernel loads what others store meanwhile, and one of others. Raises KeyError for a
+    launch of a kernel that is not among the programs.
     """
     machine = Machine(
         *(programs, memory, schedule or Schedule(), checks),
@@ -110,7 +96,7 @@ def run(
         accumulation=accumulation,
     )
     for launch in launches:
-        if not machine.run(launch, clusters):
+        if not machine.run(launch, clusters, resident):
             break
     statistics = dict(machine.statistics)
     return RunResult(tuple(machine.findings), machine.steps, statistics, machine.writes)
@@ -155,6 +141,12 @@ class Machine:
         self.findings = Report()
         self.global_shadow = GlobalShadow(self.report) if checks else None
         self.writes = Writes()
+        self.landing = Landing(schedule, self.rng)
+        """Additions of clusters that are over."""
+        self.released: dict[int, Known] = {}
+        """By the address of a word of global memory, what it hands over to who acquires it."""
+        self.watching: set[Cluster] = set()
+        """Clusters in which somebody waits until something is written."""
         self.statistics: Counter[str] = Counter()
         self.steps = 0
         self.index = 0
@@ -164,19 +156,36 @@ class Machine:
         self._params: dict[tuple[int, str], NDArray[Any]] = {}
         self._maps: dict[int, TensorMap] = {}
 
-    def run(self, launch: Launch, clusters: Collection[int] | None = None) -> bool:
+    def run(
+        self,
+        launch: Launch,
+        clusters: Collection[int] | None = None,
+        resident: int | None = None,
+    ) -> bool:
         """Runs these clusters of a launch, or every one; False when a finding stopped it."""
         self._begin(launch)
         problem = self._refusal()
         if problem:
             self.findings.add(Kind.UNSUPPORTED, problem)
             return False
+        chosen = [
+            first
+            for number, first in self._in_order()
+            if clusters is None or number in clusters
+        ]
+        if resident is None:
+            resident = len(chosen) if self.program.polls else 1
         with np.errstate(all="ignore"):
-            for number, first in enumerate(self._first_ctas()):
-                chosen = clusters is None or number in clusters
-                if chosen and not self._run_cluster(first):
-                    return False
+            if not self._run_clusters(deque(chosen), resident):
+                return False
+            self.landing.settle()
         return True
+
+    def stir(self) -> None:
+        """Something was written to global memory: who waits for that looks again."""
+        for cluster in self.watching:
+            cluster.progress += 1
+        self.watching.clear()
 
     def _begin(self, launch: Launch) -> None:
         self.launch = launch
@@ -191,6 +200,18 @@ class Machine:
         self.initial_registers = min(LARGEST_ALLOCATION, allocation)
         self._params.clear()
         self._maps.clear()
+
+    def _in_order(self) -> Sequence[tuple[int, tuple[int, int, int]]]:
+        """Numbers and first CTAs of the clusters, x fastest.
+
+        Sums depend on who adds first, so a random order takes them as they come. But where CTAs
+        wait for each other, those of lower numbers begin first.
+        """
+        numbered = list(enumerate(self._first_ctas()))
+        anyhow = self.program.adds and not self.program.polls
+        if anyhow and self.schedule.order is not Order.ROUND_ROBIN:
+            self.rng.shuffle(numbered)
+        return numbered
 
     def _first_ctas(self) -> Iterator[tuple[int, int, int]]:
         """The first CTA of each cluster."""
@@ -217,10 +238,13 @@ class Machine:
             return f"{len(launch.params)} bytes of parameters, not {module.param_bytes}"
         return ""
 
-    def _run_cluster(self, first: tuple[int, int, int]) -> bool:
-        cluster = Cluster(self, first)
+    def _run_clusters(
+        self, waiting: deque[tuple[int, int, int]], resident: int
+    ) -> bool:
+        """Runs clusters, so many at a time; False when a finding stopped it."""
+        together = Together(self, waiting, resident)
         try:
-            cluster.run()
+            together.run()
         except Fault as fault:
             self.report(fault.kind, fault.message)
         except MemoryFault as memory_fault:
@@ -267,6 +291,15 @@ class Machine:
         memories = [cta.shared for cta in receivers]
         return tma.load(tensor_map, coordinates, self.memory, memories, place)
 
+    def load_run(
+        self, address: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk load completes: the bytes at an address, into the same place of each CTA."""
+        buffer, offset = self.memory.find(address, nbytes)
+        for cta in receivers:
+            moved = buffer.bytes[offset : offset + nbytes]
+            cta.shared.bytes[place : place + nbytes] = moved
+
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:
@@ -276,6 +309,18 @@ class Machine:
         if part is not None:
             self.writes.note(*part, self._who(cta))
         return touched
+
+    def sum_of_box(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
+    ) -> tuple[range, Sum | None]:
+        """A bulk reduction of a box reads shared memory: as `tma.summands`."""
+        return tma.summands(tensor_map, coordinates, self.memory, cta.shared, place)
+
+    def sum_of_run(self, address: int, nbytes: int, cta: Cta, place: int) -> Sum | None:
+        """A bulk reduction reads float32 from shared memory, for the bytes at an address."""
+        buffer, offset = self.memory.find(address, nbytes)
+        check_writable(buffer, address, nbytes)
+        return Sum.of_bytes(buffer, offset, cta.shared.bytes[place : place + nbytes])
 
     def store_lanes(
         self,
@@ -290,6 +335,20 @@ class Machine:
         nbytes = width * len(values)
         for buffer, _, offsets in self.memory.split(addresses, nbytes, mask):
             self.writes.note(buffer, offsets // nbytes, nbytes, self._who(cta))
+
+    def add_lanes(
+        self,
+        cta: Cta,
+        addresses: NDArray[np.int64],
+        kind: str,
+        values: Sequence[NDArray[Any]],
+        mask: NDArray[np.bool_],
+    ) -> list[NDArray[Any]]:
+        """red and atom: as `additions.add_lanes`, each warp's lanes in the schedule's order."""
+        order = np.arange(LANES)
+        if self.schedule.order is not Order.ROUND_ROBIN:
+            order = np.array(self.rng.sample(range(LANES), LANES))
+        return add_lanes(self.memory, addresses, kind, values, mask, order)
 
     def _who(self, cta: Cta) -> Writer:
         """Who writes to global memory now."""
@@ -325,317 +384,3 @@ class Machine:
                 raw = buffer.bytes[start : start + MAP_BYTES].tobytes()
             known = self._maps[address] = TensorMap.decode(raw)
         return known
-
-
-class Cta:
-    """One CTA: its shared memory and the barriers in it."""
-
-    def __init__(
-        self, cluster: Cluster, rank: int, index: tuple[int, int, int]
-    ) -> None:
-        launch = cluster.machine.launch
-        program = cluster.machine.program
-        self.cluster = cluster
-        self.rank = rank
-        self.index = index
-        self.block = launch.block
-        self.threads = int(np.prod(launch.block))
-        self.groups_per_cta = -(-self.threads // LANES)
-        size = program.static_shared_bytes + launch.smem_bytes
-        self.shared = SharedMemory(size)
-        self.shadow: Shadow | None = None
-        if cluster.machine.checks:
-            granules = -(-size // GRANULE)
-            self.shadow = Shadow(
-                *(granules, cluster.components, cluster.machine.report),
-                tile=lambda granule: cluster.machine.names.tile(GRANULE * granule),
-            )
-        self.tensor_memory = TensorMemory()
-        self.tensor_shadow: Shadow | None = None
-        if cluster.machine.checks and program.tensor:
-            self.tensor_shadow = Shadow(
-                GRANULES,
-                cluster.components,
-                cluster.machine.report,
-                space="tensor memory",
-                readers=cluster.components.tensor_readers,
-                row=SEEN,
-            )
-        self.mbarriers: dict[int, MBarrier] = {}
-        self.visits: dict[int, tuple[int, int]] = {}
-        """Clock component of each warp of another CTA that accessed this CTA's shared memory, to
-        the epoch and PTX line of the last access: it must happen before the CTA exits."""
-        self.named: dict[int, NamedBarrier] = {}
-        warps = -(-self.threads // WARP)
-        self.free_registers = 0
-        """Those that setmaxnreg gave back: a CTA has what its launch gave it, not the SM's rest."""
-        self.warps_left = warps
-        self.groups: list[Warpgroup] = []
-
-    @property
-    def exited(self) -> bool:
-        """Whether none of its warps is left."""
-        return self.warps_left == 0
-
-    def special_registers(self, group: int) -> dict[str, NDArray[np.uint32]]:
-        """Special registers of a warpgroup's lanes, by their names without the `%`."""
-        launch = self.cluster.machine.launch
-        grid, size = launch.grid, launch.cluster
-
-        def same(value: int) -> NDArray[np.uint32]:
-            return np.full(LANES, value, np.uint32)
-
-        thread = np.arange(LANES, dtype=np.uint32) + np.uint32(LANES * group)
-        x, y, z = self.block
-        found = {
-            "tid.x": thread % x,
-            "tid.y": thread // x % y,
-            "tid.z": thread // (x * y) % z,
-            "laneid": thread % WARP,
-            "warpid": thread // WARP,
-            "smid": same(0),
-            "cluster_ctarank": same(self.rank),
-            "cluster_nctarank": same(int(np.prod(size))),
-        }
-        for axis, name in enumerate("xyz"):
-            found[f"ntid.{name}"] = same(self.block[axis])
-            found[f"ctaid.{name}"] = same(self.index[axis])
-            found[f"nctaid.{name}"] = same(grid[axis])
-            found[f"clusterid.{name}"] = same(self.index[axis] // size[axis])
-            found[f"nclusterid.{name}"] = same(grid[axis] // size[axis])
-            found[f"cluster_ctaid.{name}"] = same(self.index[axis] % size[axis])
-            found[f"cluster_nctaid.{name}"] = same(size[axis])
-        return found
-
-
-class Cluster:
-    """The CTAs that run together."""
-
-    def __init__(self, machine: Machine, first: tuple[int, int, int]) -> None:
-        launch = machine.launch
-        self.machine = machine
-        self.progress = 0
-        """Counts everything that could let somebody else go on."""
-        self._heard = 0
-        """The progress that there was at the last look,"""
-        self._heard_at = machine.steps
-        """and the steps when it changed."""
-        self.timed = machine.timeline is not None and first == (0, 0, 0)
-        size = launch.cluster
-        threads = int(np.prod(launch.block))
-        groups = -(-threads // LANES) * int(np.prod(size))
-        self.components = Components(
-            groups * WARPS, groups, int(np.prod(size)), tensor=machine.program.tensor
-        )
-        if machine.global_shadow is not None:
-            machine.global_shadow.begin(self.components)
-        self.streams = Streams(self.components)
-        self.barrier = ClusterBarrier(groups * WARPS)
-        self.pending = Pending(machine.schedule, machine.rng)
-        self.ctas: list[Cta] = []
-        for z in range(size[2]):
-            for y in range(size[1]):
-                for x in range(size[0]):
-                    place = (first[0] + x, first[1] + y, first[2] + z)
-                    self.ctas.append(Cta(self, len(self.ctas), place))
-        self.groups: list[Warpgroup] = []
-        self._victim: Warpgroup | None = None
-        self._blocks_left = 0
-        """[blocks] that the victim runs before there is another one."""
-        for cta in self.ctas:
-            cta.groups = [
-                Warpgroup(self, cta, number) for number in range(cta.groups_per_cta)
-            ]
-            self.groups += cta.groups
-
-    def agent(self, warp: int) -> Agent | None:
-        """What a warp knows; None when nothing is checked."""
-        return Agent(self.components, warp) if self.machine.checks else None
-
-    def run(self) -> None:
-        """Runs until every warp has exited; raises Fault."""
-        turns = Turns(self.machine.schedule.order, self.machine.rng)
-        while True:
-            live = [group for group in self.groups if group.strands]
-            if not live:
-                break
-            self._starve(live, turns)
-            before = self.progress
-            ran = 0
-            for position in turns.arrange(len(live)):
-                ran += live[position].run(turns)
-            self.pending.turn()
-            silent = self.machine.steps - self._heard_at
-            if self.progress != before or (ran and silent < LONGEST_POLLING):
-                continue
-            if self.pending.force() or self._catch_up():
-                continue
-            if ran:
-                self._blocks_left = 0
-            elif not self._relieve(turns):
-                self._deadlock(live)
-                return
-        self._finish()
-
-    def _starve(self, live: list[Warpgroup], turns: Turns) -> None:
-        """Chooses another victim when the order wants one and there is none, or it is over."""
-        if turns.order is not Order.STARVATION:
-            return
-        if self._victim is not None:
-            if self._victim.strands and self._blocks_left > 0:
-                return
-            self._victim.starve(NONE)
-        victim = turns.victim(len(live), WARPS)
-        self._victim = live[victim.position]
-        self._victim.starve(ALL if victim.warp is None else WARP_MASKS[victim.warp])
-        self._blocks_left = victim.blocks
-
-    def _catch_up(self) -> bool:
-        """Lets one warp that stays behind go on; False when there is none."""
-        if self._victim is not None:
-            return False
-        behind = [(group, warp) for group in self.groups for warp in group.starved]
-        if not behind:
-            return False
-        group, warp = self.machine.rng.choice(behind)
-        group.release(warp)
-        return True
-
-    def _relieve(self, turns: Turns) -> bool:
-        """Lets the victim run a block; False when there is none or when it cannot either."""
-        self._blocks_left -= 1
-        return self._victim is not None and self._victim.run_starved(turns)
-
-    def ran(self, group: Warpgroup, block: Block, mask: NDArray[np.bool_]) -> None:
-        """Counts a block that some lanes ran."""
-        begin = self.machine.steps
-        warps = warps_of(mask)
-        self.machine.steps = begin + block.weight * len(warps)
-        if self.progress != self._heard:
-            self._heard, self._heard_at = self.progress, begin
-        silent = self.machine.steps - self._heard_at > LONGEST_SILENCE
-        if silent or self.machine.steps > self.machine.max_steps:
-            group.here(block.begin, warps[0] % WARPS)
-            why = f"nothing but this for {LONGEST_SILENCE} instructions"
-            if not silent:
-                why = f"still running after {begin} instructions"
-            raise Fault(Kind.LIVELOCK, f"{why} under {self.machine.schedule}")
-        if self.timed and group.cta.rank == 0:
-            self._time(group, block, warps, begin)
-
-    def _time(
-        self, group: Warpgroup, block: Block, warps: tuple[int, ...], begin: int
-    ) -> None:
-        timeline = self.machine.timeline
-        assert timeline is not None
-        instructions = self.machine.program.instructions[block.begin : block.end]
-        if not instructions:
-            return
-        chosen = most_telling(instructions)
-        end = self.machine.steps
-        for warp in warps:
-            number = group.warps[warp].number
-            timeline.append(
-                Event(
-                    *(group.cta.rank, number, chosen.name, chosen.line, begin, end),
-                    self.machine.launch.kernel,
-                )
-            )
-
-    def locate(self, address: int) -> tuple[Cta, int]:
-        """The CTA that a shared address lies in, and the offset there; raises Fault."""
-        rank = address >> RANK_SHIFT
-        if not 0 <= rank < len(self.ctas):
-            raise Fault(
-                Kind.OUT_OF_BOUNDS,
-                f"shared address {address:#x} of no CTA of the cluster",
-            )
-        return self.ctas[rank], address & OFFSET_MASK
-
-    def pair(self, cta: Cta, size: int) -> list[Cta]:
-        """The CTAs of a CTA's group of 1 or 2, the even one first; Fault when its peer lacks."""
-        if size == 1:
-            return [cta]
-        first = cta.rank & ~1
-        if first + 1 >= len(self.ctas):
-            raise Fault(Kind.TCGEN05, f"cta {cta.rank} has no peer in its cluster")
-        return self.ctas[first : first + 2]
-
-    def mbarrier(self, address: int) -> MBarrier:
-        """The mbarrier at a shared address; raises Fault when there is none that can be used."""
-        cta, place = self.locate(address)
-        barrier = cta.mbarriers.get(place)
-        if cta.exited:
-            raise Fault(
-                Kind.BARRIER, f"an mbarrier of cta {cta.rank}, which has exited"
-            )
-        if barrier is None:
-            raise Fault(Kind.BARRIER, f"no mbarrier was initialised at {place:#x}")
-        return barrier
-
-    def exit(self, group: Warpgroup, warp: Warp) -> None:
-        """A warp's last lane has left."""
-        group.cta.warps_left -= 1
-        if group.cta.exited:
-            self._check_exit(group.cta)
-        self.barrier.exit(warp.serial)
-        for line, message in group.outstanding(warp):
-            role = self.machine.names.role(warp.number)
-            where = f"cta {group.cta.rank} warp {warp.number}{role}"
-            self.machine.findings.add(Kind.OUTSTANDING, message, line=line, where=where)
-
-    def _check_exit(self, cta: Cta) -> None:
-        """Who uses a CTA's shared memory must do so before the CTA's last warp exits.
-
-        And it must have deallocated its tensor memory.
-        """
-        for allocation in cta.tensor_memory.allocations:
-            self.machine.findings.add(
-                Kind.TENSOR_MEMORY,
-                f"the CTA exits with {allocation.columns} columns of tensor memory allocated",
-                line=allocation.line,
-                where=f"cta {cta.rank}",
-            )
-        agents = [warp.agent for group in cta.groups for warp in group.warps]
-        clocks = [agent.latest()[HAPPENED] for agent in agents if agent is not None]
-        if not clocks:
-            return
-        known = np.max(clocks, axis=0)
-
-        def check(kind: Kind, last: Mapping[int, tuple[int, int]], what: str) -> None:
-            for component, (epoch, line) in last.items():
-                if known[component] < epoch:
-                    who = self.components.name(component)
-                    product = self.components.is_product(component)
-                    self.machine.findings.add(
-                        Kind.OUTSTANDING if product else kind,
-                        f"nothing makes cta {cta.rank} stay until {who} has {what} here",
-                        line=line,
-                        where=f"cta {cta.rank}",
-                    )
-
-        check(Kind.RACE, cta.visits, "accessed its shared memory")
-        for barrier in cta.mbarriers.values():
-            check(Kind.BARRIER, barrier.last_signals, "signalled its mbarrier")
-
-    def _deadlock(self, live: list[Warpgroup]) -> None:
-        lines = [line for group in live for line in group.waiting()]
-        self.machine.findings.add(
-            Kind.DEADLOCK,
-            f"nobody can go on under {self.machine.schedule}\n  " + "\n  ".join(lines),
-        )
-
-    def _finish(self) -> None:
-        if self.pending.outstanding:
-            self.machine.findings.add(
-                Kind.OUTSTANDING,
-                "a CTA exits while asynchronous operations that nobody waited for are in flight",
-            )
-        for cta in self.ctas:
-            for _, barrier in sorted(cta.mbarriers.items()):
-                if barrier.transactions:
-                    self.machine.findings.add(
-                        Kind.BARRIER,
-                        f"{barrier.name} ends with {barrier.transactions} bytes expected",
-                        where=f"cta {cta.rank}",
-                    )

@@ -3,7 +3,8 @@
 
 Float functions take and return float32 arrays, integer functions uint32 arrays (a register is bits;
 the suffix says how they are read), conversions to a narrow format return its bits. Arithmetic of
-halves is on float16 arrays, of `.f16x2` with two for each lane. Overflows are infinities and
+halves is on float16 arrays, or on the bits of bf16; of `.f16x2` and `.bf16x2` there are two for
+each lane. Overflows are infinities and
 invalid operations NaN, as on the device, of which numpy warns: run all of this under
 `np.errstate(all="ignore")`, as the machine does. To do so in every function would take longer than
 some of them do.
@@ -364,6 +365,48 @@ def fma_f16(a: F16, b: F16, c: F16) -> F16:
     """
     total: F64 = a.astype(np.float64) * b + c
     return _canonical_16(total.astype(np.float16))
+
+
+def add_bf16(a: U16, b: U16) -> U16:
+    """add.rn.bf16 of bits: subnormals are kept, a NaN is 0x7fff.
+
+    Rounding to float32 first makes no difference: it has more than twice as many bits.
+    """
+    return bf16_rn(bf16_to_f32(a) + bf16_to_f32(b))
+
+
+def sub_bf16(a: U16, b: U16) -> U16:
+    """sub.rn.bf16, like `add_bf16`."""
+    return bf16_rn(bf16_to_f32(a) - bf16_to_f32(b))
+
+
+def mul_bf16(a: U16, b: U16) -> U16:
+    """mul.rn.bf16, like `add_bf16`: a float32 holds all 16 bits of a product.
+
+    But of those below half the smallest bf16, which are zeros either way.
+    """
+    return bf16_rn(bf16_to_f32(a) * bf16_to_f32(b))
+
+
+def fma_bf16(a: U16, b: U16, c: U16) -> U16:
+    """fma.rn.bf16: a * b + c, rounded once; subnormals are kept, a NaN is 0x7fff.
+
+    The exact sum is rounded to odd, to a float64 and then to a float32, before it is rounded.
+    """
+    product: F64 = bf16_to_f32(a).astype(np.float64) * bf16_to_f32(b)
+    addend = bf16_to_f32(c).astype(np.float64)
+    exact = _round_to_odd(product, addend, product + addend)
+    near: F32 = exact.astype(np.float32)
+    odd = (near.view(np.uint32) & np.uint32(1)).astype(bool)
+    nudge = np.isfinite(near) & (near != exact) & ~odd
+    towards = np.where(exact > near, np.float32(np.inf), np.float32(-np.inf))
+    return bf16_rn(np.where(nudge, np.nextafter(near, towards), near))
+
+
+def neg_bf16(a: U16) -> U16:
+    """The number of the other sign."""
+    negative: U16 = a ^ np.uint16(0x8000)
+    return negative
 
 
 def _canonical_16(x: F16) -> F16:

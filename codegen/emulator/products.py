@@ -97,7 +97,7 @@ class Products:
         fenced, registers = self._fenced, self._group.registers
         accumulator = self._accumulators.get(mma.accumulators)
         touched = mma.a_registers if accumulator else mma.a_registers + mma.accumulators
-        if fenced is None or not self._fence_covers(touched, fenced, accumulate):
+        if fenced is None or not self._fence_covers(touched, fenced):
             self._group.machine.report(
                 Kind.WGMMA,
                 "registers of the product were written after the last wgmma.fence",
@@ -115,20 +115,19 @@ class Products:
             self._accumulators[mma.accumulators] = accumulator
         return accumulator
 
-    def _fence_covers(
-        self, touched: tuple[int, ...], fenced: list[Any], accumulate: bool
-    ) -> bool:
-        """Whether a product's registers are as the last wgmma.fence saw them.
+    def _fence_covers(self, touched: tuple[int, ...], fenced: list[Any]) -> bool:
+        """Whether a product's registers hold what the last wgmma.fence saw, in any register.
 
-        Compilers put copies of undefined registers between a fence and the product that overwrites
-        them; ptxas drops these. A computed value is something else, even when nobody reads it.
+        Compilers put copies between a fence and the product: of undefined registers that it
+        overwrites, and of values that several elements of an accumulator start from. A computed
+        value is something else, even when nobody reads it.
         """
         registers = self._group.registers
         late = [slot for slot in touched if registers[slot] is not fenced[slot]]
-        if accumulate or not late:
-            return not late
-        known = set(map(id, fenced))
-        return all(id(registers[slot]) in known for slot in late)
+        if not late:
+            return True
+        known = set(map(_place, fenced))
+        return all(_place(registers[slot]) in known for slot in late)
 
     def _work(
         self,
@@ -261,3 +260,9 @@ class Products:
         values = wgmma.accumulator_registers(np.ascontiguousarray(accumulator.matrix))
         for slot, value in zip(accumulator.slots, values, strict=True):
             registers[slot] = value.view(np.float32)
+
+
+def _place(lanes: Lanes) -> int:
+    """Where an array's lanes are: a copy of a register shares them, as another type, too."""
+    address: int = lanes.__array_interface__["data"][0]
+    return address

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from .additions import Addition
 from .lanes import WARP
 
 
@@ -58,6 +59,8 @@ class Schedule:
 
 _RANDOM_COMPLETION = 0.3
 """Chance of each pending operation, each turn, to complete under Completion.RANDOM."""
+_PARTS = 4
+"""Of the additions of a bulk reduction, which arrive one by one."""
 _OVERTAKING = 0.25
 """Chance that a copy that is forced to complete is not the oldest."""
 _WHOLE_TURN = 1 << 12
@@ -75,6 +78,50 @@ Work = Callable[[], None]
 
 
 @dataclass
+class Landing:
+    """Additions of bulk reductions that have read shared memory and are not all there."""
+
+    schedule: Schedule
+    rng: random.Random
+    under_way: list[Addition] = field(default_factory=list)
+
+    def add(self, addition: Addition) -> None:
+        """Begins to add."""
+        if self.schedule.completion is Completion.EAGER:
+            addition.land(addition.left)
+            return
+        addition.order = self.rng.sample(range(addition.left), addition.left)
+        self.under_way.append(addition)
+
+    def turn(self) -> None:
+        """Lets parts of some arrive, when the schedule says so; called once a turn."""
+        if self.schedule.completion is not Completion.RANDOM:
+            return
+        for addition in list(self.under_way):
+            if self.rng.random() < _RANDOM_COMPLETION:
+                self._land(addition)
+
+    def force(self) -> bool:
+        """Lets all of one arrive because somebody waits; False when there is none."""
+        if not self.under_way:
+            return False
+        addition = self.under_way.pop(self.rng.randrange(len(self.under_way)))
+        addition.land(addition.left)
+        return True
+
+    def settle(self) -> None:
+        """Lets all arrive, part by part."""
+        while self.under_way:
+            self._land(self.rng.choice(self.under_way))
+
+    def _land(self, addition: Addition) -> None:
+        """Lets a part arrive: then elements of two sums meet in different orders."""
+        addition.land(-(-len(addition.sum.values) // _PARTS))
+        if not addition.left:
+            self.under_way.remove(addition)
+
+
+@dataclass
 class Pending:
     """Asynchronous work that was issued and is not complete.
 
@@ -86,6 +133,10 @@ class Pending:
     rng: random.Random
     copies: list[Work] = field(default_factory=list)
     products: dict[int, deque[Work]] = field(default_factory=dict)
+    landing: Landing = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.landing = Landing(self.schedule, self.rng)
 
     def load(self, work: Work) -> None:
         """Issues a load into shared memory."""
@@ -113,6 +164,7 @@ class Pending:
         """Lets some of it complete, when the schedule says so; called once a turn."""
         if self.schedule.completion is not Completion.RANDOM:
             return
+        self.landing.turn()
         for _ in range(len(self.copies)):
             if self.rng.random() < _RANDOM_COMPLETION:
                 self.copies.pop(self.rng.randrange(len(self.copies)))()
@@ -124,7 +176,7 @@ class Pending:
         """Completes one operation because nobody can go on; False when there is none.
 
         Products go first and copies mostly in the order of their issue: who looks whether a copy
-        has arrived before waiting for it finds that it has not.
+        has arrived before waiting for it finds that it has not. Additions go last.
         """
         queues = [queue for queue in self.products.values() if queue]
         if queues and self.schedule.completion is not Completion.LOADS_EARLY_MMAS_LATE:
@@ -135,12 +187,12 @@ class Pending:
         elif queues:
             self.rng.choice(queues).popleft()()
         else:
-            return False
+            return self.landing.force()
         return True
 
     @property
     def outstanding(self) -> int:
-        """How many operations are not complete."""
+        """How many operations are not complete; of reductions those that have not read."""
         return len(self.copies) + sum(map(len, self.products.values()))
 
 

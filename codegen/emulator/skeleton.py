@@ -3,10 +3,10 @@
 on data.
 
 A program slice. What decides the schedule is kept: barriers of every kind, TMA loads and stores,
-`st.global`, and every instruction and branch that their operands, guards and execution depend on.
-The rest goes: products, tensor memory, values in shared memory, softmax. A branch on which nothing
-that is kept depends, the vote for a rescaling for instance, goes where both of its ways meet. What
-`st.global` stores becomes zero.
+`st.global`, `red`, and every instruction and branch that their operands, guards and execution
+depend on. The rest goes: products, tensor memory, values in shared memory, softmax. A branch on
+which nothing that is kept depends, the vote for a rescaling for instance, goes where both of its
+ways meet. What `st.global` stores and `red` adds becomes zero.
 
 Integers in global memory may decide the schedule, as lists of blocks do: an `ld.global` on which it
 depends is kept, and reads the memory that a walk is given. Warps may hand such integers on through
@@ -74,6 +74,13 @@ def _is_root(instruction: Instruction) -> bool:
     if opcode == "st":
         return modifiers[0] == "global"
     return opcode in ("mbarrier", "bar", "barrier", "cp", "red", "atom")
+
+
+def _place(instruction: Instruction) -> int | None:
+    """Of an instruction that hands data to others, the operand that says where; else None."""
+    if instruction.opcode == "st" and not _is_shared(instruction, "st"):
+        return 0
+    return {"red": 0, "atom": 1}.get(instruction.opcode)
 
 
 def _is_data(instruction: Instruction) -> bool:
@@ -206,8 +213,9 @@ class _Slice:
     def _needed(self, index: int, read: list[str]) -> Iterator[str]:
         """The registers that a kept instruction reads, those that nobody has asked for before."""
         instruction = self.module.instructions[index]
-        if instruction.opcode == "st" and not _is_shared(instruction, "st"):
-            read = list(_names(instruction.operands[0]))
+        place = _place(instruction)
+        if place is not None:
+            read = list(_names(instruction.operands[place]))
             if instruction.guard:
                 read.append(instruction.guard.register.name)
         for name in read:
@@ -393,12 +401,15 @@ def _ways(block: _Block, kept: set[int]) -> tuple[int, ...]:
 
 def _without_data(instruction: Instruction) -> Instruction:
     """Values that leave the CTA become zero."""
-    if instruction.opcode != "st" or _is_shared(instruction, "st"):
+    place = _place(instruction)
+    if place is None:
         return instruction
-    target, source = instruction.operands
+    *targets, source = instruction.operands[: place + 2]
+    zero = Immediate(0, is_float=instruction.modifiers[-1] == "f32")
     count = len(source.elements) if isinstance(source, Vector) else 0
-    zeros = Vector((Immediate(0),) * count) if count else Immediate(0)
-    return replace(instruction, operands=(target, zeros))
+    zeros = Vector((zero,) * count) if count else zero
+    hints = instruction.operands[place + 2 :]
+    return replace(instruction, operands=(*targets, zeros, *hints))
 
 
 def _join_up(

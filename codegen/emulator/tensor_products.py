@@ -28,7 +28,7 @@ from .tcgen05 import Form, Layout, Shape
 from .tensor_memory import HALF, granules, split_address
 
 if TYPE_CHECKING:
-    from .machine import Cta
+    from .cluster import Cta
     from .warpgroup import Warp, Warpgroup
 
 

@@ -13,10 +13,12 @@ import functools
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .additions import Sum, check_writable
 from .memory import Buffer, GlobalMemory, MemoryFault, SharedMemory
 
 I64 = NDArray[np.int64]
@@ -228,6 +230,22 @@ def store(
 
     MemoryFault as for `load`, and when the tensor is in a read-only buffer.
     """
+    found = _stored(tensor_map, coordinates, memory, shared, smem_address)
+    if found is None:
+        return _region(tensor_map, [shared], smem_address)
+    region, buffer, words, dense = found
+    buffer.words[dense.itemsize][words] = dense
+    return region
+
+
+def _stored(
+    tensor_map: TensorMap,
+    coordinates: Sequence[int],
+    memory: GlobalMemory,
+    shared: SharedMemory,
+    smem_address: int,
+) -> tuple[range, Buffer, I64, NDArray[Any]] | None:
+    """Bytes of shared memory, and words of a buffer with what of a box belongs there, if any."""
     region = _region(tensor_map, [shared], smem_address)
     _check_start(tensor_map, coordinates)
     if min(coordinates) < 0:
@@ -235,17 +253,39 @@ def store(
         raise MemoryFault("global", tensor_map.address, tensor_map.box_bytes, problem)
     part = _clip(tensor_map, coordinates, whole_chunks=True)
     if part.empty:
-        return region
+        return None
     moved = _moved(tensor_map, part.granule, smem_address % _PERIOD)
     buffer, words = _words_in_bounds(tensor_map, part, moved, memory)
-    if not buffer.writable:
-        address, nbytes = tensor_map.address + part.low, part.high - part.low
-        raise MemoryFault("global", address, nbytes, f"{buffer.name} is read-only")
+    check_writable(buffer, tensor_map.address + part.low, part.high - part.low)
     block = shared.words[part.granule][_words(region, part.granule)]
     # The permutation is its own inverse: it XORs a column number with what the row number gives.
     dense = block[moved.permutation].reshape(moved.shape)[part.slices]
-    buffer.words[part.granule][words] = dense
-    return region
+    return region, buffer, words, dense
+
+
+def summands(
+    tensor_map: TensorMap,
+    coordinates: Sequence[int],
+    memory: GlobalMemory,
+    shared: SharedMemory,
+    smem_address: int,
+) -> tuple[range, Sum | None]:
+    """What a reduction of a box adds to a tensor of float32: the bytes read, and None for nothing.
+
+    Out of bounds is what is so for `store`, and the faults are the same.
+    """
+    if tensor_map.element_type not in ("f32", "f32.ftz"):
+        raise TensorMapError(
+            f"additions to a tensor of {tensor_map.element_type} are not modelled"
+        )
+    found = _stored(tensor_map, coordinates, memory, shared, smem_address)
+    if found is None:
+        return _region(tensor_map, [shared], smem_address), None
+    region, buffer, words, dense = found
+    values = np.ascontiguousarray(dense).reshape(-1).view(np.float32)
+    count = dense.itemsize // values.itemsize
+    places = words.reshape(-1, 1) * count + np.arange(count, dtype=np.int64)
+    return region, Sum(buffer.words[4].view(np.float32), places.reshape(-1), values)
 
 
 def in_bounds(

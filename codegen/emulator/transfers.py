@@ -3,14 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .agents import Agent
-from .checks import EVERY, GRANULE, HAPPENED, MIXED, granules_of
+from .checks import EVERY, GRANULE, HAPPENED, MIXED, Clock, granules_of
 from .global_shadow import Place
 from .lanes import (
     LANES,
@@ -27,7 +27,7 @@ from .memory import load_matrices, store_matrices
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
-    from .machine import Cta
+    from .cluster import Cta
     from .warpgroup import Warpgroup
 
 
@@ -205,7 +205,9 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0] if some(mask) else 0)
         addresses = base.astype(np.int64) + offset
         values = self._group.machine.memory.load(addresses, width, count, mask)
-        self._note_global(index, addresses, width * count, mask, stored=False)
+        if (shadow := self._group.machine.global_shadow) is not None:
+            nbytes = width * count
+            self.note_global(index, addresses, nbytes, mask, shadow.read, "ld.global")
         return values
 
     def store_global(
@@ -223,18 +225,21 @@ class Transfers:
         self._group.here(index, warps_of(mask)[0])
         addresses = base.astype(np.int64) + offset
         self._group.machine.store_lanes(self._group.cta, addresses, width, values, mask)
-        self._note_global(index, addresses, width * len(values), mask, stored=True)
+        self._group.machine.stir()
+        if (shadow := self._group.machine.global_shadow) is not None:
+            nbytes = width * len(values)
+            self.note_global(index, addresses, nbytes, mask, shadow.write, "st.global")
 
-    def _note_global(
-        self, index: int, addresses: Lanes, nbytes: int, mask: Mask, *, stored: bool
+    def note_global(
+        self,
+        index: int,
+        addresses: Lanes,
+        nbytes: int,
+        mask: Mask,
+        note: Callable[[Place, int, int, Clock, int, str], None],
+        what: str,
     ) -> None:
-        """Checks what lanes touch of global memory."""
-        shadow = self._group.machine.global_shadow
-        if shadow is None:
-            return
-        note, what = (
-            (shadow.write, "st.global") if stored else (shadow.read, "ld.global")
-        )
+        """Tells one of the methods of the global shadow what lanes touch of global memory."""
         for number in warps_of(mask):
             agent = self._agent(index, number)
             lanes = mask & WARP_MASKS[number]
@@ -264,12 +269,16 @@ class Transfers:
             over[HAPPENED, self._group.cluster.components.launches] = 1
             agent.acquire(over, self._group.lanes(number, mask))
 
-    def fence_async(self, index: int, mask: Mask) -> None:
-        """fence.proxy.async: generic writes up to here become visible to copies and products."""
+    def fence_async(self, index: int, rows: Sequence[int], mask: Mask) -> None:
+        """fence.proxy.async: generic writes up to here become visible to copies and products.
+
+        rows: of the clocks, FENCED for shared memory and GLOBAL for global memory.
+        """
         for number in warps_of(mask):
             agent = self._group.warps[number].agent
-            if agent:
-                agent.fence_async(self._group.lanes(number, mask))
+            for row in rows if agent else ():
+                assert agent is not None
+                agent.fence_async(row, self._group.lanes(number, mask))
 
 
 def _lanes_of(mask: Mask, nbytes: int) -> Any:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .additions import Sum
+from .cluster import Cta
 from .lanes import Mask
 from .lower import Program, lower
-from .machine import MAX_STEPS, Cta, Machine
+from .machine import MAX_STEPS, Machine
 from .memory import GlobalMemory
 from .ptx import Module
 from .report import NAMELESS, Fault, Finding, Kind, Names
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
     from .launch import Launch
 
 I64 = NDArray[np.int64]
+
+_Moved = defaultdict[int, list[tuple[int, ...]]]
+"""By the id of a tensor map, its boxes: who moved them, and their coordinates."""
+_Found = defaultdict[str, list[tuple[I64, I64, I64]]]
+"""By the name of a tensor, parts of it: who moved them, and their begins and ends."""
 
 _KEYS = 5
 """Numbers of a box that say who moved it: cluster, cta, by, warp, line."""
@@ -108,7 +115,7 @@ class Boxes:
 
 @dataclass(frozen=True)
 class Walk:
-    """What the CTAs did. loads, stores: by the name of the tensor."""
+    """What the CTAs did. loads, stores, additions: by the name of the tensor."""
 
     findings: tuple[Finding, ...]
     steps: int
@@ -119,6 +126,7 @@ class Walk:
     """The clusters that ran."""
     loads: Mapping[str, Boxes]
     stores: Mapping[str, Boxes]
+    additions: Mapping[str, Boxes]
 
 
 def prepare(module: Module) -> Program:
@@ -217,9 +225,12 @@ class Walker(Machine):
         self._at = {tensor.address: tensor for tensor in self._tensors}
         self._mapped: dict[int, _Mapped] = {}
         """By the id of the tensor map, which `tensor_map` keeps."""
-        self._loads: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._stores: defaultdict[int, list[tuple[int, ...]]] = defaultdict(list)
-        self._lanes: defaultdict[str, list[tuple[I64, I64, I64]]] = defaultdict(list)
+        self._loads: _Moved = defaultdict(list)
+        self._stores: _Moved = defaultdict(list)
+        self._sums: _Moved = defaultdict(list)
+        self._lanes: _Found = defaultdict(list)
+        self._runs: _Found = defaultdict(list)
+        self._additions: _Found = defaultdict(list)
 
     def load_box(
         self,
@@ -237,18 +248,48 @@ class Walker(Machine):
             record.append((*self._now(cta), *coordinates))
         return tensor_map.box_bytes, range(place, place + tensor_map.box_bytes)
 
+    def load_run(
+        self, address: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk load completes its bytes; what each CTA receives is written down."""
+        for cta in receivers:
+            self._cover_run(self._runs, cta, address, nbytes)
+
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:
         """A TMA store: what it covers is written down."""
+        return self._put(self._stores, tensor_map, coordinates, cta, place)
+
+    def _put(
+        self,
+        boxes: _Moved,
+        tensor_map: TensorMap,
+        coordinates: Sequence[int],
+        cta: Cta,
+        place: int,
+    ) -> range:
+        """Writes down a box that leaves a CTA; the bytes of shared memory that it is."""
         known = self._describes(tensor_map)
         known.check(coordinates, loaded=False)
         if min(coordinates) < 0:
             problem = f"a store at the negative coordinates {tuple(coordinates)}"
             raise Fault(Kind.OUT_OF_BOUNDS, problem)
         record = (*self._now(cta), *coordinates)
-        self._stores[id(known.tensor_map)].append(record)
+        boxes[id(known.tensor_map)].append(record)
         return range(place, place + tensor_map.box_bytes)
+
+    def sum_of_box(
+        self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
+    ) -> tuple[range, Sum | None]:
+        """A bulk reduction: what it covers is written down."""
+        region = self._put(self._sums, tensor_map, coordinates, cta, place)
+        return region, None
+
+    def sum_of_run(self, address: int, nbytes: int, cta: Cta, place: int) -> Sum | None:
+        """A bulk reduction: what it covers is written down."""
+        self._cover_run(self._additions, cta, address, nbytes)
+        return None
 
     def store_lanes(
         self,
@@ -259,8 +300,25 @@ class Walker(Machine):
         mask: Mask,
     ) -> None:
         """st.global: the elements that lanes cover are written down."""
-        nbytes = width * len(values)
-        wanted = addresses[mask]
+        self._cover(self._lanes, cta, addresses[mask], width * len(values))
+
+    def add_lanes(
+        self,
+        cta: Cta,
+        addresses: I64,
+        kind: str,
+        values: Sequence[NDArray[Any]],
+        mask: Mask,
+    ) -> list[NDArray[Any]]:
+        """red and atom: the elements that lanes add to are written down; all are zero."""
+        nbytes = sum(value.itemsize for value in values)
+        self._cover(self._additions, cta, addresses[mask], nbytes)
+        return [np.zeros_like(value) for value in values]
+
+    def _cover(self, found: _Found, cta: Cta, wanted: I64, nbytes: int) -> None:
+        """Writes down the elements of a tensor in accesses of `nbytes` at some addresses."""
+        if not len(wanted):
+            return
         for tensor in self._tensors:
             index, inside = tensor.find(wanted)
             if inside.all():
@@ -277,7 +335,32 @@ class Walker(Machine):
             if (end[:, axis] > tensor.sizes[axis]).any():
                 raise Fault(Kind.OUT_OF_BOUNDS, f"{nbytes} bytes leave {tensor.name}")
         who = np.broadcast_to(np.array(self._now(cta), np.int64), (len(index), _KEYS))
-        self._lanes[tensor.name].append((who, index, end))
+        found[tensor.name].append((who, index, end))
+
+    def _cover_run(self, found: _Found, cta: Cta, address: int, nbytes: int) -> None:
+        """Writes down the elements of a tensor that bytes are, row by row."""
+        who = np.array([self._now(cta)], np.int64)
+        while nbytes > 0:
+            for tensor in self._tensors:
+                index, inside = tensor.find(np.array([address], np.int64))
+                if inside.all():
+                    break
+            else:
+                problem = (
+                    f"{nbytes} bytes of global memory at {address:#x} are no tensor's"
+                )
+                raise Fault(Kind.OUT_OF_BOUNDS, problem)
+            axis, _ = tensor.axis_of(tensor.itemsize, 2)
+            count = min(
+                nbytes // tensor.itemsize, tensor.sizes[axis] - int(index[0, axis])
+            )
+            if count == 0:
+                raise Fault(Kind.MISALIGNED, f"{nbytes} bytes of {tensor.name}")
+            end = index + 1
+            end[0, axis] += count - 1
+            found[tensor.name].append((who, index, end))
+            address += count * tensor.itemsize
+            nbytes -= count * tensor.itemsize
 
     def result(self, clusters: Collection[int] | None) -> Walk:
         """What there is to tell after a run."""
@@ -290,8 +373,9 @@ class Walker(Machine):
             self.steps,
             count,
             tuple(n for n in range(count) if clusters is None or n in clusters),
-            self._collect(self._loads, {}),
+            self._collect(self._loads, self._runs),
             self._collect(self._stores, self._lanes),
+            self._collect(self._sums, self._additions),
         )
 
     def _now(self, cta: Cta) -> tuple[int, int, int, int, int]:

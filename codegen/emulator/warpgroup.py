@@ -17,7 +17,10 @@ import numpy as np
 
 from . import numerics
 from .agents import Agent, Some
-from .copies import BulkStore, Copies, StoreGroup
+from .atomics import Atomics
+from .bulk_stores import BulkStore, BulkStores, StoreGroup
+from .checks import Operation
+from .copies import Copies
 from .gates import ALIGNED_GROUP
 from .lanes import (
     ALL,
@@ -36,6 +39,7 @@ from .lanes import (
 )
 from .lower import Block
 from .mbarriers import MBarriers
+from .polls import Polls
 from .products import Products
 from .report import Fault, Kind
 from .scheduler import Turns
@@ -45,7 +49,7 @@ from .thread_barriers import ThreadBarriers
 from .transfers import Transfers
 
 if TYPE_CHECKING:
-    from .machine import Cluster, Cta
+    from .cluster import Cluster, Cta
 
 
 @dataclass(eq=False)
@@ -99,9 +103,12 @@ class Warpgroup:
         self.block = 0
         """The block whose gate is asked."""
         self.transfers = Transfers(self)
+        self.atomics = Atomics(self)
+        self.polls = Polls(self)
         self.mbarriers = MBarriers(self)
         self.thread_barriers = ThreadBarriers(self)
         self.copies = Copies(self)
+        self.bulk_stores = BulkStores(self)
         self.products = Products(self)
         self.tensor_products = TensorProducts(self)
         self.tensor_transfers = TensorTransfers(self)
@@ -244,6 +251,16 @@ class Warpgroup:
             if not self.live[WARP * index : WARP * (index + 1)].any():
                 self.cluster.exit(self, self.warps[index])
 
+    def poll_again(self) -> bool:
+        """Lets those load a word once more who wait for it to change; False when there are none."""
+        self._holds.clear()
+        return self.polls.forget()
+
+    def state(self) -> int:
+        """A hash of where the lanes are and of what is in the registers."""
+        places = tuple((place, mask.tobytes()) for place, mask in self.strands.items())
+        return hash((places, tuple(each.tobytes() for each in self.registers)))
+
     def waiting(self) -> list[str]:
         """Where each strand is and what it waits for, one line each."""
         lines = []
@@ -271,7 +288,7 @@ class Warpgroup:
         """What a warp leaves behind when it exits: (PTX line, what)."""
         found = [
             (line, "the warp exits without waiting for this bulk store")
-            for line in self.copies.lines(warp)
+            for line in self.bulk_stores.lines(warp)
         ]
         untracked = self.tensor_products.untracked(warp)
         if untracked is not None:
@@ -303,6 +320,14 @@ class Warpgroup:
         part = mask[WARP * warp : WARP * (warp + 1)]
         born = self._born[WARP * warp : WARP * (warp + 1)]
         return None if part.tobytes() == born.tobytes() else part
+
+    def start(self, warp: int, component: int, mask: Mask) -> Operation | None:
+        """What lanes of a warp issue; None when nothing is checked."""
+        agent = self.warps[warp].agent
+        if agent is None:
+            return None
+        acting = self.lanes(warp, mask)
+        return self.cluster.streams.start(component, [agent], self.line, acting)
 
     def hold(self, reason: Callable[[], str]) -> None:
         """Says what the lanes that a gate holds back wait for, should they wait for ever."""

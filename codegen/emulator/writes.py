@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who wrote what: how often each byte of global memory was written in a run, and by which CTAs."""
+"""Who wrote what: how often each byte of global memory was written in a run, and by which CTAs.
+
+Atomic additions are not counted: many are made to one sum.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def tiles_of_case(tiles: Tiles, spec: Spec, case: Case) -> dict[int, tuple[int, 
     Maps of packed sequences begin as many rows early as there are, and of a tile's rows warpgroups
     store some which are all behind its sequence. Each box of K and V has rows of them.
     """
-    located = locate(place_tensors(spec, case))
+    located = locate(place_tensors(spec, case, tiles))
     addresses = {name: x.address for name, x in located.items()}
     if not is_packed(spec):
         return tiles_of_tensors(tiles, spec, addresses)
@@ -143,7 +143,7 @@ def walked(
     program: of `walk.prepare`. names: for findings.
     """
     spec, cut = constants["SPEC"], tiles_of(constants)
-    located = locate(place_tensors(spec, case))
+    located = locate(place_tensors(spec, case, cut))
     blocks = blocks_of(cut, spec, case) * share_that_runs(case, spec, cut)
     return walk.walk(
         program,

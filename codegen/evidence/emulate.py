@@ -8,7 +8,6 @@ a process of its own (see rehearsal.py) with a time limit. No GPU and no driver 
 from __future__ import annotations
 
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -27,11 +26,14 @@ from . import evaluation
 from .evaluation import (
     DEFAULT_OUT,
     Finding,
+    Worst,
+    cells_of_others,
+    columns_of_others,
     evaluate,
     finite,
     kernel_files,
     progress_bar,
-    rounded,
+    worst_of,
 )
 
 RUNG = "emulated"
@@ -50,8 +52,7 @@ class Outcome:
     schedules: int
     steps: int
     seconds: float
-    worst: Mapping[str, Any] | None
-    lse_worst: Mapping[str, Any] | None
+    worst: Worst
     findings: tuple[Finding, ...]
     replays: Mapping[Finding, str]  # the options that show it again
     result: Mapping[str, Any] | None
@@ -213,21 +214,13 @@ def judge(
         else:
             replays[Finding(HOST, text)] = ""
 
-    compared = [event for event in runs if not math.isnan(event["of_bound"])]
-    worst = max(compared, key=lambda event: float(event["of_bound"]), default=None)
-    with_lse = [event for event in compared if event["lse_of_bound"] is not None]
-    lse_worst = max(
-        with_lse, key=lambda event: float(event["lse_of_bound"]), default=None
-    )
     outcome = Outcome(
         kernel=kernel,
         cases=len({event["case"] for event in runs}),
         schedules=len({event["schedule"] for event in runs} - {WALK}),
         steps=sum(event["steps"] for event in runs),
         seconds=sum(event["seconds"] for event in runs),
-        worst=worst and rounded(worst, "case", "of_bound", "absolute"),
-        lse_worst=lse_worst
-        and rounded(lse_worst, "case", "lse_of_bound", "lse_absolute"),
+        worst=worst_of(runs),
         findings=tuple(replays),
         replays=replays,
         result=None,
@@ -242,8 +235,7 @@ def judge(
         "walks": len([event for event in runs if event["schedule"] == WALK]),
         "not_walked": about["not_walked"],
         "schedules": ended[-1]["schedules"],
-        "worst": outcome.worst,
-        "lse_worst": outcome.lse_worst,
+        **outcome.worst.to_json(),
         # Of what is too long some clusters run only: how much of the output they wrote.
         "rows_of_partial_cases": {
             event["case"]: [event["rows"], event["of_rows"]]
@@ -286,13 +278,15 @@ def _replay_options(event: Event) -> str:
     return f"{found} --seed {seed}" if seed else found
 
 
-COLUMNS: Mapping[str, Literal["left", "right"]] = {
+Columns = Mapping[str, Literal["left", "right"]]
+COLUMNS: Columns = {
     "kernel": "left",
     "cases": "right",
     "schedules": "right",
     "error": "right",  # over what it may be, at most 1
     "worst case": "left",
-    "lse": "right",  # over what it may be, at most 1
+}
+LAST_COLUMNS: Columns = {
     "steps": "right",
     "seconds": "right",
     "verdict": "left",
@@ -300,19 +294,21 @@ COLUMNS: Mapping[str, Literal["left", "right"]] = {
 
 
 def table(outcomes: Sequence[Outcome], *, plain: bool) -> Table:
-    """One row per kernel."""
-    return evaluation.table(COLUMNS, map(_row, outcomes), plain=plain)
+    """One row per kernel, with a column for the errors of each further output."""
+    columns = {**COLUMNS, **columns_of_others(outcomes), **LAST_COLUMNS}
+    rows = [_row(each, outcomes) for each in outcomes]
+    return evaluation.table(columns, rows, plain=plain)
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    worst, lse = outcome.worst, outcome.lse_worst
+def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    worst = outcome.worst.first
     return (
         outcome.stem,
         str(outcome.cases),
         str(outcome.schedules),
         f"{worst['of_bound']:.2f}" if worst else "-",
         worst["case"] if worst else "-",
-        f"{lse['of_bound']:.2f}" if lse else "-",
+        *cells_of_others(outcome, outcomes),
         str(outcome.steps),
         f"{outcome.seconds:.1f}",
         _verdict(outcome),
@@ -345,8 +341,7 @@ def as_json_text(outcomes: Sequence[Outcome]) -> str:
             "schedules": outcome.schedules,
             "steps": outcome.steps,
             "seconds": round(outcome.seconds, 2),
-            "worst": finite(outcome.worst),
-            "lse_worst": finite(outcome.lse_worst),
+            **{k: finite(x) for k, x in outcome.worst.to_json().items()},
             "findings": [
                 {**vars(finding), "replay": _replay(outcome, finding)}
                 for finding in outcome.findings

@@ -20,6 +20,7 @@ from ..build.render import body_digest, stated_digests
 from ..errors import CheckFailed, UsageProblem
 from ..host.executor import Executor, Task, in_order
 from ..host.processes import Event
+from ..ops.compare import names_of_others
 
 DEFAULT_OUT = Path("generated")
 PLAIN_WIDTH = 10_000  # columns of a piped table: none is cut
@@ -78,6 +79,14 @@ class Outcome(Protocol):
     @property
     def result(self) -> Mapping[str, Any] | None:
         """The rung's object of the record."""
+
+
+class OutcomeOfErrors(Protocol):
+    """What has errors to show."""
+
+    @property
+    def worst(self) -> Worst:
+        """The largest."""
 
 
 OutcomeT = TypeVar("OutcomeT", bound=Outcome)
@@ -217,12 +226,61 @@ def failures(
     return "\n".join(lines)
 
 
-def rounded(event: Event, *keys: str) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Worst:
+    """The largest errors over what they may be, each with its case, or None where none was judged:
+    of the first output, and by name of the others.
+    """
+
+    first: Mapping[str, Any] | None
+    others: Mapping[str, Mapping[str, Any] | None]
+
+    def to_json(self) -> dict[str, Any]:
+        """As records have it: the others have their names in front."""
+        named = {f"{name}_worst": worst for name, worst in self.others.items()}
+        return {"worst": self.first, **named}
+
+
+def worst_of(events: Sequence[Event]) -> Worst:
+    """Of cases, or runs, of one kernel; a NaN was not judged."""
+    judged = [event for event in events if not math.isnan(event["of_bound"])]
+    names = dict.fromkeys(name for x in events for name in names_of_others(x))
+
+    def worst(prefix: str) -> Mapping[str, Any] | None:
+        key = f"{prefix}of_bound"
+        known = [event for event in judged if event.get(key) is not None]
+        found = max(known, key=lambda event: float(event[key]), default=None)
+        return found and _rounded(found, prefix)
+
+    return Worst(worst(""), {name: worst(f"{name}_") for name in names})
+
+
+def _rounded(event: Event, prefix: str) -> dict[str, Any]:
     """Four significant digits: more would only change from run to run."""
-    picked = {key.removeprefix("lse_"): event[key] for key in keys}
+    errors = {key: event[f"{prefix}{key}"] for key in ("of_bound", "absolute")}
     return {
-        k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in picked.items()
+        "case": event["case"],
+        **{
+            k: float(f"{v:.4g}") if isinstance(v, float) else v
+            for k, v in errors.items()
+        },
     }
+
+
+def columns_of_others(
+    outcomes: Sequence[OutcomeOfErrors],
+) -> dict[str, Literal["left", "right"]]:
+    """Columns of a table for the errors of the outputs but the first, by name."""
+    names = dict.fromkeys(name for each in outcomes for name in each.worst.others)
+    return dict.fromkeys(names, "right")
+
+
+def cells_of_others(
+    outcome: OutcomeOfErrors, outcomes: Sequence[OutcomeOfErrors]
+) -> list[str]:
+    """A cell for each of these columns: an error over what it may be."""
+    found = (outcome.worst.others.get(name) for name in columns_of_others(outcomes))
+    return [f"{worst['of_bound']:.2f}" if worst else "-" for worst in found]
 
 
 def finite(values: Mapping[str, Any] | None) -> dict[str, Any] | None:

@@ -15,10 +15,9 @@ import argparse
 import functools
 import hashlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from ..build.toolchain import Compiler
 from ..emulator import lower, machine, ptx, timeline, walk
 from ..emulator.launch import CaptureError, Launch
 from ..emulator.lower import UnsupportedInstruction
-from ..emulator.report import Event, Names
+from ..emulator.report import NAMELESS, Event, Names
 from ..emulator.scheduler import Completion, Order, Schedule
 from ..emulator.writes import Writes
 from ..errors import EnvironmentProblem
@@ -51,10 +50,9 @@ from ..ops.cases import (
     tiles_of,
     walks_for,
 )
-from ..ops.compare import note_errors, same_bits
+from ..ops.compare import Shown, nearly_same, same_bits
 from ..ops.inputs import numbers_of
 from ..ops.operation import Given
-from ..ops.reference import Truth
 from .coverage import (
     count_of_rows,
     rows_stored,
@@ -64,7 +62,8 @@ from .coverage import (
     written_once,
 )
 from .finding_names import names_of
-from .schedule_check import grid_finding, refusal, schedule_findings
+from .launches import is_main, launches_finding
+from .schedule_check import refusal, schedule_findings
 from .tensors import Problem, make_problem
 
 # In the order in which the random schedules take them.
@@ -76,6 +75,7 @@ COMPLETIONS = (
 )
 
 MOST_BYTES = 2**28  # of a tensor
+NONE_SMALL = "no case with the lengths of the spec is small enough for the emulator"
 
 Tell = Callable[[str, Mapping[str, Any]], None]
 # Runs a module; tests put something else in its place.
@@ -86,22 +86,30 @@ Run = Callable[..., machine.RunResult]
 class RunEvent:
     """What one case showed under one schedule; it held when there are no findings.
 
-    of_bound, lse_of_bound: the largest error of out and lse over what it may be; absolute,
-    lse_absolute: the largest errors. rows: of the output that were written and compared, of_rows:
-    those that there are; fewer only when not all clusters ran.
+    rows: of the output that were written and compared, of_rows: those that there are; fewer only
+    when not all clusters ran.
     """
 
     case: str
     schedule: str
-    of_bound: float = math.nan
-    absolute: float = math.nan
-    lse_of_bound: float | None = None
-    lse_absolute: float | None = None
+    shown: Shown = field(default_factory=Shown)
     rows: int = 0
     of_rows: int = 0
     steps: int = 0
     seconds: float = 0.0
     findings: list[str] = field(default_factory=list)
+
+    def told(self) -> dict[str, Any]:
+        """As plain data."""
+        own = {name: x for name, x in vars(self).items() if name != "shown"}
+        return {**own, **self.shown.told()}
+
+
+def event_of(spec: Mapping[str, Any], case: Case, schedule: str) -> RunEvent:
+    """What a case showed before anything ran: of all outputs that the operation can have."""
+    _, *others = operation_of(spec).writes
+    shown = Shown(others=dict.fromkeys(x.name for x in others))
+    return RunEvent(case.name, schedule, shown)
 
 
 def schedules(
@@ -183,9 +191,9 @@ class Rehearsal:
     names: Mapping[str, Names] = field(default_factory=dict)
     expected: NDArray[np.bool_] | None = None
     max_steps: int | None = None
-    truths: dict[bytes, Truth] = field(default_factory=dict, repr=False, compare=False)
+    truths: dict[bytes, Any] = field(default_factory=dict, repr=False, compare=False)
 
-    def truth(self, wanted: NDArray[np.bool_] | None = None) -> Truth:
+    def truth(self, wanted: NDArray[np.bool_] | None = None) -> Any:
         """What the outputs must be close to, in wanted rows (bool [batch, q, heads]) at least."""
         key = b"" if wanted is None else wanted.tobytes()
         if key not in self.truths:
@@ -206,9 +214,9 @@ class Rehearsal:
         events: list[Event] | None = None,
     ) -> RunEvent:
         """Run under one schedule and compare. events: receives the timeline's."""
-        result = RunEvent(self.case.name, name_of(schedule, fused))
-        for output in self.problem.outputs:
-            output.poison()
+        result = event_of(self.spec, self.case, name_of(schedule, fused))
+        for written in self.problem.written:
+            written.poison()
         begin = time.perf_counter()
         try:
             ran = self._execute(schedule, fused, run, events)
@@ -252,11 +260,11 @@ class Rehearsal:
             {output.name: output.numbers().astype(np.float64) for output in outputs},
             *(self.truth(wanted), self.tiles.kv, wanted),
         )
-        note_errors(result, verdicts)
+        result.shown.note(verdicts)
         for tensor, output in zip(operation.outputs(self.spec), outputs, strict=True):
             result.findings += written_once(output, tensor.kinds, wanted, writes)
             result.findings += filter(None, [verdicts[output.name].finding])
-        outside = (output.outside() for output in outputs)
+        outside = (written.outside() for written in self.problem.written)
         result.findings += filter(None, outside)
 
 
@@ -268,8 +276,12 @@ def rehearse(
     run: Run = machine.run,
     events: list[Event] | None = None,
 ) -> None:
-    """One case under every schedule; a kernel's bits depend on the rounding only."""
+    """One case under every schedule; a kernel's bits depend on the rounding only, but for outputs
+    whose sums have no order.
+    """
     first: dict[bool, tuple[str, list[NDArray[Any]]]] = {}
+    operation, spec = operation_of(rehearsal.spec), rehearsal.spec
+    unordered = operation.unordered(spec)
     for plan, fused in plans:
         name = name_of(plan, fused)
         tell("start", {"case": rehearsal.case.name, "schedule": name})
@@ -281,10 +293,16 @@ def rehearse(
             for output, bits, expected in zip(
                 rehearsal.problem.outputs, found, bits_before, strict=True
             ):
-                if text := same_bits(output.name, what, bits, expected):
+                if output.name in unordered:
+                    numbers = output.of_bits(bits), output.of_bits(expected)
+                    dtype = output.placed.dtype
+                    text = nearly_same(output.name, what, *numbers, dtype)
+                else:
+                    text = same_bits(output.name, what, bits, expected)
+                if text:
                     result.findings.append(text)
         first.setdefault(fused, (name, found))
-        tell("run", asdict(result))
+        tell("run", result.told())
 
 
 def main(arguments_given: Sequence[str] | None = None) -> None:
@@ -331,6 +349,9 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         if not cases + walks:
             tell("unknown_case", {"names": names})
             return
+    if not cases + walks:
+        tell("refused", {"message": f"{NONE_SMALL}; nothing was run"})
+        return
     chosen = schedules(
         options.schedules, completion=options.completion, seed=options.seed
     )
@@ -354,42 +375,41 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     launched = (*cases, *walks, *launches_for(spec, tiles))
     text, called = captures.checked(
         options.kernel,
-        [arguments(spec, case) for case in launched],
+        [arguments(spec, case, tiles) for case in launched],
         arch=spec["arch"],
         compiler=compiler,
     )
-    launches = []
-    for case, (launch, *others) in zip(launched, called, strict=True):
-        if others:
-            raise CaptureError(
-                f"{case.name}: {1 + len(others)} launches, {spec['op']} is one"
-            )
-        if finding := grid_finding(launch.grid, tiles, spec, case):
+    for case, launches in zip(launched, called, strict=True):
+        if finding := launches_finding(launches, tiles, spec, case):
             raise CaptureError(f"{case.name}: {finding}")
-        launches.append(launch)
     ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
     about = {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left}
     tell("kernel", {**about, "cases": [case.name for case in (*walks, *cases)]})
     programs, fused = (lower.lower_kernels(text, contract=c) for c in (False, True))
-    schedule = walk.prepare(ptx.parse(text))
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))
     told = replace(names_of(source), sources=lines)
+    # Of several kernels the header and the storage are the main one's.
+    of_others = replace(NAMELESS, sources=lines)
+    names_of_all = {x: told if is_main(x, spec) else of_others for x in programs}
+    walks_of = functools.cache(lambda: walk.prepare(ptx.parse(text)))
     events: list[Event] | None = [] if options.timeline else None
 
-    def walk_case(case: Case, launch: Launch) -> None:
+    def walk_case(case: Case, launches: Sequence[Launch]) -> None:
         tell("start", {"case": case.name, "schedule": WALK})
-        tell("run", asdict(_walk(constants, case, launch, schedule, told)))
+        (launch,) = launches
+        tell("run", _walk(constants, case, launch, walks_of(), told).told())
 
-    def run_case(number: int, case: Case, launch: Launch) -> None:
+    def run_case(number: int, case: Case, launches: Sequence[Launch]) -> None:
         expected = None
         if case.clusters is not None:
-            seen = walked(constants, case, launch, schedule)
+            (launch,) = launches
+            seen = walked(constants, case, launch, walks_of())
             expected = rows_stored(seen, spec, case)
         problem = make_problem(spec, tiles, case)
         rehearse(
             Rehearsal(
-                *(spec, tiles, programs, case, problem, [launch]),
-                *(fused, dict.fromkeys(programs, told), expected),
+                *(spec, tiles, programs, case, problem, launches),
+                *(fused, names_of_all, expected),
             ),
             plans_of(case, number, plans),
             tell,
@@ -397,12 +417,12 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
         )
 
     todo = [
-        functools.partial(walk_case, case, launch)
-        for case, launch in zip(walks, launches[len(cases) :], strict=False)
+        functools.partial(walk_case, case, launches)
+        for case, launches in zip(walks, called[len(cases) :], strict=False)
     ]
     todo += [
-        functools.partial(run_case, number, case, launch)
-        for number, (case, launch) in enumerate(zip(cases, launches, strict=False))
+        functools.partial(run_case, number, case, launches)
+        for number, (case, launches) in enumerate(zip(cases, called, strict=False))
     ]
     take_in_turn(todo, 1 if options.timeline else options.jobs)
     if events is not None:
@@ -442,9 +462,8 @@ def _walk(
     of_rows = rows = count_of_rows(spec, case)
     if case.clusters is not None and not findings:
         rows = int(rows_stored(seen, spec, case).sum())
-    return RunEvent(
-        case.name,
-        WALK,
+    return replace(
+        event_of(spec, case, WALK),
         rows=rows,
         of_rows=of_rows,
         steps=seen.steps,

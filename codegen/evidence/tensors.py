@@ -69,7 +69,11 @@ class Tensor:
 
     def numbers(self) -> NDArray[Any]:
         """The elements' values, in fp32 or int32."""
-        found: NDArray[Any] = FROM_BITS[self.placed.dtype](self.view)
+        return self.of_bits(self.view)
+
+    def of_bits(self, bits: Bits) -> NDArray[Any]:
+        """The values of other elements of its type."""
+        found: NDArray[Any] = FROM_BITS[self.placed.dtype](bits)
         return found
 
     def poison(self) -> None:
@@ -92,15 +96,21 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of one case: what is read, and what is written."""
+    """The tensors of one case: what is read, what is written, and workspaces."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+    scratch: tuple[Tensor, ...] = ()
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
         """All of them, by name."""
-        return {tensor.name: tensor for tensor in (*self.inputs, *self.outputs)}
+        return {tensor.name: tensor for tensor in (*self.inputs, *self.written)}
+
+    @property
+    def written(self) -> tuple[Tensor, ...]:
+        """Outputs and workspaces: what holds nothing before a run, and has guards."""
+        return (*self.outputs, *self.scratch)
 
     def __getitem__(self, name: str) -> Tensor:
         """One of them."""
@@ -115,7 +125,7 @@ class Problem:
         memory = GlobalMemory()
         added: set[str] = set()
         for tensor in self.tensors.values():
-            output = tensor in self.outputs
+            output = tensor in self.written
             kind = {"writable": output, "uninitialised": output}
             placed, width = tensor.placed, tensor.view.itemsize
             if tensor.storage is None or placed.dtype == "int32":
@@ -133,7 +143,7 @@ class Problem:
 
 def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     """Tensors of a case with its inputs' values; the outputs hold nothing yet."""
-    layout = place_tensors(spec, case)
+    layout = place_tensors(spec, case, tiles)
     storages: dict[str, Bits] = {}
     tensors: dict[str, Tensor] = {}
     for name, located in locate(layout).items():
@@ -154,6 +164,7 @@ def make_problem(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> Problem:
     return Problem(
         tuple(tensors[x.name] for x in operation.inputs(spec)),
         tuple(tensors[x.name] for x in operation.outputs(spec)),
+        tuple(tensors[x.name] for x in operation.workspaces),
     )
 
 

@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -36,9 +36,9 @@ from ..ops.cases import (
     smallest_ragged,
     tiles_of,
 )
-from ..ops.compare import Verdict, note_errors, outside_touched, same_bits
+from ..ops.compare import Shown, Verdict, nearly_same, outside_touched, same_bits
 from ..ops.inputs import Placed, numbers_of, place_tensors, values
-from ..ops.operation import Axis, Given, Operation, Tensor
+from ..ops.operation import Axis, Given, Operation, Tensor, Workspace
 from ..ops.varlen import is_packed
 
 DTYPES = {
@@ -113,7 +113,7 @@ class Guarded:
 
     def __init__(self, storage: torch.Tensor, placed: Placed, *, watched: bool) -> None:
         """storage: one-dimensional, all of it."""
-        self.name = placed.name
+        self.name, self.dtype = placed.name, placed.dtype
         self.view = _view(storage, placed)
         self._words = bits(storage) if watched else None
         if watched:
@@ -129,6 +129,15 @@ class Guarded:
         """The bits that are there now."""
         return bits(self.view).clone()
 
+    def differs(
+        self, what: str, found: torch.Tensor, expected: torch.Tensor, unordered: bool
+    ) -> str:
+        """Finding when bits are not those of a launch before; unordered: not nearly so."""
+        if not unordered:
+            return same_bits(self.name, what, found, expected)
+        one, other = (x.view(self.view.dtype).double() for x in (found, expected))
+        return nearly_same(self.name, what, one, other, self.dtype)
+
     def outside(self) -> str:
         """Finding when a guard was written."""
         if self._words is None:
@@ -141,33 +150,32 @@ class Guarded:
 
 @dataclass(frozen=True)
 class Tensors:
-    """A case's inputs by name with the memory that they are views of, and its outputs."""
+    """A case's inputs by name with the memory that they are views of; outputs and workspaces."""
 
     inputs: Mapping[str, torch.Tensor]
     given: tuple[torch.Tensor, ...]
     outputs: tuple[Guarded, ...]
+    scratch: tuple[Guarded, ...] = ()
 
     @property
     def into(self) -> dict[str, torch.Tensor]:
-        """The outputs by name."""
-        return {output.name: output.view for output in self.outputs}
+        """The outputs and workspaces by name."""
+        return {x.name: x.view for x in (*self.outputs, *self.scratch)}
 
 
 @dataclass
 class CaseResult:
-    """What one case showed; it passed when there are no findings.
-
-    of_bound, lse_of_bound: the largest error of out and lse over what it may be; absolute,
-    lse_absolute: the largest errors.
-    """
+    """What one case showed; it passed when there are no findings."""
 
     case: str
-    of_bound: float = math.nan
-    absolute: float = math.nan
-    lse_of_bound: float | None = None
-    lse_absolute: float | None = None
+    shown: Shown = field(default_factory=Shown)
     repeats: int = 0
     findings: list[str] = field(default_factory=list)
+
+    def told(self) -> dict[str, Any]:
+        """As plain data."""
+        own = {"repeats": self.repeats, "findings": self.findings}
+        return {"case": self.case, **self.shown.told(), **own}
 
 
 @dataclass(frozen=True)
@@ -203,7 +211,7 @@ def make_tensors(
     spec: Mapping[str, Any], tiles: Tiles, case: Case, device: str
 ) -> Tensors:
     """All tensors of a case; memory around the inputs is NaN, the outputs hold nothing yet."""
-    layout = place_tensors(spec, case)
+    layout, operation = place_tensors(spec, case, tiles), operation_of(spec)
     storages: dict[str, torch.Tensor] = {}
     for placed in layout.tensors.values():
         if placed.storage not in storages:
@@ -218,6 +226,13 @@ def make_tensors(
         )
         inputs[name].copy_(torch.from_numpy(numbers))
     read = {layout.tensors[name].storage for name in inputs}
+
+    def guarded(some: Sequence[Tensor | Workspace]) -> tuple[Guarded, ...]:
+        placed = [layout.tensors[x.name] for x in some]
+        return tuple(
+            Guarded(storages[x.storage], x, watched=layout.guarded) for x in placed
+        )
+
     return Tensors(
         inputs,
         # What lies beside inputs that are far apart is not looked at: it is gigabytes.
@@ -226,11 +241,8 @@ def make_tensors(
             if layout.guarded
             else inputs.values()
         ),
-        outputs=tuple(
-            Guarded(storages[placed.storage], placed, watched=layout.guarded)
-            for name, placed in layout.tensors.items()
-            if name not in inputs
-        ),
+        outputs=guarded(operation.outputs(spec)),
+        scratch=guarded(operation.workspaces),
     )
 
 
@@ -265,12 +277,12 @@ def _check_case(
     kernel: Any, case: Case, device: Device, first_launch_only: bool
 ) -> CaseResult:
     spec = kernel.SPEC
-    result = CaseResult(case.name)
+    result = result_of(spec, case)
     tiles = tiles_of(vars_of(kernel))
     tensors = make_tensors(spec, tiles, case, device.name)
     given = [bits(x).clone() for x in tensors.given]
-    outputs = tensors.outputs
-    operation = operation_of(spec)
+    outputs, operation = tensors.outputs, operation_of(spec)
+    unordered = operation.unordered(spec)
     leading, *others = (tensors.inputs[x.name] for x in operation.reads if not x.when)
     function = getattr(kernel, operation.function)
     scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
@@ -284,14 +296,14 @@ def _check_case(
         return function(source, *others, **options, **tensors.into)
 
     def poison() -> None:
-        for output in outputs:
-            output.poison()
+        for written in (*outputs, *tensors.scratch):
+            written.poison()
 
     def compare(what: str) -> bool:
         """Whether the outputs still hold the first launch's bits; if not, says so."""
         device.synchronize()
         found = [
-            same_bits(output.name, what, output.snapshot(), expected)
+            output.differs(what, output.snapshot(), expected, output.name in unordered)
             for output, expected in zip(outputs, first, strict=True)
         ]
         result.findings += filter(None, found)
@@ -299,7 +311,7 @@ def _check_case(
 
     def judged() -> Mapping[str, Verdict]:
         call = Given(spec, {**tensors.inputs, **numbers}, *scales.values())
-        written = {name: x.double() for name, x in tensors.into.items()}
+        written = {x.name: x.view.double() for x in outputs}
         return operation.judge(call, written, operation.truth(call), tiles.kv)
 
     poison()
@@ -307,7 +319,7 @@ def _check_case(
     device.synchronize()
     first = [output.snapshot() for output in outputs]
     verdicts = judged()
-    note_errors(result, verdicts)
+    result.shown.note(verdicts)
     result.findings += filter(None, (each.finding for each in verdicts.values()))
 
     result.repeats = 1
@@ -335,9 +347,10 @@ def _check_case(
     if case.layout == "plain":
         returned = function(leading, *others, **options)
         device.synchronize()
-        result.findings += _judge_returned(operation, returned, outputs, first)
+        result.findings += _judge_returned(spec, returned, outputs, first)
 
-    result.findings += filter(None, (output.outside() for output in outputs))
+    watched = (*outputs, *tensors.scratch)
+    result.findings += filter(None, (written.outside() for written in watched))
     for x, before in zip(tensors.given, given, strict=True):
         result.findings += filter(
             None, [same_bits("an input", "after the launches", bits(x), before)]
@@ -356,20 +369,27 @@ def _check_case(
     return result
 
 
+def result_of(spec: Mapping[str, Any], case: Case) -> CaseResult:
+    """What a case showed before anything ran: of all outputs that the operation can have."""
+    _, *others = operation_of(spec).writes
+    return CaseResult(case.name, Shown(others=dict.fromkeys(x.name for x in others)))
+
+
 def vars_of(kernel: Any) -> Mapping[str, Any]:
     """The constants of a kernel's module."""
     return {name: getattr(kernel, name) for name in dir(kernel) if name.isupper()}
 
 
 def _judge_returned(
-    operation: Operation,
+    spec: Mapping[str, Any],
     returned: Any,
     outputs: Sequence[Guarded],
     expected: Sequence[torch.Tensor],
 ) -> Iterator[str]:
     """What a kernel returns when it allocates: its outputs, a tuple where there are several."""
+    operation = operation_of(spec)
     found = returned if isinstance(returned, tuple) else (returned,)
-    name = operation.function
+    name, unordered = operation.function, operation.unordered(spec)
     if len(found) != len(outputs):
         yield f"{name} returned {len(found)} tensors, not {len(outputs)}"
         return
@@ -381,7 +401,8 @@ def _judge_returned(
             )
         else:
             what = "when the kernel allocates it"
-            yield from filter(None, [same_bits(output.name, what, bits(x), wanted)])
+            differs = output.differs(what, bits(x), wanted, output.name in unordered)
+            yield from filter(None, [differs])
 
 
 # --- misuse --------------------------------------------------------------------------
@@ -453,6 +474,17 @@ def misuses(
             overlapping = x.as_strided(x.shape, steps)
             what = f"{output.axes[outer].name} that overlap"
             yield spoil(what, **{name: overlapping})
+    for each_of_own in operation.workspaces:
+        name, x = each_of_own.name, good[each_of_own.name]
+        for what, wrong in _spoiled_workspace(x, device):
+            yield spoil(what, **{name: wrong})
+        for other in tensors:
+            there, x_there = _sharing(good[other.name], x)
+            yield spoil(f"where {other.name} is", **{name: x_there, other.name: there})
+    for tensor in tensors:
+        if tensor.expands:
+            of_one = good[tensor.name][:1, :1, :1, :1].expand_as(good[tensor.name])
+            yield spoil("expanded", **{tensor.name: of_one})
     for scalar in operation.scalars:
         for value in (0.0, -1.0, math.nan, math.inf, 1e-50, 1e300):
             yield spoil(str(value), **{scalar.name: value})
@@ -505,6 +537,19 @@ def _spoiled(
             yield what, _padded(x, axis=number)
 
 
+def _spoiled_workspace(
+    x: torch.Tensor, device: Device
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What is wrong with a workspace, and the workspace with it."""
+    yield "one element less", x[:-1]
+    yield "bf16", x.bfloat16()
+    yield "fp64", x.double()
+    yield "2 dimensions", x[None]
+    yield "another device", device.elsewhere(x)
+    yield "misaligned by one element", _misaligned(x)
+    yield "every second element", torch.stack((x, x), -1).flatten()[::2]
+
+
 def _has(tensor: Tensor, axis: Axis) -> bool:
     """Whether a size of the tensor follows from that of the axis."""
     related = {axis.name, axis.part_of} - {""}
@@ -515,10 +560,11 @@ def check_misuse(
     operation: Operation, kernel: Any, misuse: Misuse, device: Device
 ) -> str:
     """Finding unless the call is refused as it must be, and writes nothing."""
+    names = [x.name for x in operation.writes] + [x.name for x in operation.workspaces]
     written = {
-        output.name: (x, bits(x).clone())
-        for output in operation.writes
-        if (x := misuse.call.get(output.name)) is not None
+        name: (x, bits(x).clone())
+        for name in names
+        if (x := misuse.call.get(name)) is not None
         and x.device.type == device.name
         and x.element_size() <= 4
     }
@@ -591,12 +637,13 @@ def events(
             try:
                 result = check_case(kernel, case, device)
             except ValueError as error:  # the next case may still run
-                result = CaseResult(case.name, findings=[f"refused: {error}"])
+                result = result_of(spec, case)
+                result.findings.append(f"refused: {error}")
             except torch.OutOfMemoryError as error:
                 message = f"{case.name} needs more memory than is free: {error}"
                 yield {"event": "environment", "message": message}
                 return
-            yield {"event": "case", **asdict(result)}
+            yield {"event": "case", **result.told()}
             torch.cuda.empty_cache()  # for those that are validated beside this one
     if not only or MISUSE in only:
         yield {"event": "start", "case": MISUSE}
@@ -617,7 +664,7 @@ def memcheck_events(kernel: Any, device: Device) -> Iterator[dict[str, Any]]:
     yield {"event": "start", "case": case.name}
     kernel.compile()
     result = check_case(kernel, case, device, first_launch_only=True)
-    yield {"event": "case", **asdict(result)}
+    yield {"event": "case", **result.told()}
 
 
 def environment_problem(arch: str) -> str:

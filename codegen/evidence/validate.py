@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import math
 import shutil
 import sys
 import tempfile
@@ -28,11 +27,14 @@ from . import evaluation
 from .evaluation import (
     DEFAULT_OUT,
     Finding,
+    Worst,
+    cells_of_others,
+    columns_of_others,
     evaluate,
     finite,
     kernel_files,
     progress_bar,
-    rounded,
+    worst_of,
 )
 
 RUNG = "validated"
@@ -53,8 +55,7 @@ class Outcome:
 
     kernel: Path
     cases: int
-    worst: Mapping[str, Any] | None
-    lse_worst: Mapping[str, Any] | None
+    worst: Worst
     repeats: int
     findings: tuple[Finding, ...]
     result: Mapping[str, Any] | None
@@ -231,20 +232,11 @@ def judge(
     if memcheck and memcheck.problem:
         findings.append(Finding(memcheck.case, f"{MEMCHECK}: {memcheck.problem}"))
 
-    # A NaN is a case that was refused: it has findings instead of numbers.
-    judged = [event for event in cases if not math.isnan(event["of_bound"])]
-    worst = max(judged, key=lambda event: float(event["of_bound"]), default=None)
-    with_lse = [event for event in judged if event["lse_of_bound"] is not None]
-    lse_worst = max(
-        with_lse, key=lambda event: float(event["lse_of_bound"]), default=None
-    )
     repeats = max((event["repeats"] for event in cases), default=0)
     outcome = Outcome(
         kernel=kernel,
         cases=len(cases),
-        worst=worst and rounded(worst, "case", "of_bound", "absolute"),
-        lse_worst=lse_worst
-        and rounded(lse_worst, "case", "lse_of_bound", "lse_absolute"),
+        worst=worst_of(cases),
         repeats=repeats,
         findings=tuple(findings),
         result=None,
@@ -258,8 +250,7 @@ def judge(
         "dsl": machine["dsl"],
         "cases": len(cases),
         "misuses": len(of_kind(found, "misuse")),
-        "worst": outcome.worst,
-        "lse_worst": outcome.lse_worst,
+        **outcome.worst.to_json(),
         "repeats": repeats,
         "sanitizer": memcheck
         and {"tool": MEMCHECK, "case": memcheck.case, "errors": 0},
@@ -315,12 +306,14 @@ def judge_memcheck(found: Sequence[Event], ending: Ending, log: str) -> Memcheck
 # --- what the user sees -------------------------------------------------------------------
 
 
-COLUMNS: Mapping[str, Literal["left", "right"]] = {
+Columns = Mapping[str, Literal["left", "right"]]
+COLUMNS: Columns = {
     "kernel": "left",
     "cases": "right",
     "error": "right",  # over what it may be, at most 1
     "worst case": "left",
-    "lse": "right",  # over what it may be, at most 1
+}
+LAST_COLUMNS: Columns = {
     "repeats": "right",
     "memcheck": "left",
     "verdict": "left",
@@ -328,18 +321,20 @@ COLUMNS: Mapping[str, Literal["left", "right"]] = {
 
 
 def table(outcomes: Sequence[Outcome], *, plain: bool) -> Table:
-    """One row per kernel."""
-    return evaluation.table(COLUMNS, map(_row, outcomes), plain=plain)
+    """One row per kernel, with a column for the errors of each further output."""
+    columns = {**COLUMNS, **columns_of_others(outcomes), **LAST_COLUMNS}
+    rows = [_row(each, outcomes) for each in outcomes]
+    return evaluation.table(columns, rows, plain=plain)
 
 
-def _row(outcome: Outcome) -> tuple[str, ...]:
-    worst, lse, result = outcome.worst, outcome.lse_worst, outcome.result
+def _row(outcome: Outcome, outcomes: Sequence[Outcome]) -> tuple[str, ...]:
+    worst, result = outcome.worst.first, outcome.result
     return (
         outcome.stem,
         str(outcome.cases),
         f"{worst['of_bound']:.2f}" if worst else "-",
         worst["case"] if worst else "-",
-        f"{lse['of_bound']:.2f}" if lse else "-",
+        *cells_of_others(outcome, outcomes),
         str(outcome.repeats),
         "clean" if result and result["sanitizer"] else "-",
         "FAILED" if outcome.findings else RUNG if result else "held",
@@ -367,8 +362,7 @@ def as_json_text(outcomes: Sequence[Outcome]) -> str:
                 "failed" if outcome.findings else RUNG if outcome.result else "held"
             ),
             "cases": outcome.cases,
-            "worst": finite(outcome.worst),
-            "lse_worst": finite(outcome.lse_worst),
+            **{k: finite(x) for k, x in outcome.worst.to_json().items()},
             "repeats": outcome.repeats,
             "findings": [vars(finding) for finding in outcome.findings],
             "result": outcome.result,

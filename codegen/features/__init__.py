@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ..ops import OPERATIONS
 from . import (
+    backward,
     bias,
     blocks,
     chunk,
@@ -42,11 +43,12 @@ _FILES: Final = (
     *(problem, e4m3, lse, softcap, bias, score, params, mask, chunk, window, documents),
     *(prefix, varlen, paged),
     blocks,
-    *(sink, gqa, cluster, tiling),
+    *(sink, gqa, cluster, tiling, backward),
 )
 
-FEATURES: Final = tuple(
-    each for file in _FILES for each in vars(file).values() if isinstance(each, Feature)
+FEATURES: Final = (
+    *(x for file in _FILES for x in vars(file).values() if isinstance(x, Feature)),
+    *backward.TAKEN,
 )
 
 

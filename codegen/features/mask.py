@@ -15,6 +15,7 @@ from ..errors import Violation
 from ..expressions.language import ExpressionError, Param, names_in, parse, text_of
 from ..expressions.solve import Form, falling_comparison
 from ..ops import masks, scores
+from ..ops.backward import BACKWARD_OP
 from . import vocabulary
 from .e4m3 import E4M3
 from .feature import Accepts, Feature, Relation, did_you_mean, refusal
@@ -194,6 +195,8 @@ def _contract(spec: Spec) -> str:
     ):
         keys = re.sub(rf"\b{name}\b", said, keys)
     place, ending = "q = i + seqlen_kv - seqlen_q", "A row that sees no key is 0."
+    if spec.op == BACKWARD_OP:
+        ending = "Of a row that sees no key dQ is 0."
     line = f"Query i, at {place}, sees {keys}. {ending}"
     return (
         line

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import Field
 
+from ..ops.backward import BACKWARD_OP
 from .feature import Accepts, Block, Feature, Model, Relation
 from .vocabulary import NOT_YET
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 DYNAMIC: Final = "dynamic"
 
-_FORWARD_ONLY: Final = "there is no backward pass: forward only"
 _HEAD_DIM_WORDS: Final = "a multiple of 16 from 32 to 256"
 _MAX_SEQLEN: Final = 2**24  # [rows]
 
@@ -41,11 +41,11 @@ ARCH: Final = Feature(
 )
 
 Op = Annotated[
-    Literal["fmha_fwd"],
+    Literal["fmha_fwd", "fmha_bwd"],
     Accepts(
         "what is computed",
         words={
-            r".*(bwd|backward|grad).*": _FORWARD_ONLY,
+            r".*(bwd|backward|grad).*": "write fmha_bwd",
             r".*(decode|decoding|paged|splitkv|split_kv).*": f"a kernel for decoding is {NOT_YET}",
             r".*varlen.*": "write fmha_fwd, and batch: varlen",
             r"fwd|forward|attention|attn|sdpa|mha|fmha|flash_?(attn|attention)(_fwd)?": (
@@ -54,7 +54,14 @@ Op = Annotated[
         },
     ),
 ]
-OP: Final = Feature("op", keys={r"backward|bwd|grad": _FORWARD_ONLY})
+OP: Final = Feature(
+    "op",
+    tokens={
+        r"bwd|fwd": lambda spec: ["bwd"] if spec.op == BACKWARD_OP else ["", "fwd"]
+    },
+    keys={r"backward|bwd|grad": "write op: fmha_bwd"},
+    flags=lambda spec: {"backward": spec.op == BACKWARD_OP},
+)
 
 # A step of an MMA along the head is 16 elements.
 _Elements = Annotated[int, Field(ge=32, le=256, multiple_of=16)]

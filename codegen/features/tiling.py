@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
+from ..ops.forward import FORWARD
 from .e4m3 import E4M3
 from .feature import Accepts, Block, Feature, Model, Relation
 
@@ -69,6 +70,10 @@ class Depths(Model):
         Literal[1, 2] | None, Accepts("Q tiles in flight", "1 or 2", (int, NoneType))
     ] = None
     kv: Annotated[_Depth, Accepts(_SHARED, _DEPTH, (int, NoneType))] = None
+    do: Annotated[
+        Annotated[int, Field(ge=1, le=4)] | None,
+        Accepts("dO tiles in flight", "a whole number from 1 to 4", (int, NoneType)),
+    ] = None
     v: Annotated[_Depth, Accepts(_OF_V, _DEPTH, (int, NoneType))] = None
 
 
@@ -85,6 +90,10 @@ STAGES_Q: Final = Feature(
 )
 # K and V share the stages of one ring.
 STAGES_V: Final = Feature("stages.v", relations=[Relation([None], {"arch": ["sm100"]})])
+# Of the backward pass, which alone reads dO.
+STAGES_DO: Final = Feature(
+    "stages.do", relations=[Relation([None], {"op": [FORWARD.name]})]
+)
 
 Schedule = Annotated[
     Literal["persistent", "single"],

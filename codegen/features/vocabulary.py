@@ -22,7 +22,6 @@ KEYS: Final[Words] = {
     r"(is_|use_)?fp8": "write dtype: e4m3",
     r"kv_(cache_)?dtype": f"K and V of another type than Q are {NOT_YET}",
     r"(num_|kv_)?splits?(_k|_kv)?": f"KV split among CTAs is {NOT_YET}",
-    r"deterministic": "leave it out: the same inputs give the same bits",
     r"(softmax_|sm_)?scale": "leave it out: softmax_scale is an argument of fmha() at run time",
     r"batch_size|b": "leave it out: the batch size is that of the tensors at run time",
     r"(num_)?warps?|num_threads|registers": "leave it out: the plan chooses it",

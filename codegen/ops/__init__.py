@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from .backward import BACKWARD
 from .e4m3 import (
     E4M3_FORWARD,
     OF_PERMUTED,
@@ -18,8 +19,12 @@ from .operation import Operation, Spec
 from .paged import PAGED_FORWARD, is_paged
 from .varlen import PACKED_FORWARD, is_packed
 
-OPERATIONS: Final = {each.name: each for each in (FORWARD,)}
+OPERATIONS: Final = {each.name: each for each in (FORWARD, BACKWARD)}
 FUNCTIONS: Final = frozenset(each.function for each in OPERATIONS.values())
+# Public functions of generated files beside these.
+HELPERS: Final = frozenset(
+    each.size for operation in OPERATIONS.values() for each in operation.workspaces
+)
 
 
 def operation_of(spec: Spec) -> Operation:

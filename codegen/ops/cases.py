@@ -9,55 +9,34 @@ tiles from a small problem when the kernel is told that the GPU has few SMs.
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 
 from ..arch import ARCHITECTURES
-from . import masks
-from .lists import AXES, BY_MASK, PATTERNS, Drawn
+from . import backward_cases, masks
+from .backward import is_backward
+from .case import DYNAMIC as DYNAMIC
+from .case import FLAT as FLAT
+from .case import REPEATS as REPEATS
+from .case import STEEP as STEEP
+from .case import Case as Case
+from .case import Data as Data
+from .case import Layout as Layout
+from .case import Packed, Params
+from .case import Tiles as Tiles
+from .case import residues as residues
+from .lists import AXES, PATTERNS, Drawn
 from .masks import Lengths
 from .paged import is_paged, page_of
 
-Data = Literal[
-    "normal",
-    "edges",
-    "future",
-    "huge_key",
-    "peaks",
-    "second_rows",
-    "negative",
-    "rising",
-    "first_at_minus_inf",
-    "all_at_minus_inf",
-    "uniform_1e4",
-    "all_1e4",
-    "close",
-    "slope",
-    "columns",
-    "saturated",
-    "sinks",
-    "slopes",
-    "biases",
-    "descales",
-    "mean_v",
-]
-Params = Literal["some", "least", "most", "on_tiles"]
-Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
-
-DYNAMIC = "dynamic"
 FUSED = "+fused"  # ends the name of a schedule with fused products and sums
 WALK = "walk"  # in place of the name of a schedule, where only the schedule runs
 
-STEEP = 30.0  # softmax_scale times this: rows close to one-hot
-FLAT = 2.0**-10  # such that the weights of a row are nearly alike
 LARGE_LOGITS = 1e4  # softmax_scale times this: so large are the scores
-REPEATS = 20
-REPEATS_ELSEWHERE = 2
 
 BIASES = 5  # of a case whose heads have biases of all kinds
 SINKS = 7  # of a case whose heads have sinks of all levels
@@ -82,7 +61,6 @@ LONG_TILE = 12
 ODD_TILES_LENGTH = 545
 EVEN_TILES_LENGTH = 1000
 
-Packed = tuple[tuple[int, int], ...]
 OUTSIDE = 9  # rows of packed tensors that are before all sequences, or behind
 SPARE_PAGES = 2  # of a pool, which no sequence has, or which are missing
 
@@ -103,107 +81,11 @@ _LONGER = (
 )
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How a kernel cuts a problem. cluster: CTAs along (query tiles, query heads).
-
-    sms_per_head: a causal kernel finishes as many heads as the GPU has SMs over this before it
-    starts the next ones; 0 for other kernels. level: query tiles of a head that a causal kernel of
-    packed sequences takes in a row, which have about as many keys; 0 for other kernels.
-    q_releases: arrivals that free each Q stage once. packed: query heads whose rows a tile holds.
-    single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
-    may exceed their reference, 0 where that is constant.
-    """
-
-    q: int  # [rows]
-    kv: int  # [rows]
-    cluster: tuple[int, int]
-    sms_per_head: int = 0
-    level: int = 0
-    q_releases: int = 2
-    packed: int = 1
-    single: bool = False
-    slack: float = 8.0
-
-    @property
-    def ctas(self) -> int:
-        """Of a cluster."""
-        return self.cluster[0] * self.cluster[1]
-
-    @property
-    def positions(self) -> int:
-        """Query rows of one head in a tile."""
-        return self.q // self.packed
-
-    @property
-    def cluster_rows(self) -> int:
-        """Query rows of one head that a cluster works on at a time."""
-        return self.positions * self.cluster[0]
-
-    @property
-    def heads(self) -> int:
-        """Query heads that a cluster works on at a time."""
-        return self.packed * self.cluster[1]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One call of a kernel.
-
-    batch, kv_heads: run-time counts; query heads are ``kv_heads * q_per_kv``. q, kv: rows.
-    sm_count: what the kernel is told; None: what the GPU has. clusters: those that run in the
-    emulator, by number; None for all. blocks: (work tile, KV block) pairs of the clusters that run.
-    scale_factor: softmax_scale is this over sqrt(head_dim.qk); 1 leaves it to the kernel's default.
-    params: what the mask reads, see `inputs.params`. layout: see `inputs.place_tensors`. lists: of
-    blocks, if the SPEC has them. lengths: (q, kv) of each packed sequence, of which batch is the
-    number, negative where offsets fall; q and kv are then rows of the tensors, more than those of
-    all, or less where offsets leave the tensors, and kv those of all pages where K and V have some.
-    timing: whether its schedule matters, because it is about rings, waves and warps without rows.
-    repeats: launches on a GPU that must agree bit for bit.
-    """
-
-    name: str
-    batch: int
-    kv_heads: int
-    q: int
-    kv: int
-    sm_count: int | None = None
-    clusters: tuple[int, ...] | None = None
-    blocks: int = 1
-    data: Data = "normal"
-    params: Params = "some"
-    layout: Layout = "own"
-    scale_factor: float = 1.0
-    lists: Drawn = BY_MASK
-    lengths: Packed = ()
-    timing: bool = False
-    repeats: int = REPEATS_ELSEWHERE
-
-    @property
-    def seed(self) -> int:
-        """The same on every machine and in every run, and another one for each case."""
-        return zlib.crc32(self.name.encode())
-
-    @property
-    def work(self) -> int:
-        """Scores per query head of a group: what the case costs, up to a factor of the spec."""
-        return self.batch * self.kv_heads * self.q * self.kv
-
-    @property
-    def hostile(self) -> bool:
-        """Its lengths and tables are an adversary's."""
-        return True
-
-    @property
-    def emulated(self) -> bool:
-        """Whether the emulator runs it; what fills a GPU it only walks."""
-        return self.sm_count is not None
-
-
 def cases_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     """All cases of a SPEC, without duplicates; a fixed length replaces each length on its side."""
     cases: dict[tuple[object, ...], Case] = {}
-    for case in _candidates(spec, tiles):
+    of = backward_cases.cases if is_backward(spec) else _candidates
+    for case in of(spec, tiles):
         same = cases.setdefault(_call(case), case)
         if case.repeats > same.repeats:  # of two same calls the stricter one stays
             cases[_call(case)] = case
@@ -251,11 +133,6 @@ def work_tiles(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     return case.batch * heads * math.ceil(case.q / tiles.cluster_rows)
 
 
-def residues(tile: int) -> tuple[int, ...]:
-    """What a length may leave to a tile where masks and tails err."""
-    return (0, 1, 2, tile // 2, tile - 2, tile - 1)
-
-
 def _candidates(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:
     if spec.get("batch"):
         yield from _packed(spec, tiles)
@@ -289,6 +166,8 @@ def walks_for(spec: Mapping[str, Any], tiles: Tiles) -> tuple[Case, ...]:
     At least two batches and three KV heads; fewer work tiles than SMs, and many more.
     """
     sms, made = ARCHITECTURES[spec["arch"]].sm_count, []
+    if is_backward(spec):
+        return ()  # the schedule of several kernels is seen where they run
     if spec.get("batch"):
         return tuple(_packed_walks(spec, tiles))
 
@@ -374,7 +253,7 @@ def _call(case: Case) -> tuple[object, ...]:
     """What makes a call another one."""
     shape = (case.batch, case.kv_heads, case.q, case.kv, case.sm_count)
     call = (case.data, case.params, case.layout, case.scale_factor, case.lists)
-    return (*shape, *call, case.lengths)
+    return (*shape, *call, case.lengths, case.gradient)
 
 
 def _tiled(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

@@ -298,6 +298,7 @@ def _flops(
 
 FORWARD: Final = Operation(
     name="fmha_fwd",
+    folder="forward",
     function="fmha",
     title="FMHA forward",
     noun="Attention",

@@ -15,13 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from . import masks, operation_of, scores
-from .cases import Case, Tiles
+from . import masks, operation_of, reference, scores
+from .backward import DOUT, forward_of, is_backward
+from .case import Case, Tiles
 from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, is_permuted, permute_v
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
 from .params import Declared, declared
+from .rounding import rounded
 from .varlen import dense, is_packed, rows_of
 
 F32 = NDArray[np.float32]
@@ -71,6 +73,8 @@ BIAS_LEVELS = (-np.inf, 1e4, -1e4)
 BIAS_STEP = 5  # keys from one of them to the next
 # Of `descales`, log2: of Q, K and V, one after the other by batch and head.
 DESCALE_LEVELS = ((-10, 0, 10, 3), (9, 1, -11, -2.5), (10, -10, 0, 0.3))
+SMALL_GRADIENT = 2.0**-6  # beside V of 1e4: fp16 holds P * (dP - D)
+LARGE_GRADIENTS: Mapping[str, float] = {"bf16": 1e4, "fp16": 1e3}
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
 
@@ -101,16 +105,33 @@ class Layout:
     guarded: bool = True
 
 
-def place_tensors(spec: Mapping[str, Any], case: Case) -> Layout:
-    """Where the tensors of the SPEC's operation lie.
+def place_tensors(
+    spec: Mapping[str, Any], case: Case, tiles: Tiles | None = None
+) -> Layout:
+    """Where the tensors of the SPEC's operation lie, and its workspace, which needs the tiles.
 
     ``own``, ``bhsd``, ``mixed``: the axes are ordered alike or not, and every tensor has guards
     and strides of its own; those that TMA does not move step over elements. ``fused``: inputs with
     as many rows are slices of one tensor. ``cache``: K and V are the first rows of longer ones.
     Of paged K and V, ``fused`` has both in one row of a head, and ``cache`` rows between pages.
     ``far``: strides and addresses are beyond 2^31; ``farther``: beyond 2^33, where nothing runs.
-    ``plain``: contiguous, and the kernel's function makes the outputs.
+    ``plain``: contiguous, and the kernel's function makes the outputs. A workspace lies alone.
     """
+    operation = operation_of(spec)
+    layout = _place_all(spec, case)
+    placed, storages = dict(layout.tensors), dict(layout.storages)
+    for each in operation.workspaces:
+        assert tiles is not None, "it has blocks of so many rows"
+        size = each.elements(spec, tiles, case)
+        guard = DENSE_GUARD if case.layout == "plain" else GUARD
+        placed[each.name] = Placed(
+            each.name, each.dtype, each.name, (size,), guard, (1,)
+        )
+        storages[each.name] = size + 2 * guard
+    return Layout(placed, storages, layout.guarded)
+
+
+def _place_all(spec: Mapping[str, Any], case: Case) -> Layout:
     operation = operation_of(spec)
     tensors = [
         _Sized(x, x.type(spec), x.sizes(spec, case)) for x in operation.tensors(spec)
@@ -347,6 +368,8 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         return _in_8_bits(spec, tiles, case)
     if is_packed(spec):
         return _packed(spec, tiles, case)
+    if is_backward(spec):
+        return _backward(spec, tiles, case)
     random = np.random.default_rng(case.seed)
     operation = operation_of(spec)
     read = params(spec, tiles, case)
@@ -449,6 +472,30 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
         )
     factors = zip("qkv", (q, k, v), strict=True)
     return found | {f"{name}_descale": x.astype(np.float32) for name, x in factors}
+
+
+def _backward(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
+    """Q, K and V of the forward pass, dO, and O and LSE of what 16 bits hold of Q, K and V."""
+    dtype, (scalar,) = spec["dtype"], operation_of(spec).scalars
+    drawn = values(forward_of(spec), tiles, case)
+    q, k, v = (rounded(drawn[name], dtype) for name in "qkv")
+    random = np.random.default_rng(case.seed + 3)
+    dout = random.standard_normal(DOUT.shape(spec, case), np.float32)
+    if case.gradient == "zeros":
+        dout[...] = 0
+    if case.gradient == "one_row":
+        dout[:, np.arange(case.q) != case.q // 2] = 0
+    if case.gradient == "small":
+        dout *= SMALL_GRADIENT
+    if case.gradient == "large":
+        dout *= LARGE_GRADIENTS[dtype]
+    scale = scalar.value(spec) * case.scale_factor
+    forward = reference.attention(q, k, v, scale=scale, mask=masks.of_spec(spec))
+    return {
+        **{"dout": rounded(dout, dtype), "q": q, "k": k, "v": v},
+        "out": forward.out.astype(np.float32),
+        "lse": forward.lse.astype(np.float32),
+    }
 
 
 def _packed(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, Any]:

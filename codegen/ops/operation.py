@@ -117,7 +117,8 @@ class Tensor:
     last axis is contiguous and the other strides are multiples of 16 bytes; else strides are free.
     words: a remark in the header. when: the field of the SPEC without which it is not there; "" for
     always. An input that has one comes by name. about: what it does or receives, for the function's
-    docstring; "" where that goes without saying.
+    docstring; "" where that goes without saying. expands: PyTorch may hand it over with strides of
+    0, which is refused with a word on what to do.
     """
 
     name: str
@@ -127,6 +128,7 @@ class Tensor:
     words: str = ""
     when: str = ""
     about: Callable[[Spec], str] = lambda spec: ""
+    expands: bool = False
 
     def is_in(self, spec: Spec) -> bool:
         """Whether the kernel of a SPEC has it; a SPEC lacks fields that came after its kernel."""
@@ -197,6 +199,45 @@ class Number:
     about: str
 
 
+class Cut(Protocol):
+    """How a kernel cuts a problem: constants of its file."""
+
+    @property
+    def q(self) -> int:
+        """[query rows] of a tile: TILE_Q."""
+
+    @property
+    def kv(self) -> int:
+        """[keys] of a tile: TILE_KV."""
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory that the kernels of a call hand on to one another, of its own for each call.
+
+    One-dimensional, contiguous, at a multiple of 16 bytes. It comes after the outputs; what it
+    holds before a call and after one means nothing. axes: whose sizes `size` of a generated file
+    takes, in this order. elements: that a call needs; more are not touched. about: as of a
+    `Tensor`.
+    """
+
+    name: str
+    dtype: str
+    axes: tuple[Axis, ...]
+    elements: Callable[[Spec, Cut, Sizes], int]
+    about: str
+
+    @property
+    def size(self) -> str:
+        """The public function of a generated file that returns the elements of a call."""
+        return f"{self.name}_size"
+
+    @property
+    def call(self) -> str:
+        """How many elements a call needs, for a reader of the kernel."""
+        return f"{self.size}({', '.join(axis.name for axis in self.axes)})"
+
+
 class Place(NamedTuple):
     """An axis of a tensor: the tensor's name and number, the axis' number."""
 
@@ -221,7 +262,8 @@ class Given:
 class Operation:
     """One public function.
 
-    name: of the spec's `op`. function: in the generated file; it takes what the operation reads in
+    name: of the spec's `op`. folder: of its templates, inside that of an architecture. function: in
+    the generated file; it takes what the operation reads in
     this order, and returns what it writes in this order, a tuple where there are several. title,
     noun: in the header and in the function's docstring. exact: the results of a `Given` in float64,
     by output. truth: its parts with bounds; a bool array of rows may follow either, to which it is
@@ -229,9 +271,13 @@ class Operation:
     of a KV block, and perhaps the rows. flops: of a call; where inputs decide how many scores
     count, of those. indices: by name, what inputs of integers hold in a call. params, numbers:
     what only the kernel of a SPEC reads, after the rest. shape: of tensors of rows, in words.
+    workspaces: one or none. kernels: what is behind the file's stem in the names of those that a
+    call launches, in their order. unordered: outputs of a SPEC whose sums have no fixed order, so
+    that two calls may differ in a last bit.
     """
 
     name: str
+    folder: str
     function: str
     title: str
     noun: str
@@ -246,6 +292,9 @@ class Operation:
     params: Callable[[Spec], Sequence[Tensor]] = lambda spec: ()
     numbers: Callable[[Spec], Sequence[Number]] = lambda spec: ()
     shape: str = "batch, seqlen, heads, head_dim"
+    workspaces: tuple[Workspace, ...] = ()
+    kernels: Callable[[Spec], Sequence[str]] = lambda spec: ("",)
+    unordered: Callable[[Spec], frozenset[str]] = lambda spec: frozenset()
 
     def inputs(self, spec: Spec) -> tuple[Tensor, ...]:
         """Return the tensors that a SPEC's kernel reads."""
@@ -257,8 +306,10 @@ class Operation:
 
     def header(self, spec: Spec) -> list[str]:
         """Return a line about each tensor for a reader of the kernel."""
-        width = max(len(x.name) for x in self.tensors(spec)) + 2
-        return [f"{x.name + ':':{width}}{x.header(spec)}" for x in self.tensors(spec)]
+        lines = {x.name: x.header(spec) for x in self.tensors(spec)}
+        lines |= {x.name: f"[{x.call}] {x.dtype}" for x in self.workspaces}
+        width = max(map(len, lines)) + 2
+        return [f"{name + ':':{width}}{line}" for name, line in lines.items()]
 
     def axes(self, spec: Spec) -> tuple[list[Axis], list[Axis]]:
         """Return the axes that are no constants: the free ones, then parts, then lengths."""
@@ -278,12 +329,17 @@ class Operation:
         wanted = {a for x in self.outputs(spec) for a in x.axes if not a.constant}
         return [a.letter if a in wanted - before else "_" for a in source.axes]
 
-    def parts(self, spec: Spec) -> Iterator[tuple[Place, Place]]:
-        """Yield where each axis that is part of another one is first, and where the other is."""
+    def places(self, spec: Spec) -> dict[str, Place]:
+        """Return where each axis is first, by its name."""
         places: dict[str, Place] = {}
         for number, tensor in enumerate(self.tensors(spec)):
             for at, axis in enumerate(tensor.axes):
                 places.setdefault(axis.name, Place(tensor.name, number, at))
+        return places
+
+    def parts(self, spec: Spec) -> Iterator[tuple[Place, Place]]:
+        """Yield where each axis that is part of another one is first, and where the other is."""
+        places = self.places(spec)
         for axis in self.axes(spec)[1]:
             if axis.part_of:
                 yield places[axis.name], places[axis.part_of]

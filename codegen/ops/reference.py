@@ -103,6 +103,26 @@ class Attention(NamedTuple):
     lse: Array
 
 
+class Bounded(NamedTuple):
+    """An output with what its elements may be off by: [batch, rows, heads, elements].
+
+    exact: in float64, NaN where nobody asked. rms: the standard deviation of the random error of a
+    right kernel at most; shift: its largest error by scores and sums; both are 0 where only the
+    exact value is right. defined: the mean square error by definition, where that is another one
+    than rms's square.
+    """
+
+    exact: Array
+    rms: Array
+    shift: Array
+    defined: Array | None = None
+
+    @property
+    def bound(self) -> Array:
+        """The largest error of each element."""
+        return SIGMAS * self.rms + self.shift
+
+
 class Truth(NamedTuple):
     """`Attention` with what each element of a right kernel's result may be off by.
 
@@ -120,9 +140,14 @@ class Truth(NamedTuple):
     defined: Array
 
     @property
+    def rows(self) -> Bounded:
+        """O with its bounds."""
+        return Bounded(self.out, self.rms, self.shift, self.defined)
+
+    @property
     def out_bound(self) -> Array:
         """The largest error of each element of out."""
-        return SIGMAS * self.rms + self.shift
+        return self.rows.bound
 
 
 def attention(

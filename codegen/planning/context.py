@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from .. import features
 from ..arch import ARCHITECTURES
+from ..features.backward import is_backward
 from ..features.params import as_said
 from ..features.varlen import is_packed
 from ..ops import operation_of
@@ -23,8 +24,10 @@ from .traits import Traits
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
 _LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
     *("chunk", "documents", "prefix", "bias", "batch", "kv"),
-    *("out_dtype", "v_layout", "descale", "exp"),
+    *("out_dtype", "v_layout", "descale", "exp", "deterministic"),
 }
+# That it does not take: a pass of its own has no LSE to write, and so on.
+_NOT_OF_BACKWARD: Final = {"lse", "pack_gqa", "cluster", "multicast"}
 
 
 def common_context(
@@ -100,6 +103,8 @@ def _spec_items(spec_file: SpecFile, traits: Traits) -> list[tuple[str, object]]
     spec = spec_file.spec
     given = spec.model_dump(include=_LATER, exclude_defaults=True)
     left_out = _PLANNED | (_LATER - given.keys())
+    if is_backward(spec):
+        left_out = left_out - {"deterministic"} | _NOT_OF_BACKWARD
     values = spec.model_dump(mode="json", exclude=left_out)
     if spec.params:
         values["params"] = as_said(spec.params)

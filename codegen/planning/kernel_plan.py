@@ -152,12 +152,13 @@ def too_much_smem(
     architecture: Architecture,
     regions: tuple[Region, ...],
     field: tuple[str, ...],
+    fewer: str = "fewer stages, a smaller tile.kv",
 ) -> SpecError:
-    """FG401 at that field, with the sum."""
+    """FG401 at that field, with the sum. fewer: what would help."""
     parts = " + ".join(f"{region.name} {region.nbytes}" for region in regions)
     message = (
         f"shared memory needs {total(regions)} B, {architecture.name} allows"
         f" {architecture.smem_bytes}: {parts}"
     )
-    hint = "fewer stages, a smaller tile.kv, or leave them out to have them planned"
+    hint = f"{fewer}, or leave them out to have them planned"
     return spec_file.refusal("FG401", field, message, hint)

@@ -9,16 +9,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Final
 
+from ..ops.backward import BACKWARD_OP
+from ..ops.forward import FORWARD
 from ..spec.model import SpecFile
-from . import sm90, sm100
+from . import sm90, sm90_backward, sm100
 from .kernel_plan import KernelPlan
 
-PLANNERS: Final[Mapping[str, Callable[[SpecFile], KernelPlan]]] = {
-    "sm90": sm90.resolve,
-    "sm100": sm100.resolve,
+PLANNERS: Final[Mapping[tuple[str, str], Callable[[SpecFile], KernelPlan]]] = {
+    ("sm90", FORWARD.name): sm90.resolve,
+    ("sm90", BACKWARD_OP): sm90_backward.resolve,
+    ("sm100", FORWARD.name): sm100.resolve,
 }
+"""By architecture and operation."""
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
     """Plan a kernel, or raise SpecError (FG401 and on) with the numbers that do not fit."""
-    return PLANNERS[spec_file.spec.arch](spec_file)
+    spec = spec_file.spec
+    return PLANNERS[spec.arch, spec.op](spec_file)

@@ -457,8 +457,10 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         tile = "CLUSTER_POSITIONS"
         yield tile, "query positions per cluster", "TILE_POSITIONS * CLUSTER_SIZE"
     if traits.page is not None:
-        part = " // TRANSPOSE_WARPS" * traits.transposes_v
-        yield "BOX_ROWS", "keys of a box, in one page", f"math.gcd(PAGE, TILE_KV{part})"
+        keys, part = "keys of a box, in one page", ""
+        if traits.transposes_v:  # a shorter unit, for the formula is longer: one line
+            keys, part = "keys, in one page", " // TRANSPOSE_WARPS"
+        yield "BOX_ROWS", keys, f"math.gcd(PAGE, TILE_KV{part})"
         yield "BOXES", "per stage", "TILE_KV // BOX_ROWS"
     loaders = "1" if traits.page is None else "2"
     if traits.transposes_v:
@@ -470,7 +472,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "K_WARPS", "that load K", str(K_WARPS)
         yield "K_BOXES", "per stage and warp", "BOXES // K_WARPS"
     if is_packed(traits.spec):
-        yield "TILE_RELEASES", frees, f"{warps} + {loaders}"
+        of_warps = "warps" if traits.transposes_v else frees  # so short as well
+        yield "TILE_RELEASES", of_warps, f"{warps} + {loaders}"
     if traits.seqlen_q is not None:
         head = traits.tiled_head
         unit = f"clusters along a {head}" if along_q else f"per {head}"

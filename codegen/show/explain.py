@@ -17,6 +17,7 @@ from ..arch.architecture import Architecture
 from ..build import records
 from ..build.render import body_digest, render_kernel
 from ..features.feature import Model, in_yaml
+from ..ops.operation import Operation
 from ..planning.kernel_plan import WARPGROUP_THREADS, DevicePlan, KernelPlan, Number
 from ..planning.protocol import Phase
 
@@ -221,7 +222,7 @@ def evidence_rows(
                 yield from _compiled(current[rung], plan.stem)
             elif rung == "validated":
                 for entry in current[rung]:
-                    yield rung, _validated(entry)
+                    yield rung, _validated(entry, _unordered(plan))
             else:
                 yield rung, f"see {records.path_of(plan.stem)}"
 
@@ -248,8 +249,14 @@ def _compiled(evidence: Mapping[str, Any], stem: str) -> Iterator[tuple[str, str
         yield "compiled", "; ".join(parts)
 
 
-def _validated(evidence: Mapping[str, Any]) -> str:
-    worst, lse = evidence["worst"], evidence["lse_worst"]
+def _unordered(plan: KernelPlan) -> list[str]:
+    """Outputs whose sums come in any order."""
+    operation: Operation = plan.context["operation"]
+    return sorted(operation.unordered(plan.context["spec"]))
+
+
+def _validated(evidence: Mapping[str, Any], unordered: Sequence[str]) -> str:
+    worst = evidence["worst"]
     parts = [
         f"{evidence['cases']} cases on {evidence['gpu']}",
         f"driver {evidence['driver']}, CuTe DSL {evidence['dsl']}",
@@ -259,9 +266,12 @@ def _validated(evidence: Mapping[str, Any]) -> str:
             f"worst error {worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound,"
             f" in {worst['case']}"
         )
-    if lse:
-        parts.append(f"LSE off by at most {lse['absolute']:.2g}, in {lse['case']}")
-    parts.append(f"up to {evidence['repeats']} launches alike bit for bit")
+    for name, other in records.others(evidence).items():
+        parts.append(
+            f"{name} off by at most {other['absolute']:.2g}, in {other['case']}"
+        )
+    but = f" but for a last place of {' and '.join(unordered)}" if unordered else ""
+    parts.append(f"up to {evidence['repeats']} launches alike bit for bit{but}")
     parts.append("memcheck clean" if evidence["sanitizer"] else "memcheck not run")
     parts.append(
         f"{evidence['misuses']} misuses refused"

@@ -48,7 +48,7 @@ def chosen(plan: KernelPlan) -> Point:
     values = {number.name: int(number.value) for number in plan.chosen}
     if any(tunable.constant not in values for tunable in TUNABLE):
         raise CheckFailed(
-            f"{plan.stem}: tune knows the numbers of Hopper's plans only, not those of {plan.arch}"
+            f"{plan.stem}: tune knows the numbers of Hopper's forward plans only, not these"
         )
     return {tunable.field: values[tunable.constant] for tunable in TUNABLE}
 

@@ -61,20 +61,23 @@ def execute(
     target: str = "sm_90a",
     schedule: Schedule | None = None,
     contract: bool = False,
+    uninitialised: bool = False,
+    read_only: bool = False,
     **options,
 ):
     """Runs a body; parameter 0 is `out`, then come the inputs' addresses, then tensor maps.
 
-    Returns (out, result). An input of as many elements as threads is in %r10, %r11, ... (or %rd10,
+    uninitialised: `out` is memory without content. read_only: of inputs. Returns (out, result). An
+    input of as many elements as threads is in %r10, %r11, ... (or %rd10,
     ... when 64 bits wide) of its thread.
     """
     out = np.zeros(threads, np.uint32) if out is None else out
     memory = GlobalMemory()
-    memory.add("out", OUT, out)
+    memory.add("out", OUT, out, uninitialised=uninitialised)
     values, declarations, loads = [OUT], [SCALAR], []
     for i, array in enumerate(inputs):
         address = FIRST_INPUT + i * STEP
-        memory.add(f"input {i}", address, array)
+        memory.add(f"input {i}", address, array, writable=not read_only)
         values.append(address)
         declarations.append(SCALAR)
         if array.size == threads and array.itemsize in (4, 8):

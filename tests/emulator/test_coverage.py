@@ -24,7 +24,8 @@ def findings(folder, right, wrong):
 
 
 def test_a_tile_that_is_stored_twice_is_named_though_its_values_are_right(tmp_path):
-    (text,) = findings(tmp_path, STORE, STORE + STORE)
+    race, text = findings(tmp_path, STORE, STORE + STORE)
+    assert race.startswith("race: ") and "TMA store writes bytes of out" in race
     assert text.startswith("row 0 of head 0, batch 0 and ")
     assert "of out: written 2 times, by cta 0, warp " in text
 

@@ -27,16 +27,23 @@ class Launches:
 
     def launch(self, *, stream=0, programmatic=False, waits=False) -> None:
         self._shadow.launch(stream, programmatic)
-        self._shadow.begin(COMPONENTS)
+        self.cluster()
         self._clock[HAPPENED, COMPONENTS.launches] = waits
         if waits:
             self._shadow.wait()
+
+    def cluster(self) -> None:
+        """Another one of the launch acts."""
+        self._shadow.begin(COMPONENTS)
 
     def write(self, word: int) -> None:
         self._touch(self._shadow.write, word, "st.global")
 
     def read(self, word: int) -> None:
         self._touch(self._shadow.read, word, "ld.global")
+
+    def add(self, word: int) -> None:
+        self._touch(self._shadow.reduce, word, "red")
 
     def _touch(self, note, word: int, what: str) -> None:
         place = Place(self._buffer, np.array([word]), 4)
@@ -103,3 +110,64 @@ def test_who_waits_for_a_launch_that_did_not_wait_knows_of_no_other(
     run.read(0)
     run.read(1)
     assert run.found == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("touch", ["read", "write"])
+def test_sums_of_an_earlier_launch_are_there_behind_the_wait_alone(
+    touch: str, waits: bool
+) -> None:
+    """Of every CTA that added, whichever was the last one."""
+    for programmatic in (False, True):
+        run = Launches()
+        run.launch()
+        run.write(0)
+        run.launch()
+        for _ in range(3):
+            run.cluster()
+            run.add(0)
+        assert run.found == []
+        run.launch(programmatic=programmatic, waits=waits)
+        getattr(run, touch)(0)
+        assert bool(run.found) is (programmatic and not waits)
+        if run.found:
+            assert "adds to (line 1)" in run.found[0][1]
+            assert "of a launch that may still run" in run.found[0][1]
+
+
+def test_zeros_of_an_earlier_launch_are_there_behind_the_wait_alone() -> None:
+    for waits in (True, False):
+        run = Launches()
+        run.launch()
+        run.write(0)
+        run.launch(programmatic=True, waits=waits)
+        run.add(0)
+        run.cluster()
+        run.add(0)
+        assert run.kinds == ([] if waits else [Kind.RACE, Kind.RACE])
+
+
+def test_additions_of_launches_on_two_streams_meet() -> None:
+    run = Launches()
+    run.launch()
+    run.write(0)
+    run.launch()
+    run.add(0)
+    run.launch(stream=1)
+    run.add(0)
+    assert run.kinds == [Kind.RACE]  # with what zeroed it, not with the additions
+    assert "writes (line 1)" in run.found[0][1]
+
+
+def test_every_read_is_waited_for_and_not_the_last_one_alone() -> None:
+    """A dependent launch reads what the one before it reads, and overwrites it before it waits."""
+    for waits in (True, False):
+        run = Launches()
+        run.launch()
+        run.write(0)
+        run.launch()
+        run.read(0)
+        run.launch(programmatic=True, waits=waits)
+        run.read(0)
+        run.write(0)
+        assert bool(run.found) is not waits

@@ -86,7 +86,7 @@ def test_cluster_shares_its_loads(schedule):
     out, result = multicast(3, schedule=schedule)
     assert result.findings == ()
     np.testing.assert_array_equal(out, np.tile(np.arange(LANES), 2))
-    assert result.statistics == {"tensor loads": 2, "tensor load bytes": 512}
+    assert result.statistics == {"tensor loads": 2, "load bytes": 512}
 
 
 def test_multicast_mask_bits():

@@ -8,6 +8,7 @@ from collections import defaultdict
 import pytest
 import support
 from fmha_gen.emulator.copies import Copies
+from fmha_gen.emulator.parts import Box
 from fmha_gen.evidence import rehearsal
 
 from tests.emulator.rehearsals import emulated_cases, rehearsals
@@ -35,19 +36,19 @@ class Recorder:
         tensors = {name.upper(): problem[name] for name in "qkv"}
         self._names = {tensor.address: name for name, tensor in tensors.items()}
         self._now = None
-        check, receive = Copies._check_box, Copies._receivers
+        check, receive = Box.check, Copies._receivers
 
-        def checked(copies, tensor_map, where):
-            name = self._names.get(tensor_map.address)  # none: O, which is stored
-            self._now = (name, tensor_map.box, where)
-            return check(copies, tensor_map, where)
+        def checked(box, machine):
+            name = self._names.get(box.tensor_map.address)  # none: O, which is stored
+            self._now = (name, box.tensor_map.box, box.coordinates)
+            return check(box, machine)
 
         def received(copies, cta, owner, bits, pair):
             found = receive(copies, cta, owner, bits, pair)
             self.add(cta.rank, [each.rank for each, _ in found])
             return found
 
-        monkeypatch.setattr(Copies, "_check_box", checked)
+        monkeypatch.setattr(Box, "check", checked)
         monkeypatch.setattr(Copies, "_receivers", received)
 
     def add(self, rank, receivers):

@@ -8,7 +8,7 @@ import random
 
 import numpy as np
 import pytest
-from fmha_gen.emulator import machine
+from fmha_gen.emulator import cluster
 from fmha_gen.emulator.report import Event
 from fmha_gen.emulator.scheduler import Completion, Order, Pending, Schedule, Turns
 
@@ -239,7 +239,7 @@ def test_a_starved_warp_comes_last():
 
 
 def test_code_that_never_ends_is_found_wherever_it_is(monkeypatch):
-    monkeypatch.setattr(machine, "LONGEST_SILENCE", 5000)
+    monkeypatch.setattr(cluster, "LONGEST_SILENCE", 5000)
     body = "mov.b32 %r31, 0;\nLOOP: add.s32 %r31, %r31, 1;\nbra LOOP;"
     for schedule in SCHEDULES:
         _, result = execute(body, schedule=schedule)
@@ -255,7 +255,7 @@ def test_code_that_never_ends_is_found_wherever_it_is(monkeypatch):
     ends = body.replace("bra LOOP;", f"{counted} bar.sync 0;")
     again = ends.replace("LOOP", "MORE")
     steps = execute(f"{ends}\n{again}")[1].steps
-    monkeypatch.setattr(machine, "LONGEST_SILENCE", steps - steps // 3)
+    monkeypatch.setattr(cluster, "LONGEST_SILENCE", steps - steps // 3)
     assert execute(f"{ends}\n{again}")[1].findings == ()
     _, result = execute(f"{ends}\n{again}", max_steps=steps - 1)
     assert [finding.kind.value for finding in result.findings] == ["livelock"]

@@ -144,3 +144,57 @@ def test_the_axis_of_a_tensor_map_s_stride():
     assert tensor.axis_of(256, 4) == (1, 2)
     with pytest.raises(Fault, match="along no axis of q"):
         tensor.axis_of(256, 8)
+
+
+@pytest.mark.parametrize(
+    "instruction",
+    [
+        "red.global.add.f32 [%rd2], %r20;",
+        "red.global.add.u32 [%rd2], %r20;",
+        "atom.global.add.u32 %r21, [%rd2], %r20;",
+    ],
+)
+def test_additions_are_kept_without_what_they_add(instruction):
+    seen = walked(f"{LOADED} setp.lt.u32 %p1, %r1, 96; @%p1 {instruction}")
+    assert seen.findings == () and seen.stores == {}
+    boxes = seen.additions["out"]
+    assert sorted(boxes.begin[:, 0].tolist()) == list(range(96))
+    assert (boxes.end == boxes.begin + 1).all()
+
+
+def test_additions_of_vectors_cover_all_of_it():
+    body = f"""{LOADED} mul.wide.u32 %rd6, %r1, 16; add.s64 %rd6, %rd1, %rd6;
+red.global.add.v4.f32 [%rd6], {{%r20, %r20, %r20, %r20}};"""
+    seen = walked(body, [Extent("out", OUT, (512,), (4,), 4)])
+    boxes = seen.additions["out"]
+    assert boxes.begin[:, 0].tolist() == list(range(0, 512, 4))
+    assert (boxes.end == boxes.begin + 4).all()
+    beyond = walked(body, [Extent("out", OUT, (508,), (4,), 4)])
+    assert "no tensor's" in str(beyond.findings[0])
+
+
+def test_what_an_atomic_returns_is_data():
+    body = f"""atom.global.add.u32 %r21, [%rd1], 1; setp.eq.u32 %p1, %r21, 0;
+@%p1 {STORE}"""
+    with pytest.raises(DataDependence, match="depends on the data of atom"):
+        skeleton(ptx.parse(text(body)))
+
+
+def test_waits_for_other_ctas_go():
+    """A walk runs clusters one after another: a chain's order is not what it looks at."""
+    body = f"""
+SPIN: ld.acquire.gpu.global.b32 %r20, [%rd1]; setp.ne.u32 %p1, %r20, 5; @%p1 bra SPIN;
+fence.proxy.async.global; {STORE} fence.acq_rel.gpu; red.release.gpu.global.add.u32 [%rd2], 1;"""
+    names = left(body)
+    assert not [
+        name for name in names if name.startswith(("ld.acquire", "fence", "bra"))
+    ]
+    seen = walked(body)
+    assert seen.findings == ()
+    assert len(seen.stores["out"]) == len(seen.additions["out"]) == 128
+
+
+def test_what_a_cta_does_by_a_word_that_others_write_is_data():
+    body = f"ld.acquire.gpu.global.b32 %r20, [%rd1]; setp.ne.u32 %p1, %r20, 5; @%p1 {STORE}"
+    with pytest.raises(DataDependence, match=r"depends on the data of ld\.acquire"):
+        skeleton(ptx.parse(text(body)))

@@ -24,6 +24,11 @@ TESTS = (
     "test_clusters.py",
     "test_checks.py",
     "test_machine.py",
+    "test_atomics.py",
+    "test_bf16_pairs.py",
+    "test_bulk_loads.py",
+    "test_bulk_reductions.py",
+    "test_semaphores.py",
     "tensor_kernels.py",
 )
 # Modifiers that tests take from lists of all of them: test_opcodes the shapes of products,

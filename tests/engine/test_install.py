@@ -86,7 +86,7 @@ def test_the_package_is_the_installed_one(
     )
     package, templates = run(commands / "python", "-c", code, cwd=tmp_path).split()
     assert Path(package).resolve() == (home / "__init__.py").resolve()
-    assert (Path(templates) / "sm90" / "module.py.j2").is_file()
+    assert (Path(templates) / "sm90" / "forward" / "module.py.j2").is_file()
     assert not Path(templates).resolve().is_relative_to(ROOT)
 
 

@@ -15,9 +15,20 @@ import pytest
 import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build import render, specialise
+from fmha_gen.features.backward import is_backward
+from fmha_gen.planning import plan
 from test_unshipped import unshipped
 
-MODULES = {arch: f"{arch}/module.py.j2" for arch in ARCHITECTURES}
+BACKWARD = "sm90 backward"
+MODULES = {
+    **{arch: f"{arch}/forward/module.py.j2" for arch in ARCHITECTURES},
+    BACKWARD: "sm90/backward/module.py.j2",
+}
+# Of which no kernel is shipped.
+OF_BACKWARD = (
+    "head_dim: 128\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 8}\n",
+    "head_dim: 64\ndtype: fp16\nseqlen: 1000\n",
+)
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
 VENDOR = tuple(
@@ -76,9 +87,17 @@ def stated(name: str) -> Stated:
 
 @functools.cache
 def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
-    """The values that an architecture's templates get, for every spec of it we have."""
-    every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
-    plans = [each for each in every if each.arch == arch]
+    """The values that the templates of a module get, for every spec of it we have."""
+    if arch == BACKWARD:
+        head = "arch: sm90\nop: fmha_bwd\n"
+        plans = [plan.resolve(support.load_text(head + text)) for text in OF_BACKWARD]
+    else:
+        every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
+        plans = [
+            each
+            for each in every
+            if each.arch == arch and not is_backward(each.spec_file.spec)
+        ]
     return tuple({**each.context, **render.OF_EVERY_KERNEL} for each in plans)
 
 

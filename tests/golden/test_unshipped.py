@@ -28,7 +28,10 @@ DIGITS = 12  # of SHA-256
 # Flags with one value in all kernels: what tells architectures apart, and what one cannot do.
 CONSTANT = {
     "sm90": {"NAMES_ARCH", "PERSISTENT", "UNEVEN"},
-    "sm100": {"NAMES_ARCH", "PACK_GQA", "PARTS_OF_BLOCKS", "V_PERMUTED"},
+    "sm100": {
+        *("BACKWARD", "NAMES_ARCH"),
+        *("PACK_GQA", "PARTS_OF_BLOCKS", "V_PERMUTED"),
+    },
 }
 
 

@@ -35,7 +35,13 @@ from . import ptx_mutants, source_mutants
 from .ptx_mutants import Mutant
 
 GENERATED = Path(__file__).resolve().parents[2] / "generated"
-KERNELS = STRUCTURES
+OF_8_BITS = (
+    "sm90_d128_e4m3_linear_causal",  # V as rows: two warps transpose it
+    "sm90_d256_e4m3_permuted_linear_full",  # V^T as it comes, O in slices
+    # Warps that load pages of V and transpose them, work tiles from a ring.
+    "sm90_d128_e4m3_causal_gqa4_page16_varlen_lse",
+)
+KERNELS = (*STRUCTURES, *OF_8_BITS)
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
 # are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
@@ -46,6 +52,9 @@ CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused", "half", "lo
 # Where a kernel has them: two query tiles of a head, however large they are, with a causal mask or
 # without one; tiles where warpgroups have no row and no masked block.
 CASES_OF_SOME = ("sections", "two_tiles", "few_rows")
+# Of packed sequences: lengths unlike one another, among them 0; several heads' tiles for a CTA; pages
+# in any order; many blocks; CTAs without a tile.
+CASES_OF_PACKED = ("mixed", "tiles", "pages", "long_kv", "idle")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -83,7 +92,9 @@ class Subject:
         self.spec = constants["SPEC"]
         self.tiles = rehearsal.tiles_of(constants)
         every = [x for x in cases_for(self.spec, self.tiles) if x.emulated]
-        tags = CASES if only is None else (only,)
+        packed = self.spec.get("batch") == "varlen"
+        of_all = CASES_OF_PACKED if packed else CASES
+        tags = of_all if only is None else (only,)
         self.cases: list[Case] = [
             next(case for case in every if case.name.startswith(f"{tag}_"))
             for tag in tags

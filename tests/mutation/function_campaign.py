@@ -18,7 +18,7 @@ from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.evidence import emulate
 
 from . import emulation, function_mutants
-from .campaign import GENERATED, SAME, command
+from .campaign import GENERATED, OF_8_BITS, SAME, command
 from .ptx_mutants import Mutant
 
 KIND = "function"
@@ -32,6 +32,7 @@ KERNELS = (  # every structure, mask, kind of length and way to store
     "sm90_d64_bf16_causal_s512",  # fixed lengths
     "sm90_d192x128_bf16_full_q1000",  # O from registers, V smaller than K
     "sm90_d256_bf16_causal_lse",  # O from registers, a warpgroup has blocks of its own
+    *OF_8_BITS,
     "sm100_d128_bf16_causal_gqa4_lse",  # roles of their own, tensor memory
     "sm100_d128_fp16_full_c2x1_cta2",  # a pair of CTAs per MMA
     "sm100_d128_bf16_full_q1000_single_lse",  # one work tile per CTA

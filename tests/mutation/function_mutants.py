@@ -346,7 +346,7 @@ def _indices() -> Iterator[Operator]:
         ("KV heads 1 and 2 are swapped", "cutlass.select_((head // Q_PER_KV == 1) | (head // Q_PER_KV == 2), 3 - head // Q_PER_KV, head // Q_PER_KV)", ""),
     ):  # fmt: skip
         yield Operator("indices", what, kv, instead, needs)
-    sm90 = r"(?<=partition_tiles\()({}, \S+, )(\w+), batch(?=[),])"
+    sm90 = r"(?<=partition_(?:tiles|keys)\()({}, \S+, )(\w+), batch(?=[),])"
     sm100 = r"(?<=^        m{} = {}\.tensor\[None, None, )(\w+), batch(?=\])"
     sm100_single = r"(?<=^    m{} = {}\.tensor\[None, None, )(\w+), batch(?=\])"
     for name, of_tensor in (("q", "Q"), ("k", "K"), ("v", "V"), ("out", "O")):
@@ -784,6 +784,89 @@ def _widths() -> Iterator[Operator]:
         yield Operator("widths", what, pattern, instead)
 
 
+def _e4m3() -> Iterator[Operator]:
+    """Of 8 bits: factors, V^T and its transposing, P's code, rows of ones and the flush of O."""
+    scores = r"(?<=return )scale_log2 \* descales\.q\[batch, head\] \* descales\.k\[batch, head\]"
+    of_v = r"(?<=v_descale = )descales\.v\[(.*), (.*)\]$"
+    for group, what, pattern, instead in (
+        # Factors.
+        ("scale", "without Q's factor", scores, "scale_log2 * descales.k[batch, head]"),
+        ("scale", "without K's factor", scores, "scale_log2 * descales.q[batch, head]"),
+        ("scale", "Q's factor for K's", scores, "scale_log2 * descales.q[batch, head] * descales.q[batch, head]"),
+        ("scale", "V's factor for K's", scores, "scale_log2 * descales.q[batch, head] * descales.v[batch, head]"),
+        ("indices", "factors of scores: batch 0", scores, "scale_log2 * descales.q[0, head] * descales.k[0, head]"),
+        ("indices", "factors of scores: head 0", scores, "scale_log2 * descales.q[batch, 0] * descales.k[batch, 0]"),
+        ("indices", "factors of scores: the first one's after the first tile", r"(?<=cutlass\.select_\(more, )next_(?:head\b.*|batch|problem\.sequence)(?=, Int32\(0\)\))", "Int32(0)"),
+        ("scale", "the scale of the tile before", r"^        scale_log2 = next_scale_log2\n", ""),
+        ("scale", "without V's factor", of_v, "Float32(1.0)"),
+        ("scale", "K's factor for V's", of_v, r"descales.k[\1, \2]"),
+        ("scale", "V's factor twice", r"descale \* (?=cute\.arch\.rcp_approx)", "descale * descale * "),
+        ("indices", "V's factor: batch 0", of_v, r"descales.v[0, \2]"),
+        ("indices", "V's factor: head 0", of_v, r"descales.v[\1, 0]"),
+        ("indices", "V's factor of the query head's number", r"(?<=v_descale = descales\.v\[problem\.sequence, )head // Q_PER_KV", "head"),
+        ("strides", "q_descale is contiguous", r"(?<=^            )q_descale(?=,$)", _of("q_descale", "(x.shape[1], 1)")),
+        ("strides", "v_descale: batches and heads swapped", r"(?<=^            )v_descale(?=,$)", _of("v_descale", "(x.stride[1], x.stride[0])")),
+        # V^T in memory.
+        ("strides", "v: batches and heads swapped", r"(?<=transposed_tma\(load, )v(?=\))", _of("v", "(x.stride[1], x.stride[0], x.stride[2], x.stride[3])")),
+        ("strides", "v: contiguous rows", r"(?<=transposed_tma\(load, )v(?=\))", _of("v", "(x.stride[0], x.stride[1], x.shape[3], x.stride[3])")),
+        ("strides", "v: contiguous batches", r"(?<=transposed_tma\(load, )v(?=\))", _of("v", "(x.stride[1] * x.shape[1], x.stride[1], x.stride[2], x.stride[3])")),
+        ("widths", "strides of v in 32 bits", r"(?<=transposed_tma\(load, )v(?=\))", _of("v", _NARROW)),
+        # V as rows, transposed.
+        ("lanes", "the upper lanes take even columns first, too", r"(?<=lower = )lane < WARP // 2", "lane < WARP"),
+        ("lanes", "columns of the matrix alone", r"(?<=column = 2 \* row \+ )\(row // 4 \+ matrix\) % 2", "matrix % 2"),
+        ("lanes", "keys 16 to 31 before the others", r"matrix // 2 \* KEY_GROUP", "(1 - matrix // 2) * KEY_GROUP"),
+        ("lanes", "every matrix has the first keys", r"matrix // 2 \* KEY_GROUP", "matrix * 0"),
+        ("lanes", "both warps have the same columns", r"(?<=warp_idx\(\)\) - 1\) \* )SQUARE_COLUMNS", "0"),
+        ("lanes", "a warp's columns are side by side", r"(?<=range\(0, HEAD_DIM_V, )TRANSPOSE_WARPS \* SQUARE_COLUMNS", "SQUARE_COLUMNS"),
+        ("lanes", "even and odd columns swapped", r"^EVEN_BYTES = 0x6420", "EVEN_BYTES = 0x7531"),
+        ("lanes", "pairs of keys in another order", r"^EVEN_BYTES = 0x6420", "EVEN_BYTES = 0x4620"),
+        ("lanes", "the last square is not stored", r"^    store_transposed\(squares\[-1\]\[1\], square, even, odd\)\n", ""),
+        ("lanes", "a square goes on being the first", r"^        square = following\n", ""),
+        ("lanes", "rows of V in half their swizzle", r"^ROWS_SWIZZLE = 128", "ROWS_SWIZZLE = 64"),
+        ("lanes", "the squares' keys are one group on", r"(?<=along\(target, )key(?=, V_ROWS)", "(key + 16) % TILE_KV"),
+        # P's code.
+        ("magnitudes", "P is twice as large", r"^P_OFFSET = 8\.0", "P_OFFSET = 9.0"),
+        ("magnitudes", "P's offset is not whole", r"^P_OFFSET = 8\.0", "P_OFFSET = 7.5"),
+        ("magnitudes", "P is 2^-6 times as large", r"^P_OFFSET = 8\.0", "P_OFFSET = 2.0"),
+        ("magnitudes", "the first block's headroom counts twice", r"RESCALE_SLACK \+ headroom", "RESCALE_SLACK + 2 * headroom"),
+        ("magnitudes", "every block's slack is the first one's", r"RESCALE_SLACK \+ headroom", "RESCALE_SLACK + FIRST_HEADROOM"),
+        ("magnitudes", "codes are 1 % less steep", r"^CODES = 8 ", "CODES = 7.92 "),
+        ("magnitudes", "the line lies a code lower", r"^CODE_OF_1 = 55\.65", "CODE_OF_1 = 54.65"),
+        ("magnitudes", "codes are rounded to even ones", r"^HALF_WHOLE = 0x64006400", "HALF_WHOLE = 0x68006800"),
+        ("magnitudes", "codes below 0 stay", r"cvt\.rn\.relu(?=\.f16x2\.f32 low)", "cvt.rn"),
+        ("lanes", "keys of a quad of codes in another order", r"(?<=low, high, )0x6420", "0x6240"),
+        ("lanes", "the first two keys of a quad are swapped", r"(?<=e4m3x2\.f32 low, )\{\$r1\}, \{\$r0\}", "{$r0}, {$r1}"),
+        ("lanes", "the pairs of a quad are swapped", r"\{low, high\}", "{high, low}"),
+        # Rows of ones.
+        ("rows", "every fourth key is not in the sums", r"^FOUR_ONES = 0x38383838", "FOUR_ONES = 0x38383800"),
+        ("rows", "ones are 1.125", r"^FOUR_ONES = 0x38383838", "FOUR_ONES = 0x39393939"),
+        ("rows", "ones of the first stage only", r"(?<=for stage in cutlass\.range_constexpr\()V_STAGES", "1"),
+        ("rows", "half of the ones", r"thread_idx < of_rows", "thread_idx < of_rows // 2"),
+        ("rows", "ones in the last rows of V", r"(?<=\* V_ROWS \+ )HEAD_DIM_V$", "HEAD_DIM_V - ATOM_ROWS"),
+        ("rows", "the second row has the sum of the first", r"(?<=rows_and_columns\(acc_O\)\[)r(?=, HEAD_DIM_V // QUAD\])", "0"),
+        ("rows", "the last column of O is the sum", r"(?<=rows_and_columns\(acc_O\)\[r, HEAD_DIM_V // QUAD)(?=\])", " - 1"),
+        # O in two levels.
+        ("order", "parts go on after a flush", r"Boolean\(i % FLUSH_BLOCKS != 0\)", "Boolean(i != 0)"),
+        ("order", "every part begins anew", r"Boolean\(i % FLUSH_BLOCKS != 0\)", "Boolean(False)"),
+        ("order", "every second flush is left out", r"i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1", "i % (2 * FLUSH_BLOCKS) == FLUSH_BLOCKS - 1"),
+        ("order", "a flush after each block", r"i % FLUSH_BLOCKS == FLUSH_BLOCKS - 1", "i >= 0"),
+        ("order", "a flush after 8 blocks", r"^FLUSH_BLOCKS = 2", "FLUSH_BLOCKS = 8"),
+        ("order", "a flush after 64 blocks", r"^FLUSH_BLOCKS = 2", "FLUSH_BLOCKS = 64"),
+        ("order", "the last part is not in O", r"^        add_part\(mma\)\n(?=        (?:if problem|normalize))", ""),
+        ("order", "the last part is in O twice", r"^        add_part\(mma\)\n(?=        (?:if problem|normalize))", r"\g<0>\g<0>"),
+        ("order", "a part is not in O", r"^    add_part\(mma\)$", "    pass"),
+        ("order", "a part is not renewed with the reference", r"^        scale_row\(part_O, r, factor\)\n", ""),
+        ("order", "late slices keep the reference", r"^        stats\.late\[r\] = factor\n", ""),
+        ("order", "late slices always have the last factor", r"^    stats\.late\[r\] = Float32\(1\.0\)\n", ""),
+        ("order", "late slices have the first row's factor", r"stats\.late\[i // 2 % ROWS_PER_THREAD\]", "stats.late[0]"),
+        ("order", "the last slice is the one before", r"issue_pv\(mma, v_stage, n \+ 1\)", "issue_pv(mma, v_stage, min(n + 1, 1))"),
+        ("order", "O begins with 1", r"acc_O\.fill\(-0\.0\)", "acc_O.fill(1.0)"),
+        ("order", "rows of no key keep what they loaded", r"^        if problem\.seqlen_kv == 0:\n.*\n", ""),
+        ("host", "k's and v's factors are swapped", r"(?<=, )k_descale, v_descale(?=,? out\b|, lse|,\n *out)", "v_descale, k_descale"),
+    ):  # fmt: skip
+        yield Operator(group, what, pattern, instead)
+
+
 OPERATORS = (
     *_indices(),
     *_residues(),
@@ -797,6 +880,7 @@ OPERATORS = (
     *_rows(),
     *_host(),
     *_writes(),
+    *_e4m3(),
 )
 
 # The unseen keys' maximum needs a softmax that keeps it.

@@ -155,5 +155,6 @@ _DAMAGES: dict[str, Damages] = {  # a longer name before its beginning
     "wgmma.wait_group": _all(_removed, _more_in_flight),
     "barrier.cluster": _removed,
     "bar.sync": _all(*_BARRIER),
+    "bar.warp.sync": _removed,
     "bar.arrive": _all(*_BARRIER),
 }

@@ -28,6 +28,7 @@ CALLS = frozenset(
         "fence_view_async_tmem_load",
         "fence_view_async_tmem_store",
         "mask_row",
+        "mbarrier_arrive",
         "order_arrive",
         "order_wait",
         "pipeline_init_arrive",
@@ -38,6 +39,8 @@ CALLS = frozenset(
         "relinquish_tmem_alloc_permit",
         "rescale",
         "sync_threads",
+        "sync_warp",
+        "wait",
         "wait_group",
     )
 )
@@ -80,6 +83,15 @@ REPLACEMENTS = (
         r"mcast_mode_mn(=|\": )\(0, 1\)",
         r"mcast_mode_mn\g<1>(1, 0)",
     ),
+    # V as rows, transposed by two warps.
+    ("always the first stage of rows", r"(?<=transpose_stage\(rings, )rows_state\.index", "Int32(0)"),
+    ("one warp fills it", r"(?<=warps=)TRANSPOSE_WARPS", "1"),
+    ("one warp frees it", r"TRANSPOSE_WARPS(?=\)?,\n)(?<!// TRANSPOSE_WARPS)(?<!=TRANSPOSE_WARPS)", "1"),
+    ("a third warp transposes", r"(?<=warp_idx <= )TRANSPOSE_WARPS", "TRANSPOSE_WARPS + 1"),
+    ("the stage of the block before", r"(?<=state_at\(v_user, before \+ )i", "cutlass.max(i - 1, 0)"),
+    ("the rows of the same block", r"(?<=state_at\(rows_user, before \+ )i - 1", "i"),
+    ("blocks of earlier tiles are forgotten", r"^        before \+= blocks\n", ""),
+    ("both warps load the first boxes", r"\(cute\.arch\.make_warp_uniform\(cute\.arch\.warp_idx\(\)\) - 1\) \* V_BOXES", "Int32(0)"),
     ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
 )
 

@@ -94,8 +94,8 @@ def judged(arch: str, count: int, seed: int) -> Iterator[dict[str, Any]]:
                 yield row | {"verdict": "refused", "why": str(built)[:2000]}
                 continue
             (outcome,) = emulate.emulate([out / f"{spec.stem}.py"], timeout=TIMEOUT)
-            worst = outcome.worst and outcome.worst["of_bound"]
-            lse = outcome.lse_worst and outcome.lse_worst["of_bound"]
+            found = outcome.worst.first, outcome.worst.others.get("lse")
+            worst, lse = (each and each["of_bound"] for each in found)
             row |= {"of_bound": worst, "lse_of_bound": lse, "cases": outcome.cases}
             row["findings"] = [vars(finding) for finding in outcome.findings]
             row["verdict"] = "FAILED" if outcome.findings else "held"

@@ -144,7 +144,7 @@ def test_whatever_did_not_end_well_is_a_finding(
 def test_what_was_refused_has_no_numbers() -> None:
     none = {"of_bound": math.nan, "rows": 0, "lse_of_bound": None}
     outcome = verdict([KERNEL, ran("a", "eager", "PTX line 3", **none), END])
-    assert outcome.worst is None and outcome.lse_worst is None
+    assert outcome.worst.first is None and outcome.worst.others == {"lse": None}
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ SHARED: dict[str, Any] = {
     "tile": {"q": 128, "kv": 64},
 }
 PACKED: dict[str, Any] = {"heads": {"q_per_kv": 8}, "pack_gqa": True}
+BACKWARD: dict[str, Any] = {"op": "fmha_bwd", "seqlen": 4096}
 SPLIT: dict[str, Any] = {"head_dim": {"qk": 192, "v": 128}, "seqlen": {"kv": 7}}
 
 
@@ -45,6 +46,9 @@ def spec(fields: dict[str, Any]) -> Spec:
         (PACKED, "gqa8"),
         (PLAIN, "packed_unpack"),
         (SPLIT, "d192x128_kv7"),
+        (PLAIN, "x_fwd"),
+        (BACKWARD, "sm90_d128_bf16_full_bwd_s4096"),
+        (BACKWARD | {"deterministic": True}, "sm90_d128_bf16_bwd_det"),
         (PLAIN, "anything_else_v2_d_s_mc_dynamic_lse2"),
     ],
 )
@@ -80,6 +84,10 @@ def test_true_names(fields: dict[str, Any], stem: str) -> None:
         (MIXED, "x_gqa4_pack", "x_gqa4"),
         (PACKED, "mha_pack", "gqa8_pack"),
         (SPLIT, "d192_dyn", "d192x128_kv7"),
+        (PLAIN, "x_bwd", "x"),
+        (PLAIN, "x_bwd_det", "x"),
+        (BACKWARD, "x_fwd", "x_bwd"),
+        (BACKWARD, "x_bwd_det", "x_bwd"),
     ],
 )
 def test_untrue_names(fields: dict[str, Any], stem: str, better: str) -> None:

@@ -77,7 +77,7 @@ def test_the_signature_has_inputs_scalars_and_outputs() -> None:
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])
 def test_launch_takes_the_tensors_in_the_same_order(arch: str) -> None:
     values = {"operation": MADE_UP, "spec": spec()}
-    text = render.render_template(f"{arch}/host.py.j2", values)
+    text = render.render_template(f"{arch}/forward/host.py.j2", values)
     found = [each.arg for each in function(text, "launch").args.args]
     assert found[:5] == ["x", "y", "table", "dy", "sums"]
     assert found[5:] == ["factor", "sm_count", "stream"]

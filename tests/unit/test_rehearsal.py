@@ -100,7 +100,8 @@ def verdict(spoil=lambda problem, schedule: None, findings=(), rows=None, wanted
 def test_what_is_right_holds():
     found = verdict()
     assert found.findings == []
-    assert 0 < found.of_bound < 0.5 and found.lse_of_bound < 0.5
+    assert 0 < found.shown.of_bound < 0.5
+    assert found.shown.others["lse"].of_bound < 0.5
     assert (found.case, found.schedule, found.steps) == ("some", "eager", 7)
     assert found.rows == found.of_rows == 2 * 9 * 2
 

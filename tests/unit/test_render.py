@@ -135,7 +135,7 @@ def test_what_cannot_be_folded_is_said_with_its_template_and_line(
 ):
     folder = tmp_path / "templates"
     shutil.copytree(render.template_folder(), folder)
-    file = folder / "sm90" / "role_attend.py.j2"
+    file = folder / "sm90" / "forward" / "role_attend.py.j2"
     old, new = "    if TAKES_TURNS:", "    if TAKES_TURNS and warpgroup_idx:"
     text = file.read_text("utf-8").replace(old, new, 1)
     file.write_text(text, "utf-8")
@@ -143,6 +143,6 @@ def test_what_cannot_be_folded_is_said_with_its_template_and_line(
     monkeypatch.setattr(render, "template_folder", lambda: folder)
     loader = jinja2.FileSystemLoader(folder)
     monkeypatch.setattr(render, "_environment", lambda: render.environment(loader))
-    said = f"template sm90/role_attend.py.j2:{line}: TAKES_TURNS cannot be folded here:"
+    said = f"template sm90/forward/role_attend.py.j2:{line}: TAKES_TURNS cannot be folded here:"
     with pytest.raises(CheckFailed, match=f"^{re.escape(said)} {new.strip()}$"):
         render.render_source(support.shipped_plan("sm90_d64_bf16_full"))

@@ -84,6 +84,19 @@ E4M3: dict[str, tuple[Any, ...]] = {
 }
 
 
+BACKWARD: dict[str, tuple[Any, ...]] = {
+    "op": ("fmha_fwd", "fmha_bwd"),
+    "arch": ("sm90", "sm100"),
+    "head_dim": (64, {"qk": 192, "v": 128}, 32),
+    "deterministic": (None, True),
+    "mask": (None, "causal"),
+    "window": (None, {"left": 5}),
+    "lse": (None, True),
+    "stages": (None, {"do": 2}, {"v": 2}),
+    "tile": (None, {"q": 128}, {"q": 192, "kv": 128}, {"kv": 64}),
+}
+
+
 # As `pack_gqa: true`, or `cluster is [1, 1]`.
 FIELD = re.compile(rf"\b({'|'.join(one.path for one in FEATURES)})(?:: | is )\S")
 
@@ -122,8 +135,8 @@ def refusals(data: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     "axes",
-    [AXES, MASKS, EDGES, CHUNKS, BIASES, PACKED, E4M3],
-    ids=["tiles", "masks", "edges", "chunks", "biases", "packed", "e4m3"],
+    [AXES, MASKS, EDGES, CHUNKS, BIASES, PACKED, E4M3, BACKWARD],
+    ids=["tiles", "masks", "edges", "chunks", "biases", "packed", "e4m3", "backward"],
 )
 def test_rules_across_fields_are_the_tools(axes: dict[str, tuple[Any, ...]]) -> None:
     rules = {"allOf": schema()["allOf"]}

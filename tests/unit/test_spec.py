@@ -47,7 +47,8 @@ def test_defaults() -> None:
         "multicast": "none",
         "cta_group": 1,
         "tile": {"q": None, "kv": None},
-        "stages": {"q": None, "kv": None, "v": None},
+        "deterministic": False,
+        "stages": {"q": None, "kv": None, "do": None, "v": None},
         "schedule": "persistent",
     }
 

@@ -131,9 +131,9 @@ def test_a_result_has_the_numbers() -> None:
     result = trial.check_case(FakeKernel(spec()), MANY, CpuDevice())
     assert result.findings == []
     assert result.repeats == 20
-    assert 0 < result.of_bound < 1 and 0 < result.absolute < 0.1
-    assert result.lse_of_bound is not None and result.lse_of_bound < 1
-    assert result.lse_absolute is not None and result.lse_absolute < 1e-4
+    assert 0 < result.shown.of_bound < 1 and 0 < result.shown.absolute < 0.1
+    lse = result.shown.others["lse"]
+    assert lse is not None and lse.of_bound < 1 and lse.absolute < 1e-4
 
 
 # --- each fault is found -------------------------------------------------------------

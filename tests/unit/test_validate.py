@@ -139,7 +139,7 @@ def test_a_refused_case_has_no_numbers_to_be_the_worst() -> None:
             END,
         ]
     )
-    assert outcome.worst is not None and outcome.worst["case"] == "a"
+    assert outcome.worst.first is not None and outcome.worst.first["case"] == "a"
     assert outcome.findings == (Finding("b", "refused: q"),)
 
 

@@ -24,7 +24,9 @@ def told(**fields: str) -> str:
 @pytest.mark.parametrize(
     ("field", "word", "answer"),
     [
-        ("op", "fmha_bwd", "there is no backward pass"),
+        ("op", "flash_attn_backward", "write fmha_bwd"),
+        ("backward", "true", "write op: fmha_bwd"),
+        ("is_deterministic", "true", "write deterministic: true"),
         ("op", "flash_attention", "write fmha_fwd"),
         ("op", "fmha_decode", "decoding is not generated"),
         ("arch", "sm120", "Hopper (sm90) and Blackwell (sm100) only"),

@@ -3,6 +3,7 @@
 
 from . import (  # noqa: F401  importing them fills the table
     arithmetic,
+    atomics,
     barriers,
     bulk_copies,
     conversions,

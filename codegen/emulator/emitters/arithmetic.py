@@ -19,8 +19,10 @@ _FLOATS = {
     "f32": ("f32", "float32"),
     "f32x2": ("u64", "float32"),
     "f16x2": ("u32", "float16"),
+    "bf16x2": ("u32", "uint16"),
 }
-"""By type: the dtype of its registers, and of the floats in them."""
+"""By type: the dtype of its registers, and of the floats in them; of bf16 their bits."""
+_HALVES = {"f16x2": "f16", "bf16x2": "bf16"}
 
 
 @emits("add", "sub", modifiers=f"rn rm ftz {' '.join(_FLOATS)} {INTEGERS}")
@@ -44,7 +46,7 @@ def _arithmetic(emitter: Emitter, instruction: Instruction) -> None:
 
 
 def _floats(emitter: Emitter, instruction: Instruction) -> list[str]:
-    """The sources as arrays of floats: 128 lanes of `.f32`, of `.f32x2` and `.f16x2` 256."""
+    """The sources as arrays of floats: 128 lanes of `.f32`, of pairs 256."""
     held, kind = _FLOATS[instruction.modifiers[-1]]
     unpack = "" if held == "f32" else f".view(np.{kind})"
     return [emitter.value(source, held) + unpack for source in instruction.operands[1:]]
@@ -58,8 +60,9 @@ def _assign_floats(emitter: Emitter, instruction: Instruction, expression: str) 
     emitter.assign(instruction.operands[0], expression, held)
 
 
-def _is_half(instruction: Instruction) -> bool:
-    return instruction.modifiers[-1] == "f16x2"
+def _half(instruction: Instruction) -> str:
+    """What `numerics` calls the type of its halves; empty for others."""
+    return _HALVES.get(instruction.modifiers[-1], "")
 
 
 def _rounding(instruction: Instruction) -> str:
@@ -69,7 +72,7 @@ def _rounding(instruction: Instruction) -> str:
     """
     options = list(instruction.modifiers[:-1])
     rounding = options.pop(0) if options and options[0] in _ROUNDINGS else "rn"
-    halves = _is_half(instruction)
+    halves = bool(_half(instruction))
     if options not in ([], ["ftz"]) or (halves and (options or rounding == "rm")):
         raise UnsupportedInstruction(instruction)
     return rounding
@@ -87,8 +90,8 @@ def _float_arithmetic(emitter: Emitter, instruction: Instruction) -> None:
         first, second = f"numerics.ftz({first})", f"numerics.ftz({second})"
     if _rounding(instruction) == "rm":
         expression = f"numerics.{opcode}_rm({first}, {second})"
-    elif _is_half(instruction):
-        expression = f"numerics.{opcode}_f16({first}, {second})"
+    elif half := _half(instruction):
+        expression = f"numerics.{opcode}_{half}({first}, {second})"
     else:
         sign = {"add": "+", "sub": "-", "mul": "*"}[opcode]
         expression = f"{first} {sign} {second}"
@@ -103,14 +106,16 @@ def _fused_sum(
     """A sum whose source `place` is the product of that index, rounded once."""
     factors = _floats(emitter, emitter.program.instructions[product])
     addend = _floats(emitter, instruction)[1 - place]
+    half = _half(instruction)
+    negative = "numerics.neg_bf16({})" if half == "bf16" else "-{}"
     if instruction.opcode == "sub" and place == 0:
-        addend = f"-{addend}"
+        addend = negative.format(addend)
     elif instruction.opcode == "sub":
-        factors[0] = f"-{factors[0]}"
+        factors[0] = negative.format(factors[0])
     values = [*factors, addend]
     if instruction.has("ftz"):
         values = [f"numerics.ftz({value})" for value in values]
-    function = "fma_f16" if _is_half(instruction) else "fma32"
+    function = f"fma_{half}" if half else "fma32"
     expression = f"numerics.{function}({', '.join(values)})"
     if instruction.has("ftz"):
         expression = f"numerics.ftz({expression})"
@@ -151,7 +156,8 @@ def _multiply_add(emitter: Emitter, instruction: Instruction) -> None:
 @emits("fma", modifiers=f"rn rm {' '.join(_FLOATS)}")
 def _fused_multiply_add(emitter: Emitter, instruction: Instruction) -> None:
     function = {"rn": "fma32", "rm": "fma_rm"}[_rounding(instruction)]
-    function = "fma_f16" if _is_half(instruction) else function
+    if half := _half(instruction):
+        function = f"fma_{half}"
     values = ", ".join(_floats(emitter, instruction))
     _assign_floats(emitter, instruction, f"numerics.{function}({values})")
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from ..checks import FENCED, GLOBAL
 from ..ptx import Address, Instruction
 from .emitter import Emitter, UnsupportedInstruction, emits
 
@@ -90,16 +91,30 @@ def _mbarrier(emitter: Emitter, instruction: Instruction) -> None:
         raise UnsupportedInstruction(instruction)
 
 
+_THREADS = [("acq_rel", "gpu"), ("acq_rel", "sys"), ("sc", "gpu"), ("sc", "sys")]
+
+
 @emits(
-    "fence", modifiers="proxy async shared::cta global mbarrier_init release cluster"
+    "fence",
+    modifiers="proxy async shared::cta global mbarrier_init release cluster "
+    "acq_rel sc gpu sys",
 )
 def _fence(emitter: Emitter, instruction: Instruction) -> None:
     modifiers = instruction.modifiers
     if modifiers[:2] == ("proxy", "async"):
+        spaces = {"shared::cta": FENCED, "global": GLOBAL}
+        rows = [row for space, row in spaces.items() if instruction.has(space)]
         # Without a space the fence covers all of them.
-        if not instruction.has("global"):
-            emitter.lines.append(emitter.call("transfers.fence_async"))
+        fenced = repr(tuple(rows or spaces.values()))
+        emitter.lines.append(emitter.call("transfers.fence_async", fenced))
+    elif modifiers in _THREADS:
+        emitter.lines.append(emitter.call("atomics.fence"))
     elif modifiers == ("mbarrier_init", "release", "cluster"):
         emitter.lines.append(emitter.call("mbarriers.fence_init"))
     else:
         raise UnsupportedInstruction(instruction)
+
+
+@emits("membar", modifiers="gl sys")
+def _memory_barrier(emitter: Emitter, instruction: Instruction) -> None:
+    emitter.lines.append(emitter.call("atomics.fence"))

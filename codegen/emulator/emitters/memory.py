@@ -7,16 +7,21 @@ from ..ptx import SINK, Address, Immediate, Instruction, Operand, Symbol
 from .dtypes import BITS, INTEGERS, UNTYPED, numpy_name, unsigned, view
 from .emitter import Emitter, UnsupportedInstruction, dtype_of, elements, emits
 
+_STRONG = frozenset(("acquire", "release", "relaxed", "volatile"))
+_SCOPES = "gpu sys"
 _MEMORY = (
     f"shared shared::cta shared::cluster global v2 v4 f32 b8 s8 u8 {UNTYPED} {INTEGERS}"
 )
 
 
-@emits("ld", modifiers=f"param {_MEMORY}")
+@emits("ld", modifiers=f"param {_MEMORY} acquire relaxed volatile {_SCOPES}")
 def _load(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     targets = elements(destination)
     dtype = dtype_of(instruction)
+    if not _STRONG.isdisjoint(instruction.modifiers):
+        _load_strongly(emitter, instruction, dtype)
+        return
     if instruction.modifiers[0] == "param":
         if not isinstance(source, Address) or not isinstance(source.base, Symbol):
             raise UnsupportedInstruction(instruction, "a parameter that is not named")
@@ -35,6 +40,32 @@ def _load(emitter: Emitter, instruction: Instruction) -> None:
     emitter.lines.append(f"loaded = {call}")
     for number, target in enumerate(targets):
         _assign_loaded(emitter, target, f"loaded[{number}]", dtype)
+
+
+def _load_strongly(emitter: Emitter, instruction: Instruction, dtype: str) -> None:
+    """A load that other CTAs' stores and additions may meet: a gate, for it may poll."""
+    destination, source = instruction.operands
+    width = _strong_width(emitter, instruction, dtype)
+    address = emitter.address(source)
+    if emitter.gate:
+        call = emitter.call("polls.ask", address, width)
+        emitter.lines.append(f"return {call}")
+        return
+    acquires = str(instruction.has("acquire"))
+    call = emitter.call("atomics.load", address, width, acquires)
+    emitter.lines.append(f"loaded = {call}")
+    _assign_loaded(emitter, destination, "loaded", dtype)
+
+
+def _strong_width(emitter: Emitter, instruction: Instruction, dtype: str) -> str:
+    """[bytes] of a scalar in global memory, with a scope that other CTAs are in."""
+    kind, space = instruction.modifiers[0], instruction.modifiers[-2]
+    scopes = () if kind == "volatile" else (instruction.modifiers[1],)
+    modifiers = (kind, *scopes, "global", instruction.modifiers[-1])
+    known = space == "global" and set(scopes) <= set(_SCOPES.split())
+    if instruction.modifiers != modifiers or not known or BITS[dtype] < 32:
+        raise emitter.unsupported("it is no scalar in .global of scope .gpu")
+    return str(BITS[dtype] // 8)
 
 
 def _access(
@@ -74,7 +105,7 @@ def _assign_loaded(emitter: Emitter, target: Operand, value: str, dtype: str) ->
         )
 
 
-@emits("st", modifiers=_MEMORY)
+@emits("st", modifiers=f"{_MEMORY} release relaxed volatile {_SCOPES}")
 def _store(emitter: Emitter, instruction: Instruction) -> None:
     destination, source = instruction.operands
     dtype = unsigned(dtype_of(instruction))
@@ -86,6 +117,13 @@ def _store(emitter: Emitter, instruction: Instruction) -> None:
             values.append(emitter.program.constant(element.value, dtype))
         else:
             values.append(emitter.value(element, dtype))
+    if not _STRONG.isdisjoint(instruction.modifiers):
+        width = _strong_width(emitter, instruction, dtype)
+        (value,) = values
+        address, releases = emitter.address(destination), instruction.has("release")
+        call = emitter.call("atomics.store", address, width, value, str(releases))
+        emitter.lines.append(call)
+        return
     stored = str(BITS[dtype] // 8), f"({', '.join(values)},)"
     emitter.lines.append(_access(emitter, instruction, "store", destination, *stored))
 

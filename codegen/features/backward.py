@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The backward pass: what of a spec it takes, all in one place, and the fields that are its own.
+
+What it does not take is refused by name, whatever the forward pass makes of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from ..ops.backward import BACKWARD_OP
+from ..ops.forward import FORWARD
+from .feature import Accepts, Feature, Relation
+
+if TYPE_CHECKING:
+    from ..spec.model import Spec
+
+Deterministic = Annotated[
+    bool,
+    Accepts(
+        "of fmha_bwd: dQ is summed in a fixed order, so that the same inputs give the same bits"
+    ),
+]
+DETERMINISTIC: Final = Feature(
+    "deterministic",
+    tokens={r"det": lambda spec: ["det" if spec.deterministic else ""]},
+    keys={
+        r"(is_|use_)?deterministic(_mode)?|reproducible": "write deterministic: true"
+    },
+    relations=[
+        Relation(
+            [False],
+            {"op": [FORWARD.name]},
+            hint="leave it out: the same inputs give the same bits",
+        )
+    ],
+    title=lambda spec: "deterministic" if spec.deterministic else "",
+)
+
+TAKES: Final[Mapping[str, Sequence[Any]]] = {
+    "arch": ["sm90"],
+    "dtype": ["bf16", "fp16"],
+    # Half of dQ of 96 columns is no whole number of swizzled ones; more leave no registers.
+    "head_dim": [64, 128],
+    "batch": ["dense"],
+    "kv.paged.page": ["none"],
+    "mask": ["none", "causal"],
+    "chunk": ["none"],
+    "window.left": ["none"],
+    "window.right": ["none"],
+    "documents": [False],
+    "prefix": [False],
+    "blocks": ["derived"],
+    "softcap": ["none"],
+    "score": ["none"],
+    "alibi": [False],
+    "bias.dtype": ["none"],
+    "sink": [False],
+    "lse": [False],
+    "pack_gqa": [False],
+    "cluster": [[1, 1]],
+    "multicast": ["none"],
+    "tile.q": [None, 64, 128],
+    # The rows of both warpgroups that compute.
+    "tile.kv": [None, 128],
+    "stages.v": [None],
+}
+"""By field, all values that op: fmha_bwd goes with; of the fields that are not here, any."""
+
+TAKEN: Final = tuple(
+    Feature(path, relations=[Relation(values, {"op": [BACKWARD_OP]})])
+    for path, values in TAKES.items()
+)
+
+
+def is_backward(spec: Spec) -> bool:
+    """Return whether a spec is of the backward pass."""
+    return spec.op == BACKWARD_OP

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fmha_bwd`: dQ, dK and dV of attention, from dO and what the forward pass read and wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Final
+
+from . import gradients, masks
+from .compare import Verdict, judge_rows
+from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS, LSE, OUT, SEQLEN_Q, K, Q, V
+from .gradients import Truth
+from .masks import Lengths
+from .operation import (
+    Array,
+    Cut,
+    Given,
+    Operation,
+    Sizes,
+    Spec,
+    Tensor,
+    Workspace,
+)
+
+BACKWARD_OP: Final = "fmha_bwd"
+
+DOUT: Final = Tensor("dout", (BATCH, SEQLEN_Q, HEADS, HEAD_DIM_V), expands=True)
+# Of the forward pass, which always has it then.
+GIVEN_LSE: Final = replace(
+    LSE,
+    when="",
+    about=lambda spec: "is that of the forward pass; its strides are free",
+)
+DQ: Final = replace(Q, name="dq")
+DK: Final = replace(K, name="dk")
+DV: Final = replace(V, name="dv")
+# Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
+STATISTICS: Final = 2
+TICKETS: Final = 1
+
+
+def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket."""
+    rows = -(-sizes.q // cut.q) * cut.q
+    width = int(spec["head_dim"]["qk"]) + STATISTICS
+    return sizes.batch * HEADS.size(spec, sizes) * rows * width + TICKETS
+
+
+WORKSPACE: Final = Workspace(
+    *("workspace", "fp32", (BATCH, SEQLEN_Q, HEADS), _elements),
+    about="is the call's own until it is done, and holds nothing before and after it",
+)
+# Statistics of rows, the gradients, and dQ from its sums.
+KERNELS: Final = ("_stats", "", "_finish")
+
+
+def is_backward(spec: Spec) -> bool:
+    """Whether a SPEC is of this operation."""
+    return bool(spec.get("op") == BACKWARD_OP)
+
+
+def forward_of(spec: Spec) -> dict[str, Any]:
+    """The SPEC of the forward pass whose O and LSE a kernel is given."""
+    own = {"deterministic"}
+    kept = {name: x for name, x in spec.items() if name not in own}
+    return {**kept, "op": FORWARD.name, "lse": True}
+
+
+def defined_by(given: Given) -> dict[str, Any]:
+    """Return what defines the results, as functions of `gradients` take it."""
+    inputs = {x.name: given.inputs[x.name] for x in (Q, K, V, DOUT)}
+    return {**inputs, "scale": given.scale, "mask": masks.of_spec(given.spec)}
+
+
+def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:
+    return gradients.gradients(**defined_by(given), wanted=wanted)._asdict()
+
+
+def _truth(given: Given, wanted: Array | None = None) -> Truth:
+    return gradients.truth(
+        **defined_by(given),
+        dtype=given.spec["dtype"],
+        wanted=wanted,
+    )
+
+
+def _judge(
+    given: Given,
+    outputs: Mapping[str, Array],
+    truth: Truth,
+    tile: int,
+    wanted: Array | None = None,
+) -> dict[str, Verdict]:
+    """Verdicts by output. wanted: rows of dQ; of dK and dV, KV heads of which some row is."""
+    rows = dict.fromkeys(outputs, wanted)
+    if wanted is not None:
+        batch, _, heads = wanted.shape
+        group = heads // outputs[DK.name].shape[2]
+        of_heads = wanted.any(1).reshape(batch, 1, heads // group, group).any(-1)
+        for name in (DK.name, DV.name):
+            rows[name] = of_heads.repeat(outputs[name].shape[1], 1)
+    return {
+        name: judge_rows(name, x, getattr(truth, name), rows[name], alike=False)
+        for name, x in outputs.items()
+    }
+
+
+def _flops(
+    spec: Spec, sizes: Sizes, inputs: Mapping[str, Array] | None = None
+) -> float:
+    """2 * batch * heads * pairs * (3 d_qk + 2 d_v), half of the diagonal counted: `Mask.pairs`."""
+    pairs = masks.of_spec(spec).pairs(Lengths(sizes.q, sizes.kv))
+    per_pair = 3 * spec["head_dim"]["qk"] + 2 * spec["head_dim"]["v"]
+    return float(2 * sizes.batch * HEADS.size(spec, sizes) * pairs * per_pair)
+
+
+BACKWARD: Final = Operation(
+    name=BACKWARD_OP,
+    folder="backward",
+    function=BACKWARD_OP,
+    title="FMHA backward",
+    noun="The gradient of attention",
+    reads=(DOUT, Q, K, V, OUT, GIVEN_LSE),
+    writes=(DQ, DK, DV),
+    scalars=FORWARD.scalars,
+    exact=_exact,
+    truth=_truth,
+    judge=_judge,
+    flops=_flops,
+    workspaces=(WORKSPACE,),
+    kernels=lambda spec: KERNELS,
+    unordered=lambda spec: (
+        frozenset() if spec["deterministic"] else frozenset({DQ.name})
+    ),
+)

@@ -1,0 +1,369 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of an sm90 backward kernel: tiles, rings, registers, and what does not fit.
+
+S^T = K Q^T and dP^T = V dO^T of a KV tile and a block of query rows; both math warpgroups have 64
+keys. dK and dV stay in registers, dQ is added to sums in global memory from registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from ..arch import sm90
+from ..errors import SpecError
+from ..ops.backward import KERNELS
+from ..ops.operation import BYTES
+from ..spec.model import Spec, SpecFile
+from . import traits as shared
+from .context import common_context
+from .kernel_plan import (
+    Barrier,
+    DevicePlan,
+    KernelPlan,
+    Number,
+    Region,
+    Registers,
+    too_much_smem,
+    total,
+)
+from .numbers import derived, given, regions, tuned
+
+WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
+REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
+TILE_KV: Final = sm90.WARPGROUP_ROWS * WARPGROUPS
+DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
+# Whether there are kernels that sum dQ in a fixed order.
+ORDERED: Final = False
+REGISTERS_BESIDE: Final = 20  # addresses, pipeline states. From what compiled unspilled
+SCHEDULER_WARP: Final = 3
+TILE_STAGES: Final = 2  # tickets; the next tile is loaded while this one is computed
+# Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
+SECTION_BYTES: Final = 32 * 2**20
+STATS_THREADS: Final = 256
+FLOATS: Final = 4  # of 16 bytes
+CONSTANTS: Final = {
+    **sm90.CONSTANTS,
+    **{"DS_STAGES": DS_STAGES, "TILE_STAGES": TILE_STAGES, "STAT_ALIGN": 128},
+    **{"STATS_THREADS": STATS_THREADS, "FLOATS": FLOATS, "HALVES": 2 * FLOATS},
+}
+
+REASONS: Final[Mapping[str, str]] = {
+    "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
+    "TILE_KV": "64 for each of two warpgroups",
+    "Q_STAGES": "2 where it fits: the next block's loads overlap this block's products",
+    "DO_STAGES": "2 where it fits: as of Q",
+    "SECTION_BYTES": "32 MiB of the 50 of L2",
+    "KV_STAGES": "2: the next tile's K and V are loaded while this one's are in use",
+}
+
+
+DOES: Final = (
+    "-LSE / scale and -D of each row, and zeros where dQ is summed",
+    "dK and dV; adds to the sums of dQ",
+    "dQ of its sums",
+)
+"""What each of the kernels does."""
+
+
+@dataclass(frozen=True)
+class Sizes(shared.Sizes):
+    """Tile and ring sizes, in rows and stages."""
+
+    q_stages: int
+    do_stages: int
+    kv_stages: int
+
+
+@dataclass(frozen=True)
+class Traits(shared.Traits):
+    """What a backward kernel must be able to do."""
+
+    sizes: Sizes
+
+    @property
+    def packed_products(self) -> bool:
+        """P and dP - D are multiplied in 16 bits, which fp16 would overflow in."""
+        return self.spec.dtype == "bf16"
+
+
+def resolve(spec_file: SpecFile) -> KernelPlan:
+    """Plan a kernel, or raise SpecError (FG401, FG402, FG408) with the numbers that do not fit."""
+    spec = spec_file.spec
+    if spec.deterministic and not ORDERED:
+        message = (
+            "deterministic: true is not generated: dQ is summed in any order, in fp32;"
+            " dK and dV have the same bits for the same inputs in any case"
+        )
+        hint = "leave it out"
+        raise spec_file.refusal("FG408", ("deterministic",), message, hint)
+    traits = Traits(spec, _choose(spec_file))
+    chosen = tuple(_chosen(traits))
+    numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
+    smem, barriers = _smem(traits), tuple(_barriers(traits.sizes))
+    context = _context(spec_file, traits, chosen, numbers, barriers, total(smem))
+    bare = DevicePlan((), (), (), (), (), (), {})
+    main = DevicePlan(
+        smem=smem,
+        tmem=(),
+        barriers=barriers,
+        phases=(),
+        loads=(),
+        registers=(
+            Registers("producer", 1, REGISTERS.producer),
+            Registers("math", WARPGROUPS, REGISTERS.consumer),
+        ),
+        register_parts=_register_parts(spec, traits.sizes.tile_q),
+        name="main",
+    )
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=sm90.ARCHITECTURE,
+        chosen=chosen,
+        derived=numbers,
+        kernels=(replace(bare, name="stats"), main, replace(bare, name="finish")),
+        statements=tuple(_statements(traits)),
+        context=context,
+    )
+
+
+def _choose(spec_file: SpecFile) -> Sizes:
+    """Tile and rings: as given, the rest planned; raises SpecError for what does not fit."""
+    spec = spec_file.spec
+    tiles = (spec.tile.q,) if spec.tile.q else _query_tiles(spec)
+    fitting = [rows for rows in tiles if _needed(spec, rows) <= REGISTERS.consumer]
+    if not fitting:
+        raise _too_many_registers(spec_file, tiles[-1])
+
+    def fits(sizes: Sizes) -> bool:
+        return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
+
+    asked, kv = spec.stages, spec.stages.kv or 2
+    choices = [
+        Sizes(tile_q, TILE_KV, asked.q or q_stages, asked.do or do_stages, kv)
+        for tile_q in fitting
+        for q_stages, do_stages in ((2, 2), (2, 1), (1, 1))
+    ]
+    sizes = next(filter(fits, choices), choices[-1])
+    if not fits(sizes):
+        smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
+        fewer = "fewer stages, a smaller tile.q"
+        raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field, fewer)
+    return sizes
+
+
+def _query_tiles(spec: Spec) -> Sequence[int]:
+    """Query rows of a block to try, the better first."""
+    return (128, 64) if max(spec.head_dim.qk, spec.head_dim.v) <= 64 else (64,)
+
+
+def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
+    """Registers of a math thread: fp32 accumulators, and what is there beside them at the worst
+    moment. P and dS are operands of 16 bits; of fp32 products P is there until dP has come.
+    """
+    of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
+    of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
+    if Traits(spec, Sizes(tile_q, TILE_KV, 0, 0, 0)).packed_products:
+        moments = ({"S": of_scores, "dQ": of_dq}, {"dP": of_scores, "P": of_p})
+    else:
+        fp32 = {"P in fp32": of_scores, "P": of_p}
+        moments = ({**fp32, "dQ": of_dq}, {**fp32, "dP": of_scores})
+    worst = max(moments, key=lambda parts: sum(parts.values()))
+    kept = {"dK": spec.head_dim.qk // 2, "dV": spec.head_dim.v // 2}
+    return {**kept, **worst, "others": REGISTERS_BESIDE}
+
+
+def _needed(spec: Spec, tile_q: int) -> int:
+    return sum(_register_parts(spec, tile_q).values())
+
+
+def _too_many_registers(spec_file: SpecFile, tile_q: int) -> SpecError:
+    parts = _register_parts(spec_file.spec, tile_q)
+    message = (
+        f"a math thread needs about {sum(parts.values())} registers at tile.q {tile_q}, it has"
+        f" {REGISTERS.consumer}: {' + '.join(f'{k} {n}' for k, n in parts.items())}"
+    )
+    smaller = tile_q > sm90.WARPGROUP_ROWS
+    field = ("tile", "q") if spec_file.spec.tile.q and smaller else ("head_dim",)
+    hint = "a smaller tile.q, or leave it out" if smaller else "head_dim: 64, 96 or 128"
+    return spec_file.refusal("FG402", field, message, hint)
+
+
+def _largest_given(spec: Spec) -> tuple[str, ...]:
+    """The field that shared memory is too small for, as far as the spec gives one."""
+    for name in ("do", "q", "kv"):
+        if getattr(spec.stages, name):
+            return ("stages", name)
+    return ("tile", "q") if spec.tile.q else ("head_dim",)
+
+
+def _chosen(traits: Traits) -> Iterator[Number]:
+    sizes = traits.sizes
+    yield from given(traits)
+    rows = (
+        ("TILE_Q", sizes.tile_q, "rows of a block", "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per CTA", "tile.kv"),
+        ("Q_STAGES", sizes.q_stages, "blocks", "stages.q"),
+        ("DO_STAGES", sizes.do_stages, "blocks", "stages.do"),
+        ("KV_STAGES", sizes.kv_stages, "tiles of K, and as many of V", "stages.kv"),
+    )
+    yield from tuned(traits.spec, rows, partial(_reason, traits.spec))
+    unit = "bytes that the heads of a section have in L2"
+    why = REASONS["SECTION_BYTES"]
+    yield Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
+
+
+def _reason(spec: Spec, name: str) -> str:
+    """Why a number is what it is, though the spec leaves it out."""
+    if name == "TILE_Q" and 128 in _query_tiles(spec):
+        needed = _needed(spec, 128)
+        if needed > REGISTERS.consumer:
+            return f"with 128 a thread would need {needed} registers"
+    return REASONS[name]
+
+
+def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula)."""
+    per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
+    yield "WARPGROUPS", "that compute", "TILE_KV // WARPGROUP_ROWS"
+    yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
+    yield "MATH_WARPS", "that compute", "WARPGROUP_WARPS * WARPGROUPS"
+    yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
+    yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
+    yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
+    for name, rows, width, stat in (
+        *(
+            ("Q", "TILE_Q", "QK", " + STAT_BYTES"),
+            ("DO", "TILE_Q", "V", " + STAT_BYTES"),
+        ),
+        *(("K", "TILE_KV", "QK", ""), ("V", "TILE_KV", "V", "")),
+    ):
+        formula = f"{rows} * HEAD_DIM_{width} * ELEMENT_BYTES{stat}"
+        yield f"{name}_TX_BYTES", per_stage, formula
+    yield "TILE_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
+    yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
+    yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
+    groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
+    yield "DQ_GROUPS", "of four sums, per thread", groups
+    yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
+    yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
+    lanes = "HEAD_DIM_V // HALVES"
+    yield "ROW_LANES", "threads that read a row of dO and of O", lanes
+    yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
+    row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
+    row = f"Q_PER_KV * ({row})" if traits.spec.heads.q_per_kv > 1 else row
+    yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
+    if traits.seqlen_q is not None:
+        yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
+
+
+def _constants(spec: Spec) -> dict[str, int]:
+    return {**CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
+
+
+def _smem(traits: Traits) -> tuple[Region, ...]:
+    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {TILE_STAGES}"
+    barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {TILE_STAGES}"
+    rows = [
+        ("barriers", barriers, 1, ""),
+        ("sTickets", tickets, 1, ""),
+        ("padding", f"-({barriers} + {tickets}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
+        ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
+        ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
+        ("sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"),
+        ("sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"),
+        ("sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"),
+        ("sV", "2 * TILE_KV * HEAD_DIM_V * KV_STAGES", sizes.kv_stages, "V"),
+        ("sdS", f"2 * TILE_KV * TILE_Q * {DS_STAGES}", DS_STAGES, "dS"),
+    ]
+    numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))
+    return regions(rows, numbers, sm90.SMEM_ALIGN)
+
+
+def _barriers(sizes: Sizes) -> Iterator[Barrier]:
+    warps = 4 * WARPGROUPS
+    every = warps, "every math warp"
+    one = WARPGROUPS, "a warp of each warpgroup, once dK has left it"
+    for name, stages, what, (count, who) in (
+        ("q", sizes.q_stages, "Q", every),
+        ("do", sizes.do_stages, "DO", every),
+        ("k", sizes.kv_stages, "K", every),
+        ("v", sizes.kv_stages, "V", one),
+    ):
+        full = f"1 + {what}_TX_BYTES by TMA"
+        yield Barrier(f"{name}_full", stages, 1, full, "math warpgroups")
+        yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
+    stored = f"{warps}: every math warp, once its dS is stored"
+    yield Barrier("ds_full", DS_STAGES, warps, stored, "math warpgroups")
+    yield Barrier(
+        "tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps"
+    )
+    taken = f"{warps + 1}: every warp that took it"
+    yield Barrier("tile_empty", TILE_STAGES, warps + 1, taken, "scheduler")
+
+
+def _context(
+    spec_file: SpecFile,
+    traits: Traits,
+    chosen: Sequence[Number],
+    numbers: Sequence[Number],
+    barriers: Sequence[Barrier],
+    smem_bytes: int,
+) -> dict[str, Any]:
+    """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
+    last_warp = 4 * (WARPGROUPS + 1) - 1
+    told = {each.name: each.arrivals for each in barriers}
+    fills = {"q": "Q and -LSE / scale", "do": "dO and -D", "k": "K", "v": "V"}
+    width = max(map(len, fills.values()))
+    roles = (
+        "Kernels, in their order, by what is behind the file's name in theirs:",
+        *(
+            f"  {suffix:{max(map(len, KERNELS))}}  {does}"
+            for suffix, does in zip(KERNELS, DOES, strict=True)
+        ),
+        f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; warps 4 to"
+        f" {last_warp} compute.",
+        "Pipelines (what TMA fills a stage with; the arrivals that free it):",
+        *(
+            f"  {name:2}  {fill:{width}}  {told[f'{name}_empty']}"
+            for name, fill in fills.items()
+        ),
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM.",
+    )
+    common = common_context(
+        spec_file, traits, chosen, numbers, roles=roles, spec_items=()
+    )
+    return {
+        **common,
+        "names_arch": True,
+        "packed_products": traits.packed_products,
+        "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
+        "dq_by_rows": traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
+        "causal": traits.mask.edges,
+        "masked": traits.masks,
+    }
+
+
+def _statements(traits: Traits) -> Iterator[str]:
+    yield "Three kernels: statistics of rows, dK and dV with sums of dQ, dQ of its sums."
+    yield (
+        "A CTA has a KV tile; the blocks of rows that see it come one after the other, of each"
+        " query head of its KV head in turn: dK and dV stay in registers."
+    )
+    if traits.mask.edges:
+        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
+    yield (
+        "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
+        " Rows beyond the last one, and rows without keys, start at -inf."
+    )
+    if traits.packed_products:
+        yield "dS is the product of P and dP in 16 bits, rounded."
+    if not traits.spec.deterministic:
+        yield (
+            "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
+            " call to call; dK and dV have the same bits for the same inputs."
+        )
+    yield "dQ of a row without keys is 0, and so are dK and dV of a key that no row sees."

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Backward kernels in the emulator, against the gradient by definition; damages are found."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from fmha_gen.build import captures
+from fmha_gen.build.calls import arguments, scale_of
+from fmha_gen.build.kernel_text import read_constants
+from fmha_gen.emulator import machine
+from fmha_gen.emulator.lower import lower_kernels
+from fmha_gen.emulator.scheduler import Schedule
+from fmha_gen.evidence import rehearsal
+from fmha_gen.evidence.tensors import Problem, make_problem
+from fmha_gen.ops.backward import BACKWARD, forward_of
+from fmha_gen.ops.cases import Case, tiles_of
+from fmha_gen.ops.forward import FORWARD
+from fmha_gen.ops.operation import Given
+
+from . import kernels
+
+D64 = kernels.SMALL + "mask: causal\n"
+# By name: what a spec says, and the calls of its kernel.
+KERNELS = {
+    "sm90_d64_bf16_causal_bwd": (
+        D64,
+        (Case("ragged", 1, 2, 150, 300, sm_count=2), Case("few_keys", 1, 1, 200, 70)),
+    ),
+    "sm90_d128_bf16_bwd": (
+        "head_dim: 128\ndtype: bf16\n",
+        (Case("tails", 2, 1, 70, 200, sm_count=3),),
+    ),
+    "sm90_d64_bf16_bwd": (
+        "head_dim: 64\ndtype: bf16\n",  # blocks of 128
+        (Case("tails", 1, 2, 150, 200, sm_count=3),),
+    ),
+    "sm90_d64_fp16_causal_bwd_gqa3": (
+        "head_dim: 64\ndtype: fp16\nmask: causal\nheads: {q_per_kv: 3}\n",
+        (Case("groups", 1, 2, 90, 140, sm_count=1),),
+    ),
+    "sm90_d128_bf16_causal_bwd_s256": (
+        "head_dim: 128\ndtype: bf16\nmask: causal\nseqlen: 256\n",
+        (Case("fixed", 1, 1, 256, 256, sm_count=2),),
+    ),
+}
+CALLS = [(stem, case) for stem, (_, cases) in KERNELS.items() for case in cases]
+# Asynchronous work is done late, and at random times beside warps in a random order.
+SCHEDULES = [rehearsal.schedules(1)[i] for i in (1, -1)]
+
+
+class Ran(NamedTuple):
+    """The outputs' bits, by output the error over its bound, and all findings."""
+
+    bits: dict[str, bytes]
+    of_bound: dict[str, float]
+    findings: list[str]
+
+
+def bits_of(x: Any, dtype: str) -> Any:
+    """Rounded to nearest even, as the tensors of a case hold it."""
+    x = np.asarray(x, np.float32)
+    if dtype == "fp32":
+        return x.view(np.uint32)
+    if dtype == "fp16":
+        return x.astype(np.float16).view(np.uint16)
+    wide = np.ascontiguousarray(x).view(np.uint32)
+    return ((wide + 0x7FFF + (wide >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def given_by_forward(spec: Any, case: Case, problem: Problem) -> Given:
+    """What the kernel is given, with O and LSE of the forward pass written into the tensors."""
+    inputs = {x.name: x.numbers() for x in problem.inputs}
+    scale = scale_of(spec, case)
+    read = {name: inputs[name] for name in ("q", "k", "v")}
+    for name, x in FORWARD.exact(Given(forward_of(spec), read, scale)).items():
+        view = problem[name].view
+        view[...] = bits_of(x, problem[name].placed.dtype).view(view.dtype)
+    return Given(spec, {x.name: x.numbers() for x in problem.inputs}, scale)
+
+
+def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
+    """A call under each schedule."""
+    known = read_constants(path.read_text(encoding="utf-8"))
+    spec, tiles = known["SPEC"], tiles_of(known)
+    text, (launches,) = captures.checked(
+        path, [arguments(spec, case, tiles)], arch="sm90"
+    )
+    problem, programs = make_problem(spec, tiles, case), lower_kernels(text)
+    given = given_by_forward(spec, case, problem)
+    truth, ran = BACKWARD.truth(given), []
+    for schedule in schedules:
+        for written in problem.written:
+            written.poison()
+        found = machine.run(programs, launches, problem.memory(), schedule=schedule)
+        results = {x.name: x.numbers().astype(np.float64) for x in problem.outputs}
+        verdicts = BACKWARD.judge(given, results, truth, tiles.kv)
+        findings = [*map(str, found.findings)]
+        findings += [x.finding for x in verdicts.values() if x.finding]
+        findings += [y for x in problem.written if (y := x.outside())]
+        bits = {x.name: x.view.tobytes() for x in problem.outputs}
+        ran.append(
+            Ran(bits, {name: x.of_bound for name, x in verdicts.items()}, findings)
+        )
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("stem", "case"), CALLS, ids=[f"{a}-{b.name}" for a, b in CALLS]
+)
+def test_gradients_are_right_under_every_schedule(
+    stem: str, case: Case, tmp_path: Path
+) -> None:
+    fields, _ = KERNELS[stem]
+    path = kernels.written(tmp_path, kernels.text_of(fields, stem), stem)
+    ran = run(path, case, SCHEDULES)
+    assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
+    assert max(max(each.of_bound.values()) for each in ran) < 1
+    # dQ is summed in any order, dK and dV are not.
+    for name in ("dk", "dv"):
+        assert len({each.bits[name] for each in ran}) == 1
+
+
+DAMAGES = {
+    "dK without the scale": (
+        " * softmax_scale).to(DTYPE)",
+        ").to(DTYPE)",
+        "of dk: wrong",
+    ),
+    "a block's sums left out": (
+        "    add_dq(acc_dQ, mSums, place_before, warpgroup_idx)\n    if warp_idx",
+        "    if warp_idx",
+        "of dq: wrong",
+    ),
+    "dS seen by TMA's proxy only by chance": (
+        '        cute.arch.fence_proxy("async.shared", space="cta")\n'
+        "        cute.arch.sync_warp()",
+        "        cute.arch.sync_warp()",
+        "fence",
+    ),
+    "statistics read before they are there": (
+        "    cute.arch.griddepcontrol_wait()\n    ticket = Int32(0)",
+        "    ticket = Int32(0)",
+        "race",
+    ),
+    "sums read before they are there": (
+        "    cute.arch.griddepcontrol_wait()\n    sums =",
+        "    sums =",
+        "race",
+    ),
+    "no zeros where dQ is summed": (
+        "        cute.autovec_copy(zeros, gSums[None, i * STATS_THREADS + thread])",
+        "        pass",
+        "read-before-write",
+    ),
+    "Q given back before dK has read it": (
+        "        rings.do.consumer_release(do_state)\n",
+        "        rings.do.consumer_release(do_state)\n"
+        "        rings.q.consumer_release(q_state)\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damage_is_found(name: str, tmp_path: Path) -> None:
+    old, new, words = DAMAGES[name]
+    stem = "sm90_d64_bf16_causal_bwd"
+    text = kernels.text_of(D64, stem)
+    assert text.count(old) == 1, name
+    path = kernels.written(tmp_path, text.replace(old, new), stem)
+    case = Case("damaged", 1, 1, 150, 200, sm_count=1)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any(words in each for each in findings), findings[:3]

@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The problems that a backward kernel is shown, and what their tensors hold."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import get_args
+
+import numpy as np
+import pytest
+from fmha_gen.build.calls import arguments
+from fmha_gen.evidence import tensors
+from fmha_gen.ops import backward_cases
+from fmha_gen.ops.backward import BACKWARD
+from fmha_gen.ops.case import Gradient, residues
+from fmha_gen.ops.cases import (
+    REPEATS,
+    Case,
+    Layout,
+    Tiles,
+    cases_for,
+    launches_for,
+    smallest_ragged,
+    walks_for,
+)
+from fmha_gen.ops.inputs import place_tensors, values
+from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops.operation import Given
+from fmha_gen.ops.reference import attention
+from fmha_gen.ops.rounding import rounded
+from right_gradients import compute
+from right_kernel import rounded as rounded_by_bits
+
+KERNELS = [
+    *itertools.product(
+        ("none", "causal"), (1, 3, 8), ((64, 128), (128, 64)), ["dynamic"]
+    ),
+    *(("causal", 1, (64, 128), 300), ("none", 1, (64, 128), 4096)),
+]
+each_kernel = pytest.mark.parametrize(
+    ("mask", "group", "tile_and_dim", "length"), KERNELS
+)
+
+
+def spec_of(
+    mask="causal", group=1, head_dim=64, length="dynamic", dtype="bf16", **changes
+):
+    return {
+        **{"name": "x", "arch": "sm90", "op": "fmha_bwd", "dtype": dtype},
+        "head_dim": {"qk": head_dim, "v": head_dim},
+        "seqlen": {"q": length, "kv": length},
+        **{"q_per_kv": group, "mask": mask, "deterministic": False},
+        **changes,
+    }
+
+
+def taken(mask, group, tile_and_dim, length):
+    (tile_q, head_dim), tiles = tile_and_dim, Tiles(tile_and_dim[0], 128, (1, 1))
+    spec = spec_of(mask, group, head_dim, length)
+    assert tiles.q == tile_q
+    return spec, tiles, cases_for(spec, tiles)
+
+
+@each_kernel
+def test_a_case_is_small_enough_for_the_emulator(mask, group, tile_and_dim, length):
+    _, tiles, cases = taken(mask, group, tile_and_dim, length)
+    shown = [case for case in cases if case.emulated]
+    for case in shown:
+        blocks = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.kv)
+        assert case.blocks == case.batch * case.kv_heads * group * blocks
+        assert case.blocks <= backward_cases.MOST_PAIRS and case.clusters is None
+        assert math.ceil(case.kv / tiles.kv) <= 3 and math.ceil(case.q / tiles.q) <= 5
+    assert bool(shown) == (length != 4096)
+    assert sum(case.blocks for case in shown) <= max(160 * group, 400)
+    names = [case.name for case in cases]
+    assert len(names) == len(set(names))
+    assert all(length in ("dynamic", case.q) for case in cases)
+
+
+@each_kernel
+def test_every_kind_of_problem(mask, group, tile_and_dim, length):
+    _, tiles, cases = taken(mask, group, tile_and_dim, length)
+    shown = [case for case in cases if case.emulated]
+    if length == 4096:
+        assert {case.gradient for case in cases} >= {"zeros", "one_row", "large"}
+        return
+    assert {case.gradient for case in shown} == {*get_args(Gradient)}
+    assert {case.data for case in shown} >= {
+        "normal",
+        "edges",
+        "huge_key",
+        "uniform_1e4",
+    }
+    assert {case.scale_factor for case in shown} >= {1.0, 30.0, 2.0**-10}
+    layouts = {*get_args(Layout)} - {"farther"}
+    if length != "dynamic":
+        layouts -= {"mixed"}
+    assert {case.layout for case in shown} >= layouts
+    assert any(case.timing for case in shown)
+    big = [case for case in cases if not case.emulated]
+    assert max(case.repeats for case in big) == REPEATS
+    if length != "dynamic":
+        return
+    m, n = tiles.q, tiles.kv
+    assert {case.kv % n for case in shown} >= {*residues(n)}
+    assert {case.q % m for case in shown} >= {*residues(m)}
+    assert any(case.q < case.kv for case in shown) and any(c.q > c.kv for c in shown)
+    assert any(case.q - case.kv > m for case in shown), "blocks of rows without a key"
+    assert {(1, 1)} <= {(case.q, case.kv) for case in shown}
+    assert any(case.q == 1 and case.kv > n for case in shown)
+    assert any(case.kv == 1 and case.q > m for case in shown)
+    assert any(case.batch == 2 and case.kv_heads == 3 for case in shown)
+    most = max(backward_cases.work_tiles(case, tiles) / case.sm_count for case in shown)
+    assert most >= 6, "a CTA with more tiles than a ring has stages"
+    assert any(math.ceil(case.q / m) * group >= 5 for case in shown), "blocks in a row"
+    if mask == "causal":
+        found = {(case.kv - case.q) % m for case in shown}
+        assert found >= {*residues(m)}
+        assert {(case.kv - case.q) % n for case in shown} >= {n // 2, n - 2, n - 1}
+    many = [case for case in big if backward_cases.work_tiles(case, tiles) > 2 * 132]
+    assert len(many) >= 3
+
+
+def test_few_problems_are_launched_alone_and_none_is_walked():
+    spec, tiles = spec_of(), Tiles(64, 128, (1, 1))
+    assert walks_for(spec, tiles) == ()
+    assert {case.layout for case in launches_for(spec, tiles)} == {"own", "farther"}
+    assert max(case.batch for case in launches_for(spec, tiles)) > 65535
+    small = smallest_ragged(cases_for(spec, tiles))
+    assert small.emulated and min(small.q, small.kv) > 1
+
+
+# --- what tensors hold ----------------------------------------------------------------------
+
+TILES = Tiles(64, 128, (1, 1))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_o_and_lse_are_those_of_what_16_bits_hold(dtype, mask):
+    spec, case = spec_of(mask, 2, dtype=dtype), Case("x", 2, 2, 40, 24)
+    made = tensors.make_problem(spec, TILES, case)
+    q, k, v = (made[name].numbers() for name in "qkv")
+    exact = attention(q, k, v, scale=0.125, mask=MASKS[mask])
+    wanted = tensors.TO_BITS[dtype](exact.out.astype(np.float32))
+    np.testing.assert_array_equal(made["out"].view, wanted)
+    found = made["lse"].numbers()
+    np.testing.assert_array_equal(found, exact.lse.astype(np.float32))
+    assert np.isneginf(found).any() == (mask == "causal")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_gradients_that_are_zero_one_row_small_or_large(dtype):
+    spec, made = spec_of(dtype=dtype), {}
+    for kind in get_args(Gradient):
+        case = Case("x", 1, 2, 9, 7, gradient=kind)
+        made[kind] = values(spec, TILES, case)["dout"]
+    assert (made["zeros"] == 0).all()
+    rows = np.flatnonzero(np.abs(made["one_row"]).sum((0, 2, 3)))
+    assert rows.tolist() == [4]
+    assert 0.8 < made["normal"].std() < 1.2
+    assert made["small"].std() < 0.02
+    large = {"bf16": 1e4, "fp16": 1e3}[dtype]
+    assert 0.8 < made["large"].std() / large < 1.2
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", ["none", "causal"])
+def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask):
+    """No 16-bit P or dS overflows, and no bound is too tight for the data that it is of."""
+    spec = spec_of(mask, 2, dtype=dtype)
+    for case in cases_for(spec, TILES):
+        if not case.emulated or case.layout in ("far", "farther"):
+            continue
+        made = tensors.make_problem(spec, TILES, case)
+        inputs = {x.name: x.numbers() for x in made.inputs}
+        call = Given(spec, inputs, 0.125 * case.scale_factor)
+        named = [inputs[name] for name in ("q", "k", "v", "dout", "out", "lse")]
+        options = {"scale": call.scale, "mask": MASKS[mask], "dtype": dtype}
+        for packed in (False, True)[: 1 + (dtype == "bf16")]:
+            found = compute(*named, **options, packed=packed)
+            judged = BACKWARD.judge(call, found, BACKWARD.truth(call), TILES.kv)
+            for name, verdict in judged.items():
+                assert verdict.finding == "", (case.name, name)
+
+
+def test_a_workspace_lies_alone_between_guards_at_16_bytes():
+    spec = spec_of(group=3)
+    for layout in get_args(Layout):
+        case = Case("x", 2, 1, 65, 7, layout=layout, sm_count=1)
+        placed = place_tensors(spec, case, TILES).tensors["workspace"]
+        assert placed.shape == (2 * 3 * 128 * 66 + 1,) and placed.strides == (1,)
+        assert placed.storage == "workspace" and placed.offset * 4 % 16 == 0
+        if layout == "farther":
+            continue
+        made = arguments(spec, case, TILES)
+        assert ("workspace" in made["tensors"]) == (layout != "plain")
+        assert made["scratch"] == {"workspace": placed.shape[0]}
+
+
+def test_a_workspace_is_poisoned_and_its_guards_are_watched():
+    spec, case = spec_of(), Case("x", 1, 1, 5, 7)
+    made = tensors.make_problem(spec, TILES, case)
+    (workspace,) = made.scratch
+    workspace.poison()
+    assert np.isnan(workspace.numbers()).all() and workspace.outside() == ""
+    workspace.view[...] = 0
+    assert workspace.outside() == ""
+    for place in (0, -1):
+        workspace.poison()
+        workspace.storage[place] = 0
+        assert "1 elements outside workspace were written" in workspace.outside()
+    (buffer,) = [x for x in made.memory().buffers if x.name == "workspace"]
+    assert buffer.address % 16 == 0
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_rounding_is_that_of_the_emulator(dtype):
+    random = np.random.default_rng(0)
+    some = random.standard_normal(4096, np.float32) * np.exp2(
+        random.integers(-30, 30, 4096)
+    )
+    some = np.concatenate(
+        (some, [0.0, -0.0, np.inf, -np.inf, 65504, 65520, 1 + 2.0**-8])
+    )
+    some = some.astype(np.float32)
+    np.testing.assert_array_equal(rounded(some, dtype), rounded_by_bits(dtype, some))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plan of the backward pass: what fits, what the forward's fields are to it, and its SPEC."""
+
+from __future__ import annotations
+
+import pytest
+import support
+from fmha_gen.arch import sm90
+from fmha_gen.errors import SpecError
+from fmha_gen.features.backward import TAKES
+from fmha_gen.planning import plan, sm90_backward
+from fmha_gen.planning.numbers import Number
+from fmha_gen.show import explain
+from fmha_gen.show.picture import page
+from fmha_gen.spec.model import Spec
+
+HEAD = "arch: sm90\nop: fmha_bwd\n"
+
+
+def planned(text, stem="sm90_bwd"):
+    return plan.resolve(support.load_text(HEAD + text, stem))
+
+
+def numbers(kernel):
+    return {each.name: each.value for each in (*kernel.chosen, *kernel.derived)}
+
+
+@pytest.mark.parametrize(
+    ("text", "tiles", "nbytes"),
+    [
+        ("head_dim: 128\ndtype: bf16", (64, 128, 2, 2, 2), 231424),
+        ("head_dim: 128\ndtype: fp16", (64, 128, 2, 2, 2), 231424),
+        ("head_dim: 64\ndtype: bf16", (128, 128, 2, 2, 2), 199680),
+        ("head_dim: 64\ndtype: bf16\ntile: {q: 64}", (64, 128, 2, 2, 2), 133120),
+        ("head_dim: 64\ndtype: fp16", (64, 128, 2, 2, 2), 133120),
+        ("head_dim: 128\ndtype: bf16\nstages: {do: 3}", (64, 128, 1, 3, 2), 231424),
+        ("head_dim: 64\ndtype: bf16\nstages: {kv: 3}", (128, 128, 2, 2, 3), 232448),
+    ],
+)
+def test_tiles_stages_and_shared_memory(text, tiles, nbytes):
+    """The sums are those of the formula, written out: tiles of 1024 bytes, statistics before."""
+    kernel = planned(text)
+    found = numbers(kernel)
+    names = ("TILE_Q", "TILE_KV", "Q_STAGES", "DO_STAGES", "KV_STAGES")
+    assert tuple(found[name] for name in names) == tiles
+    q, kv, q_stages, do_stages, kv_stages = tiles
+    d = found["HEAD_DIM_QK"]
+    barriers = -(-2 * 8 * (q_stages + do_stages + 2 * kv_stages + 2) // 128) * 128
+    before = -(-(barriers + 4 * q * (q_stages + do_stages)) // 1024) * 1024
+    of_tiles = 2 * q * d * (q_stages + do_stages) + 4 * kv * d * kv_stages
+    assert kernel.smem_bytes == before + of_tiles + 2 * 2 * q * kv == nbytes
+    assert nbytes <= sm90.SMEM_BYTES
+    assert (found["WARPGROUPS"], found["THREADS"]) == (2, 384)
+    assert (found["CONSUMER_REGS"], found["PRODUCER_REGS"]) == (240, 24)
+    assert found["Q_TX_BYTES"] == 2 * q * d + 4 * q
+
+
+# What ptxas compiled without a spill, and what it did not: (head_dim, rows, dtype). Products in
+# fp32 are those of fp16.
+COMPILED = {
+    **{(128, 64, "bf16"): True, (128, 64, "fp16"): True, (128, 80, "bf16"): True},
+    **{(128, 80, "fp16"): False, (128, 96, "bf16"): False, (64, 96, "fp16"): True},
+    **{(64, 128, "bf16"): True, (64, 128, "fp16"): False},
+}
+
+
+@pytest.mark.parametrize(("head_dim", "rows", "dtype"), COMPILED)
+def test_registers_are_too_many_where_a_compile_spilled(head_dim, rows, dtype):
+    spec = support.load_text(f"{HEAD}head_dim: {head_dim}\ndtype: {dtype}\n").spec
+    fits = sm90_backward._needed(spec, rows) <= sm90_backward.REGISTERS.consumer
+    assert fits == COMPILED[head_dim, rows, dtype]
+
+
+def test_all_registers_of_an_sm_and_no_more():
+    kernel = planned("head_dim: 128\ndtype: bf16")
+    _, main, _ = kernel.kernels
+    assert sum(128 * x.warpgroups * x.per_thread for x in main.registers) <= 65536
+    assert main.registers_needed <= main.hungriest.per_thread == 240
+
+
+def test_why_a_planned_number_is_what_it_is():
+    kernel = planned("head_dim: 64\ndtype: fp16")
+    by_name: dict[str, Number] = {each.name: each for each in kernel.chosen}
+    assert by_name["TILE_Q"].reason == "with 128 a thread would need 244 registers"
+    given = {
+        each.name: each
+        for each in planned(
+            "head_dim: 64\ndtype: bf16\nstages: {q: 1, do: 1, kv: 2}\ntile: {q: 64, kv: 128}"
+        ).chosen
+    }
+    fields = {name: given[name].field for name in ("TILE_Q", "Q_STAGES", "DO_STAGES")}
+    assert fields == {
+        "TILE_Q": "tile.q",
+        "Q_STAGES": "stages.q",
+        "DO_STAGES": "stages.do",
+    }
+
+
+def test_fixed_lengths_are_counted_in_blocks():
+    found = numbers(planned("head_dim: 128\ndtype: bf16\nseqlen: {q: 1000, kv: 300}"))
+    assert found["Q_BLOCKS"] == 16
+    assert "Q_BLOCKS" not in numbers(planned("head_dim: 128\ndtype: bf16"))
+
+
+def test_three_kernels_are_explained_and_drawn():
+    kernel = planned("head_dim: 128\ndtype: bf16\nmask: causal\n", "sm90_causal_bwd")
+    assert [each.name for each in kernel.kernels] == ["stats", "main", "finish"]
+    text = explain.render(kernel, None)
+    for line in (
+        "  FMHA backward for sm90: head_dim 128, bf16, causal.",
+        "main: Shared memory of a CTA",
+        "  math thread: dK 64 + dV 64 + S 32 + dQ 32 + others 20 = 212 of 240, an estimate",
+        "  - Query row i, at q = i + seqlen_kv - seqlen_q, sees kv <= q.",
+    ):
+        assert line in text.splitlines(), line
+    drawn = page.page(kernel)
+    assert any(">main<" in part for part in drawn.body)
+
+
+def test_the_spec_of_a_file_has_the_fields_of_the_operation():
+    kernel = planned("head_dim: 128\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 8}")
+    assert kernel.context["spec"] == {
+        **{"name": "sm90_bwd", "arch": "sm90", "op": "fmha_bwd", "dtype": "bf16"},
+        "head_dim": {"qk": 128, "v": 128},
+        "seqlen": {"q": "dynamic", "kv": "dynamic"},
+        **{"q_per_kv": 8, "mask": "causal", "deterministic": False},
+    }
+    assert (
+        kernel.context["title"]
+        == "FMHA backward for sm90: head_dim 128, bf16, causal, GQA 8"
+    )
+
+
+def test_a_field_is_taken_refused_or_free():
+    """A new field has to say what it is to the backward pass."""
+    free = {"op", "seqlen", "heads", "deterministic"}
+    by_type = {"out_dtype", "v_layout", "descale", "exp"}  # of e4m3, which is refused
+    by_arch = {"cta_group", "schedule"}
+    unread = {"params"}  # no expression reads any
+    named = {path.partition(".")[0] for path in TAKES}
+    assert named.isdisjoint(free | by_type | by_arch | unread)
+    assert named | free | by_type | by_arch | unread == set(Spec.model_fields)
+
+
+def test_a_parameter_is_refused_since_no_expression_reads_it():
+    with pytest.raises(SpecError, match="FG214"):
+        planned("head_dim: 128\ndtype: bf16\nparams: {first: int32}")
+
+
+def test_blackwell_has_no_plan():
+    with pytest.raises(
+        SpecError, match="arch: sm100 is not generated for op: fmha_bwd"
+    ):
+        support.load_text("arch: sm100\nop: fmha_bwd\nhead_dim: 128\ndtype: bf16\n")
+    assert ("sm100", "fmha_bwd") not in plan.PLANNERS
