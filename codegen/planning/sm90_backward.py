@@ -275,7 +275,9 @@ def _reason(spec: Spec, name: str) -> str:
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
     per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
-    yield "WARPGROUPS", "that compute", "TILE_KV // WARPGROUP_ROWS"
+    of_rows = "TILE_KV // WARPGROUP_ROWS"
+    warpgroups = f"2 * {of_rows}" if traits.splits_products else of_rows
+    yield "WARPGROUPS", "that compute", warpgroups
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
     yield "MATH_WARPS", "that compute", "WARPGROUP_WARPS * WARPGROUPS"
     yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
