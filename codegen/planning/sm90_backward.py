@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from ..arch import sm90
 from ..errors import SpecError
-from ..ops.backward import KERNELS
+from ..ops.backward import KERNELS, splits_products
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -37,7 +37,6 @@ WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
 # Of dQ, in registers at a time where the warpgroups have products of their own.
 SLICE_COLUMNS: Final = 64
-P_STAGES: Final = 2  # P of a block is stored while dS of the one before is computed
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
 # Whether there are kernels that sum dQ in a fixed order.
 ORDERED: Final = False
@@ -95,7 +94,7 @@ class Traits(shared.Traits):
     @property
     def splits_products(self) -> bool:
         """The warpgroups have the same keys and different products: see `splits_products`."""
-        return splits_products(self.spec)
+        return _splits(self.spec)
 
     @property
     def dq_slices_of_dv(self) -> int:
@@ -143,13 +142,12 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     )
 
 
-def splits_products(spec: Spec) -> bool:
-    """Whether dK and dV of 64 keys are too large for the registers of one warpgroup."""
-    return max(spec.head_dim.qk, spec.head_dim.v) > 128
+def _splits(spec: Spec) -> bool:
+    return splits_products({"qk": spec.head_dim.qk, "v": spec.head_dim.v})
 
 
 def _tile_kv(spec: Spec) -> int:
-    return sm90.WARPGROUP_ROWS * (1 if splits_products(spec) else WARPGROUPS)
+    return sm90.WARPGROUP_ROWS * (1 if _splits(spec) else WARPGROUPS)
 
 
 def _choose(spec_file: SpecFile) -> Sizes:
@@ -170,16 +168,18 @@ def _choose(spec_file: SpecFile) -> Sizes:
         raise spec_file.refusal("FG402", ("tile", "kv"), message, hint)
     # A tile's last products and the next one's first ones are in flight together where the
     # warpgroups compute alike: they need two stages of K and V.
-    kv_stages = (2, 1) if splits_products(spec) else (2,)
+    kv_stages = (2, 1) if _splits(spec) else (2,)
     choices = [
         Sizes(tile_q, tile_kv, asked.q or q_stages, asked.do or do_stages, kv)
         for tile_q in fitting
         for kv in ((asked.kv,) if asked.kv else kv_stages)
         for q_stages, do_stages in ((2, 2), (2, 1), (1, 1))
     ]
-    if splits_products(spec):
+    if _splits(spec):
         # The rings of Q and dO before those of K and V: they turn with every block.
-        choices.sort(key=lambda each: (-each.q_stages, -each.do_stages, -each.kv_stages))
+        choices.sort(
+            key=lambda each: (-each.q_stages, -each.do_stages, -each.kv_stages)
+        )
     sizes = next(filter(fits, choices), choices[-1])
     if not fits(sizes):
         smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
@@ -197,7 +197,7 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     """Registers of a math thread: fp32 accumulators, and what is there beside them at the worst
     moment. P and dS are operands of 16 bits; of fp32 products P is there until dP has come.
     """
-    if splits_products(spec):
+    if _splits(spec):
         return _register_parts_by_product(spec, tile_q)
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
@@ -327,8 +327,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {TILE_STAGES}"
     of_p = []
     if traits.splits_products:
-        pairs = f"{pairs} + {P_STAGES}"
-        of_p = [("sP", f"2 * TILE_KV * TILE_Q * {P_STAGES}", P_STAGES, "")]
+        pairs = f"{pairs} + 1"
+        of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
     barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {TILE_STAGES}"
     rows = [
         ("barriers", barriers, 1, ""),
@@ -351,7 +351,10 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, warps = traits.sizes, 4 * WARPGROUPS
     every = warps, "every math warp"
     if traits.splits_products:
-        of_k, of_v = (1, "a warp, once dK has left it"), (1, "a warp, once dV has left it")
+        of_k, of_v = (1, "a warp, once dK has left it"), (
+            1,
+            "a warp, once dV has left it",
+        )
         stored = "4: every warp of the second warpgroup, once its dS is stored"
     else:
         of_k = every
@@ -367,9 +370,8 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier(f"{name}_full", stages, 1, full, "math warpgroups")
         yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
     if traits.splits_products:
-        first, second = "the first math warpgroup", "the second math warpgroup"
-        yield Barrier("p_full", P_STAGES, 4, f"4: every warp of {first}", second)
-        yield Barrier("p_empty", P_STAGES, 4, f"4: every warp of {second}", first)
+        first = "4: every warp of the first math warpgroup, once its P is stored"
+        yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
     arrivals = 4 if traits.splits_products else warps
     yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
     yield Barrier(
