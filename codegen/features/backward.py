@@ -42,7 +42,7 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "arch": ["sm90"],
     "dtype": ["bf16", "fp16"],
     # Half of dQ of 96 columns is no whole number of swizzled ones; more leave no registers.
-    "head_dim": [64, 128],
+    "head_dim": [64, 128, 256, {"qk": 192, "v": 128}],
     "batch": ["dense"],
     "kv.paged.page": ["none"],
     "mask": ["none", "causal"],
@@ -63,7 +63,7 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "multicast": ["none"],
     "tile.q": [None, 64, 128],
     # The rows of both warpgroups that compute.
-    "tile.kv": [None, 128],
+    "tile.kv": [None, 64, 128],
     "stages.v": [None],
 }
 """By field, all values that op: fmha_bwd goes with; of the fields that are not here, any."""

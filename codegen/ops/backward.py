@@ -55,6 +55,13 @@ WORKSPACE: Final = Workspace(
 KERNELS: Final = ("_stats", "", "_finish")
 
 
+def splits_products(head_dim: Mapping[str, int]) -> bool:
+    """Whether one warpgroup hands P to another one in 16 bits: dK and dV of 64 keys are too large
+    for the registers of one. head_dim: qk and v.
+    """
+    return max(head_dim["qk"], head_dim["v"]) > 128
+
+
 def is_backward(spec: Spec) -> bool:
     """Whether a SPEC is of this operation."""
     return bool(spec.get("op") == BACKWARD_OP)
@@ -81,6 +88,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
     return gradients.truth(
         **defined_by(given),
         dtype=given.spec["dtype"],
+        rounds_p=splits_products(given.spec["head_dim"]),
         wanted=wanted,
     )
 

@@ -97,15 +97,18 @@ def truth(
     scale: float,
     mask: Mask,
     dtype: str,
+    rounds_p: bool = False,
     wanted: Array | None = None,
 ) -> Truth:
     """The exact gradients and bounds for a kernel whose O and gradients have the 16-bit ``dtype``.
 
-    O and LSE that it is given are the exact ones, rounded. wanted: as of `gradients`.
+    O and LSE that it is given are the exact ones, rounded. rounds_p: dS is made of P in 16 bits,
+    whatever the type. wanted: as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
     inputs = _Inputs(q, k, v, dout, scale, mask, wanted)
-    of = _Rounded(ROUNDINGS[dtype], ROUNDINGS_OF_DS[dtype])
+    of_ds = max(ROUNDINGS_OF_DS[dtype], 2 if rounds_p else 1)
+    of = _Rounded(ROUNDINGS[dtype], of_ds)
     for keys in inputs.kv_heads():
         of_k, of_v = _Sums(), _Sums()
         for rows in inputs.rows(keys):

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of an sm90 backward kernel: tiles, rings, registers, and what does not fit.
 
-S^T = K Q^T and dP^T = V dO^T of a KV tile and a block of query rows; both math warpgroups have 64
-keys. dK and dV stay in registers, dQ is added to sums in global memory from registers.
+S^T = K Q^T and dP^T = V dO^T of a KV tile and a block of query rows. dK and dV stay in registers,
+dQ is added to sums in global memory from registers. Up to head_dim 128 each math warpgroup has 64
+keys and computes all five products of them; beyond, where the registers of a thread hold dK or dV
+of 64 keys, a tile has 64, of which one warpgroup computes S, P and dV, the other one dP, dS and dK.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from typing import Any, Final
 
 from ..arch import sm90
 from ..errors import SpecError
-from ..ops.backward import KERNELS
+from ..ops.backward import KERNELS, splits_products
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -33,7 +35,8 @@ from .numbers import derived, given, regions, tuned
 
 WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
-TILE_KV: Final = sm90.WARPGROUP_ROWS * WARPGROUPS
+# Of dQ, in registers at a time where the warpgroups have products of their own.
+SLICE_COLUMNS: Final = 64
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
 # Whether there are kernels that sum dQ in a fixed order.
 ORDERED: Final = False
@@ -52,11 +55,11 @@ CONSTANTS: Final = {
 
 REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
-    "TILE_KV": "64 for each of two warpgroups",
+    "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
     "Q_STAGES": "2 where it fits: the next block's loads overlap this block's products",
     "DO_STAGES": "2 where it fits: as of Q",
     "SECTION_BYTES": "32 MiB of the 50 of L2",
-    "KV_STAGES": "2: the next tile's K and V are loaded while this one's are in use",
+    "KV_STAGES": "2 where it fits: the next tile's K and V are loaded while this one's are in use",
 }
 
 
@@ -88,6 +91,16 @@ class Traits(shared.Traits):
         """P and dP - D are multiplied in 16 bits, which fp16 would overflow in."""
         return self.spec.dtype == "bf16"
 
+    @property
+    def splits_products(self) -> bool:
+        """The warpgroups have the same keys and different products: see `splits_products`."""
+        return _splits(self.spec)
+
+    @property
+    def dq_slices_of_dv(self) -> int:
+        """Slices of dQ's columns of the warpgroup that computes dV; the other has those left."""
+        return self.spec.head_dim.qk // SLICE_COLUMNS // 2
+
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
     """Plan a kernel, or raise SpecError (FG401, FG402, FG408) with the numbers that do not fit."""
@@ -102,7 +115,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     traits = Traits(spec, _choose(spec_file))
     chosen = tuple(_chosen(traits))
     numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
-    smem, barriers = _smem(traits), tuple(_barriers(traits.sizes))
+    smem, barriers = _smem(traits), tuple(_barriers(traits))
     context = _context(spec_file, traits, chosen, numbers, barriers, total(smem))
     bare = DevicePlan((), (), (), (), (), (), {})
     main = DevicePlan(
@@ -129,6 +142,14 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     )
 
 
+def _splits(spec: Spec) -> bool:
+    return splits_products({"qk": spec.head_dim.qk, "v": spec.head_dim.v})
+
+
+def _tile_kv(spec: Spec) -> int:
+    return sm90.WARPGROUP_ROWS * (1 if _splits(spec) else WARPGROUPS)
+
+
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and rings: as given, the rest planned; raises SpecError for what does not fit."""
     spec = spec_file.spec
@@ -140,12 +161,25 @@ def _choose(spec_file: SpecFile) -> Sizes:
     def fits(sizes: Sizes) -> bool:
         return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
 
-    asked, kv = spec.stages, spec.stages.kv or 2
+    asked, tile_kv = spec.stages, _tile_kv(spec)
+    if spec.tile.kv not in (None, tile_kv):
+        message = f"a KV tile has {tile_kv} keys at this head_dim"
+        hint = f"tile.kv {tile_kv}, or leave it out"
+        raise spec_file.refusal("FG402", ("tile", "kv"), message, hint)
+    # A tile's last products and the next one's first ones are in flight together where the
+    # warpgroups compute alike: they need two stages of K and V.
+    kv_stages = (2, 1) if _splits(spec) else (2,)
     choices = [
-        Sizes(tile_q, TILE_KV, asked.q or q_stages, asked.do or do_stages, kv)
+        Sizes(tile_q, tile_kv, asked.q or q_stages, asked.do or do_stages, kv)
         for tile_q in fitting
+        for kv in ((asked.kv,) if asked.kv else kv_stages)
         for q_stages, do_stages in ((2, 2), (2, 1), (1, 1))
     ]
+    if _splits(spec):
+        # The rings of Q and dO before those of K and V: they turn with every block.
+        choices.sort(
+            key=lambda each: (-each.q_stages, -each.do_stages, -each.kv_stages)
+        )
     sizes = next(filter(fits, choices), choices[-1])
     if not fits(sizes):
         smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
@@ -163,9 +197,11 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     """Registers of a math thread: fp32 accumulators, and what is there beside them at the worst
     moment. P and dS are operands of 16 bits; of fp32 products P is there until dP has come.
     """
+    if _splits(spec):
+        return _register_parts_by_product(spec, tile_q)
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
-    if Traits(spec, Sizes(tile_q, TILE_KV, 0, 0, 0)).packed_products:
+    if Traits(spec, Sizes(tile_q, _tile_kv(spec), 0, 0, 0)).packed_products:
         moments = ({"S": of_scores, "dQ": of_dq}, {"dP": of_scores, "P": of_p})
     else:
         fp32 = {"P in fp32": of_scores, "P": of_p}
@@ -173,6 +209,18 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     worst = max(moments, key=lambda parts: sum(parts.values()))
     kept = {"dK": spec.head_dim.qk // 2, "dV": spec.head_dim.v // 2}
     return {**kept, **worst, "others": REGISTERS_BESIDE}
+
+
+def _register_parts_by_product(spec: Spec, tile_q: int) -> dict[str, int]:
+    """Of the warpgroup that needs more: beside dV a slice of dQ, S and P, beside dK a slice of dQ,
+    dP and dS.
+    """
+    of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
+    of_slice = tile_q * SLICE_COLUMNS // (sm90.WARPGROUP_ROWS * 2)
+    beside = {"a slice of dQ": of_slice, "others": REGISTERS_BESIDE}
+    if spec.head_dim.v >= spec.head_dim.qk:
+        return {"dV": spec.head_dim.v // 2, "S": of_scores, "P": of_p, **beside}
+    return {"dK": spec.head_dim.qk // 2, "dP": of_scores, "dS": of_p, **beside}
 
 
 def _needed(spec: Spec, tile_q: int) -> int:
@@ -227,7 +275,9 @@ def _reason(spec: Spec, name: str) -> str:
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
     per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
-    yield "WARPGROUPS", "that compute", "TILE_KV // WARPGROUP_ROWS"
+    of_rows = "TILE_KV // WARPGROUP_ROWS"
+    warpgroups = f"2 * {of_rows}" if traits.splits_products else of_rows
+    yield "WARPGROUPS", "that compute", warpgroups
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
     yield "MATH_WARPS", "that compute", "WARPGROUP_WARPS * WARPGROUPS"
     yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
@@ -245,6 +295,11 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "TILE_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
     yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
+    if traits.splits_products:
+        pairs = "TILE_KV * TILE_Q // 2"
+        yield "P_PAIRS", "of 16 bits, per stage", pairs
+        slices = "HEAD_DIM_QK // SLICE_COLUMNS // 2"
+        yield "DQ_SLICES_OF_DV", "of dQ, of the warpgroup that computes dV", slices
     groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
     yield "DQ_GROUPS", "of four sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
@@ -260,12 +315,20 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
 
 
 def _constants(spec: Spec) -> dict[str, int]:
-    return {**CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
+    return {
+        **CONSTANTS,
+        "ELEMENT_BYTES": BYTES[spec.dtype],
+        "SLICE_COLUMNS": SLICE_COLUMNS,
+    }
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
     pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {TILE_STAGES}"
+    of_p = []
+    if traits.splits_products:
+        pairs = f"{pairs} + 1"
+        of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
     barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {TILE_STAGES}"
     rows = [
         ("barriers", barriers, 1, ""),
@@ -273,6 +336,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("padding", f"-({barriers} + {tickets}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
         ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
+        *of_p,
         ("sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"),
         ("sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"),
         ("sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"),
@@ -283,21 +347,33 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
     return regions(rows, numbers, sm90.SMEM_ALIGN)
 
 
-def _barriers(sizes: Sizes) -> Iterator[Barrier]:
-    warps = 4 * WARPGROUPS
+def _barriers(traits: Traits) -> Iterator[Barrier]:
+    sizes, warps = traits.sizes, 4 * WARPGROUPS
     every = warps, "every math warp"
-    one = WARPGROUPS, "a warp of each warpgroup, once dK has left it"
+    if traits.splits_products:
+        of_k, of_v = (1, "a warp, once dK has left it"), (
+            1,
+            "a warp, once dV has left it",
+        )
+        stored = "4: every warp of the second warpgroup, once its dS is stored"
+    else:
+        of_k = every
+        of_v = WARPGROUPS, "a warp of each warpgroup, once dK has left it"
+        stored = f"{warps}: every math warp, once its dS is stored"
     for name, stages, what, (count, who) in (
         ("q", sizes.q_stages, "Q", every),
         ("do", sizes.do_stages, "DO", every),
-        ("k", sizes.kv_stages, "K", every),
-        ("v", sizes.kv_stages, "V", one),
+        ("k", sizes.kv_stages, "K", of_k),
+        ("v", sizes.kv_stages, "V", of_v),
     ):
         full = f"1 + {what}_TX_BYTES by TMA"
         yield Barrier(f"{name}_full", stages, 1, full, "math warpgroups")
         yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
-    stored = f"{warps}: every math warp, once its dS is stored"
-    yield Barrier("ds_full", DS_STAGES, warps, stored, "math warpgroups")
+    if traits.splits_products:
+        first = "4: every warp of the first math warpgroup, once its P is stored"
+        yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
+    arrivals = 4 if traits.splits_products else warps
+    yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
     yield Barrier(
         "tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps"
     )
@@ -340,8 +416,11 @@ def _context(
         **common,
         "names_arch": True,
         "packed_products": traits.packed_products,
+        "splits_products": traits.splits_products,
+        "two_slices_of_dv": traits.dq_slices_of_dv == 2,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
-        "dq_by_rows": traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
+        "dq_by_rows": not traits.splits_products
+        and traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
         "causal": traits.mask.edges,
         "masked": traits.masks,
     }

@@ -47,6 +47,18 @@ KERNELS = {
         (Case("fixed", 1, 1, 256, 256, sm_count=2),),
     ),
 }
+SPLIT = "sm90_d192x128_bf16_causal_bwd"
+# Whose warpgroups have products of their own. Two blocks of rows, two KV tiles.
+KERNELS |= {
+    SPLIT: (
+        "head_dim: {qk: 192, v: 128}\ndtype: bf16\nmask: causal\n",
+        (Case("tails", 1, 1, 70, 100, sm_count=1),),
+    ),
+    "sm90_d256_fp16_bwd_gqa2": (
+        "head_dim: 256\ndtype: fp16\nheads: {q_per_kv: 2}\n",
+        (Case("groups", 1, 1, 30, 40, sm_count=1),),
+    ),
+}
 CALLS = [(stem, case) for stem, (_, cases) in KERNELS.items() for case in cases]
 # Asynchronous work is done late, and at random times beside warps in a random order.
 SCHEDULES = [rehearsal.schedules(1)[i] for i in (1, -1)]
@@ -175,3 +187,38 @@ def test_damage_is_found(name: str, tmp_path: Path) -> None:
     case = Case("damaged", 1, 1, 150, 200, sm_count=1)
     findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
     assert any(words in each for each in findings), findings[:3]
+
+
+SPLIT_DAMAGES = {
+    "P read before it is stored": (
+        "            rings.p.consumer_wait(p_state, rings.p.consumer_try_wait(p_state))\n",
+        "",
+        "race",
+    ),
+    "dS read before it is stored": (
+        "                rings.ds.consumer_wait(ds_state, rings.ds.consumer_try_wait(ds_state))\n",
+        "",
+        "race",
+    ),
+    "K overwritten by dK while dQ reads it": (
+        "    cute.arch.barrier(barrier_id=END_BARRIER, number_of_threads=MATH_THREADS)\n",
+        "    pass\n",
+        "race",
+    ),
+    "a slice of dQ added in another one's place": (
+        "place + block, DQ_SLICES_OF_DV + 1)",
+        "place + block, DQ_SLICES_OF_DV)",
+        "of dq: wrong",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT_DAMAGES)
+def test_damage_of_split_products_is_found(name: str, tmp_path: Path) -> None:
+    fields, (case,) = KERNELS[SPLIT]
+    text = kernels.damaged(
+        kernels.text_of(fields, SPLIT), {SPLIT_DAMAGES[name][0]: SPLIT_DAMAGES[name][1]}
+    )
+    path = kernels.written(tmp_path, text, SPLIT)
+    findings = [y for each in run(path, case, SCHEDULES[1:]) for y in each.findings]
+    assert any(SPLIT_DAMAGES[name][2] in each for each in findings), findings[:3]

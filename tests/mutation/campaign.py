@@ -52,8 +52,8 @@ CASES = ("strided", "exact", "ragged", "short_kv", "waves", "fused", "half", "lo
 # Where a kernel has them: two query tiles of a head, however large they are, with a causal mask or
 # without one; tiles where warpgroups have no row and no masked block.
 CASES_OF_SOME = ("sections", "two_tiles", "few_rows")
-# Of packed sequences: lengths unlike one another, among them 0; several heads' tiles for a CTA; pages
-# in any order; many blocks; CTAs without a tile.
+# Of packed sequences: lengths unlike one another, among them 0; several heads' tiles for a CTA;
+# pages in any order; many blocks; CTAs without a tile.
 CASES_OF_PACKED = ("mixed", "tiles", "pages", "long_kv", "idle")
 SCHEDULES = (
     *(

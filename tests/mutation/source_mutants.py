@@ -84,14 +84,34 @@ REPLACEMENTS = (
         r"mcast_mode_mn\g<1>(1, 0)",
     ),
     # V as rows, transposed by two warps.
-    ("always the first stage of rows", r"(?<=transpose_stage\(rings, )rows_state\.index", "Int32(0)"),
+    (
+        "always the first stage of rows",
+        r"(?<=transpose_stage\(rings, )rows_state\.index",
+        "Int32(0)",
+    ),
     ("one warp fills it", r"(?<=warps=)TRANSPOSE_WARPS", "1"),
-    ("one warp frees it", r"TRANSPOSE_WARPS(?=\)?,\n)(?<!// TRANSPOSE_WARPS)(?<!=TRANSPOSE_WARPS)", "1"),
-    ("a third warp transposes", r"(?<=warp_idx <= )TRANSPOSE_WARPS", "TRANSPOSE_WARPS + 1"),
-    ("the stage of the block before", r"(?<=state_at\(v_user, before \+ )i", "cutlass.max(i - 1, 0)"),
+    (
+        "one warp frees it",
+        r"TRANSPOSE_WARPS(?=\)?,\n)(?<!// TRANSPOSE_WARPS)(?<!=TRANSPOSE_WARPS)",
+        "1",
+    ),
+    (
+        "a third warp transposes",
+        r"(?<=warp_idx <= )TRANSPOSE_WARPS",
+        "TRANSPOSE_WARPS + 1",
+    ),
+    (
+        "the stage of the block before",
+        r"(?<=state_at\(v_user, before \+ )i",
+        "cutlass.max(i - 1, 0)",
+    ),
     ("the rows of the same block", r"(?<=state_at\(rows_user, before \+ )i - 1", "i"),
     ("blocks of earlier tiles are forgotten", r"^        before \+= blocks\n", ""),
-    ("both warps load the first boxes", r"\(cute\.arch\.make_warp_uniform\(cute\.arch\.warp_idx\(\)\) - 1\) \* V_BOXES", "Int32(0)"),
+    (
+        "both warps load the first boxes",
+        r"\(cute\.arch\.make_warp_uniform\(cute\.arch\.warp_idx\(\)\) - 1\) \* V_BOXES",
+        "Int32(0)",
+    ),
     ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
 )
 

@@ -252,7 +252,7 @@ def test_the_speed_page_has_the_fastest_of_every_problem(site: Path) -> None:
         record = json.loads(path.read_text("utf-8"))
         spec = support.shipped_plan(stem).context["spec"]
         runs = record.get("benchmarked", ())
-        for run, cell in ((run, cell) for run in runs for cell in run["cells"]):
+        for run, cell in ((each, cell) for each in runs for cell in each["cells"]):
             counts = {name: cell[name] for name in ("batch", "heads", "q", "kv")}
             drawn = {x: cell.get("drawn", {}).get(x) for x in draws.FIELDS}
             read = {x: said for x, said in drawn.items() if said is not None}
