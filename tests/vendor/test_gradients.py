@@ -50,6 +50,7 @@ from .standins import (
 torch = pytest.importorskip("torch", reason="autograd is PyTorch's")
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 DEFAULTS = {"heads": 4, "qk": 64, "v": 64}
@@ -541,6 +542,34 @@ def test_both_operators_are_traced(package: ModuleType) -> None:
         targets = [node.target for node in graph.graph.nodes]
         assert package.ATTENTION in targets and package.ATTENTION_BACKWARD in targets
         assert all(map(torch.equal, graph(*given), gradients(*given)))
+
+
+def test_where_nothing_looks_on(
+    loaded: Loaded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call passes the dispatcher by, in both passes; one that a mode looks at does not."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    package = loaded.package
+    given = tensors(**DEFAULTS)
+    with Mode():
+        right = gradients_of(call(package), given, torch.ones_like(given[0]))
+    assert package.ATTENTION in seen and package.ATTENTION_BACKWARD in seen
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an operator was called")
+
+    monkeypatch.setattr(package, "ATTENTION", refuse)
+    monkeypatch.setattr(package, "ATTENTION_BACKWARD", refuse)
+    found = gradients_of(call(package), given, torch.ones_like(given[0]))
+    assert all(map(torch.equal, found, right))
 
 
 def test_functional_gradients(package: ModuleType) -> None:
