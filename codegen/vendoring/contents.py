@@ -56,7 +56,15 @@ _OFF: Mapping[str, str | int | bool] = {
 # Of a `Problem`, what a forward kernel and one for its gradients have to agree in.
 _OF_PAIRS = (
     *("arch", "dtype", "head_dim_qk", "head_dim_v", "q_per_kv", "batch", "page"),
-    *("seqlen_q", "seqlen_kv", "mask", "window_left", "window_right", "softcap", "sink"),
+    *(
+        "seqlen_q",
+        "seqlen_kv",
+        "mask",
+        "window_left",
+        "window_right",
+        "softcap",
+        "sink",
+    ),
 )
 _ANY = ("dynamic", "argument")
 _EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
@@ -111,9 +119,7 @@ def gives_lse(state: KernelState) -> bool:
 def unpaired(kernels: Sequence[KernelState]) -> list[str]:
     """The backward kernels to which no forward kernel gives an O and an LSE, by stem."""
     forward = [_problem(state) for state in kernels if gives_lse(state)]
-    known = [
-        (state.stem, _problem(state)) for state in kernels if _is_backward(state)
-    ]
+    known = [(state.stem, _problem(state)) for state in kernels if _is_backward(state)]
     return [
         stem
         for stem, made in known
