@@ -145,6 +145,11 @@ class _Work:
             raise CheckFailed(
                 f"{self.into}: PyTorch's SDPA wants an lse, and no kernel gives one"
             )
+        if init and (alone := contents.unpaired(states)):
+            raise CheckFailed(
+                f"{self.into}: no forward kernel gives the lse that {', '.join(alone)} reads:"
+                " vendor one that says lse: true, and is for the same problem, beside it"
+            )
         texts = {
             contents.LICENSE: contents.licence(),
             contents.README: contents.readme(

@@ -14,7 +14,9 @@ from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
 from ..ops import scores
+from ..ops.backward import BACKWARD, is_backward
 from ..ops.e4m3 import OWN_FIELDS, is_permuted
+from ..ops.forward import FORWARD
 from ..ops.masks import word_of
 from .source import Source
 
@@ -49,7 +51,22 @@ _OFF: Mapping[str, str | int | bool] = {
     "v_layout": "rows",
     "descale": "none",
     "exp": "exact",
+    "deterministic": False,
 }
+# Of a `Problem`, what a forward kernel and one for its gradients have to agree in.
+_OF_PAIRS = (
+    *("arch", "dtype", "head_dim_qk", "head_dim_v", "q_per_kv", "batch", "page"),
+    *(
+        "seqlen_q",
+        "seqlen_kv",
+        "mask",
+        "window_left",
+        "window_right",
+        "softcap",
+        "sink",
+    ),
+)
+_ANY = ("dynamic", "argument")
 _EDITED = (CheckFailed, LookupError, TypeError, ValueError)  # by hand, in the SPEC
 _DISTRIBUTION = "fmha-gen"
 _WORDS = re.compile(r"(\D*)(\d*)")
@@ -70,7 +87,8 @@ def readme(
         "dsl": source.dsl,
         "table": table.markdown(rows),
         "package": package,
-        "stem": kernels[0][0].stem,
+        "example": _example([state for state, _ in kernels]),
+        "backward": any(map(_is_backward, (state for state, _ in kernels))),
         "adapters": adapters,
         "functions": FUNCTIONS,
     }
@@ -79,10 +97,11 @@ def readme(
 
 def package(kernels: Sequence[KernelState]) -> str:
     """The text of `__init__.py`, which chooses among the kernels."""
-    made = [(state.stem, _problem(state)) for state in kernels]
-    values = {
-        "kernels": [(stem, _arguments(fields)) for stem, fields in made if fields]
-    }
+    values: dict[str, list[tuple[str, list[str]]]] = {"kernels": [], "backward": []}
+    for state in kernels:
+        if fields := _problem(state):
+            table = "backward" if _is_backward(state) else "kernels"
+            values[table].append((state.stem, _arguments(fields)))
     return render.format_source(render.render_template("vendor/init.py.j2", values))
 
 
@@ -95,6 +114,17 @@ def adapter(name: str, package: str) -> str:
 def gives_lse(state: KernelState) -> bool:
     """Whether a kernel, of a text of any kind, gives an LSE."""
     return bool((_problem(state) or {}).get("lse"))
+
+
+def unpaired(kernels: Sequence[KernelState]) -> list[str]:
+    """The backward kernels to which no forward kernel gives an O and an LSE, by stem."""
+    forward = [_problem(state) for state in kernels if gives_lse(state)]
+    known = [(state.stem, _problem(state)) for state in kernels if _is_backward(state)]
+    return [
+        stem
+        for stem, made in known
+        if made and not any(_are_a_pair(made, other) for other in forward if other)
+    ]
 
 
 def licence() -> str:
@@ -136,7 +166,9 @@ def made_for(spec: Mapping[str, Any]) -> str:
     words += ["V permuted"] * is_permuted(spec)
     words += ["descales"] * (spec.get("descale") == "head")
     words += ["linear exp"] * (spec.get("exp") == "linear")
-    words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec["lse"])
+    words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec.get("lse"))
+    words += ["backward"] * is_backward(spec)
+    words += ["deterministic"] * bool(spec.get("deterministic"))
     return ", ".join(words)
 
 
@@ -148,6 +180,29 @@ def _problem(state: KernelState) -> dict[str, str | int | float | bool] | None:
         return _made(state.spec)
     except _EDITED:
         return None
+
+
+def _is_backward(state: KernelState) -> bool:
+    """Whether a kernel, of a text of any kind, is of the backward pass."""
+    try:
+        return is_backward(state.spec)
+    except _EDITED:
+        return False
+
+
+def _are_a_pair(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether some problem fits two kernels, by the fields of their `Problem`s."""
+    pairs = [[made.get(x, _OFF.get(x)) for made in (one, other)] for x in _OF_PAIRS]
+    return all(a == b or a in _ANY or b in _ANY for a, b in pairs)
+
+
+def _example(kernels: Sequence[KernelState]) -> tuple[str, str, str]:
+    """Of a folder without a package: a kernel, its function, and a line that calls it."""
+    state = next((x for x in kernels if not _is_backward(x)), kernels[0])
+    if _is_backward(state):
+        call = "dq, dk, dv = fmha_bwd(dout, q, k, v, out, lse)"
+        return state.stem, BACKWARD.function, call
+    return state.stem, FORWARD.function, "out = fmha(q, k, v)"
 
 
 def _arguments(fields: Mapping[str, Any]) -> list[str]:
@@ -184,9 +239,10 @@ def _made(spec: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
         "window_right": right,
         "softcap": "none" if cap is None else cap,
         "sink": bool(spec.get("sink")),
-        "lse": spec["lse"],
+        "lse": not is_backward(spec) and spec["lse"],
         "pack_gqa": bool(spec.get("pack_gqa")),
         **{name: spec[name] for name in OWN_FIELDS if name in spec},  # of e4m3
+        "deterministic": bool(spec.get("deterministic")),
     }
     return {name: value for name, value in made.items() if value != _OFF.get(name)}
 

@@ -33,7 +33,8 @@ DOCUMENTS = (
 )
 GPU = re.compile(r"fmha-gen (validate|bench|tune(?!.*--dry-run))\b")
 # Not run: they install into the checkout, the suite has those tests itself, the tutorial emulates
-# another kernel, and the manual of the tuner lists candidates of another one.
+# another kernel, the manual of the tuner lists candidates of another one, and training takes a GPU
+# minutes (tests/vendor/test_train_script.py).
 NOT_RUN = (
     "python3 -m venv .venv",
     ".venv/bin/pip install --editable .",
@@ -41,6 +42,9 @@ NOT_RUN = (
     "fmha-gen emulate specs/sm90_d96_fp16_full.yaml",
     "fmha-gen tune specs/sm90_d112_bf16_causal.yaml --dry-run --fix tile.q --fix stages.q"
     " --fix stages.kv",
+    "python -m tests.hardware.train /tmp/trained/attention sdpa:0,1,2 ours:0,1,2 fa4:0"
+    " --out /tmp/trained/runs.jsonl",
+    "python -m tests.hardware.train --compare /tmp/trained/runs.jsonl",
 )
 # Run of one case: tests/emulator/test_shipped_kernels.py emulates a kernel in all of them.
 ONE_CASE = "fmha-gen emulate specs/sm90_d112_bf16_causal.yaml"

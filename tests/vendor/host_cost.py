@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 import tvm_ffi
 
-from .standins import imported, packed, tensors
+from .pairs import GQA, texts
+from .standins import imported, packed, source_of_texts, tensors
 
 DENSE = "sm90_d128_bf16_causal_gqa4"
 PAGED = "sm90_d128_bf16_causal_gqa4_page16_varlen_lse"
@@ -126,6 +127,23 @@ def calls_of_e4m3(package: ModuleType) -> dict[str, Callable[[], Any]]:
     }
 
 
+def calls_of_gradients(package: ModuleType) -> dict[str, Callable[[], Any]]:
+    """A forward pass whose gradients are recorded, and both passes; without, by the same kernel."""
+    q, k, v = tensors(heads=4, qk=64, v=64)
+    learned = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout = torch.ones_like(q)
+
+    def forward() -> Any:
+        with torch.enable_grad():
+            return package.fmha(*learned, causal=True)
+
+    return {
+        "fmha, lse": lambda: package.fmha_lse(q, k, v, causal=True),
+        "fmha, recorded": forward,
+        "fmha, both passes": lambda: torch.autograd.grad(forward(), learned, dout),
+    }
+
+
 def checks(package: ModuleType) -> int:
     """How many calls were checked: none of those that are launched at once."""
     seen = package.kernel_for.cache_info()
@@ -140,9 +158,14 @@ def main() -> None:
     nothing = tvm_ffi.get_global_func("testing.nop")
     with tempfile.TemporaryDirectory() as folder:
         package, _ = imported(Path(folder), STEMS, ADAPTERS, stand_in=False)
-        for kernel in map(package.load, package.KERNELS):
-            kernel.compile, kernel.sm_count = lambda: nothing, lambda _device: 132
-        measured = calls(package) | calls_of_e4m3(package)
+        pairs = f"{GQA}_lse", f"{GQA}_bwd"
+        given = {name: text for name, text in texts().items() if name in pairs}
+        source = source_of_texts(Path(folder) / "generated", given)
+        trained, _ = imported(Path(folder), pairs, source=source, stand_in=False)
+        for each in (package, trained):
+            for kernel in map(each.load, each.KERNELS | each.BACKWARD):
+                kernel.compile, kernel.sm_count = lambda: nothing, lambda _device: 132
+        measured = calls(package) | calls_of_e4m3(package) | calls_of_gradients(trained)
         for call in measured.values():
             call()
         before = checks(package)

@@ -2,7 +2,8 @@
 """Vendored packages whose kernels are PyTorch's own operations: what the tests here call.
 
 A kernel's `fmha` is replaced by one that computes what its SPEC says, sequence by sequence, and
-asserts to be called as the kernel is; all else is as shipped.
+asserts to be called as the kernel is; all else is as shipped. Of a backward kernel the compiled
+function is replaced, and nothing else.
 """
 
 from __future__ import annotations
@@ -231,6 +232,43 @@ def compare(tensors: Mapping[str, Any], described: Mapping[str, Any]) -> None:
             raise ValueError(f"Mismatched Tensor on argument #{number}")
 
 
+def backward(kernel: ModuleType, calls: list[str]) -> Any:
+    """In the place of a backward kernel's compiled function: compares what that compares, and
+    computes from what the forward pass gave, in float64.
+    """
+    described = kernel.arguments()
+
+    def function(*given: Any) -> None:
+        *tensors, scale, sm_count = given
+        assert sm_count == SM_COUNT and type(scale) is float
+        by_name = dict(zip(described, tensors, strict=True))
+        for number, x in enumerate(tensors):
+            if x.ndim == 4 and (
+                x.stride(-1) != 1 or any(n % 8 for n in x.stride()[:3])
+            ):
+                raise ValueError(f"Mismatched strides on argument #{number}")
+        compare(by_name, described)
+        calls.append(kernel.SPEC["name"])
+        dout, q, k, v, out = (x.double().transpose(1, 2) for x in tensors[:5])
+        group = kernel.SPEC["q_per_kv"]
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        ahead = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+        seen = ahead <= k.shape[2] - q.shape[2]
+        scores = q @ k.mT * scale
+        if kernel.SPEC["mask"] == "causal":
+            scores = scores.masked_fill(~seen, -math.inf)
+        weights = (scores - by_name["lse"].double()[..., None]).exp().nan_to_num(0.0)
+        of_scores = dout @ v.mT - (dout * out).sum(-1, keepdim=True)
+        of_scores = weights * of_scores * scale
+        found = {"dq": of_scores @ k, "dk": of_scores.mT @ q, "dv": weights.mT @ dout}
+        for name, x in found.items():
+            if name != "dq":
+                x = x.unflatten(1, (-1, group)).sum(2)
+            by_name[name].copy_(x.transpose(1, 2))
+
+    return function
+
+
 def imported(
     folder: Path,
     stems: tuple[str, ...],
@@ -257,6 +295,9 @@ def imported(
             kernel.arguments = functools.partial(arguments_of, kernel.SPEC)
         kernel.compile = functools.partial(compiled, kernel)
         kernel.sm_count = lambda _device: SM_COUNT
+    for kernel in map(package.load, package.BACKWARD if stand_in else ()):
+        kernel.compile = functools.partial(backward, kernel, calls)
+        kernel.sm_count = lambda _device: SM_COUNT
     if stand_in:
         package.current_device = lambda: -1  # of tensors on the CPU
     package.arch_of = lambda device: "sm90"
@@ -268,16 +309,23 @@ def source_of(folder: Path, specs: Mapping[str, Mapping[str, Any]]) -> Path:
 
     All are texts of one packed kernel otherwise: they are never compiled.
     """
-    folder.mkdir()
     base = (GENERATED / "sm90_d64_bf16_full_varlen.py").read_text()
     before, rest = base.split("\nSPEC = {", 1)
     after = rest.split("\n}\n", 1)[1]
     common: dict[str, Any] = {}
     exec("SPEC = {" + rest.split("\n}\n", 1)[0] + "}", common)
-    entries = {}
+    texts = {}
     for name, fields in specs.items():
         spec = common["SPEC"] | dict(fields) | {"name": name}
-        text = f"{before}\nSPEC = {spec!r}\n{after}"
+        texts[name] = f"{before}\nSPEC = {spec!r}\n{after}"
+    return source_of_texts(folder, texts)
+
+
+def source_of_texts(folder: Path, texts: Mapping[str, str]) -> Path:
+    """A folder as a build leaves it, of kernels with these texts, whose digests are made theirs."""
+    folder.mkdir()
+    entries = {}
+    for name, text in texts.items():
         body, stated = render.body_digest(text), render.stated_digests(text)
         assert stated is not None
         (folder / f"{name}.py").write_text(text.replace(stated.body, body))
