@@ -16,6 +16,7 @@ from ...build import records, render, tree
 from ...build.kernel_text import read_constants
 from ...errors import CheckFailed
 from ...evidence import table
+from ...features.backward import is_backward
 from ...planning import plan
 from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...spec.model import SpecFile
@@ -126,6 +127,7 @@ def context(kernel: Kernel, charts: Charts) -> dict[str, Any]:
         "title": found.context["title"],
         "rung": kernel.record["rung"],
         "ran": "validated" in kernel.record,
+        "backward": is_backward(found.spec_file.spec),
         "kernels": [_device(found, each) for each in found.kernels],
         "numbers": list(explain.number_rows(found)),
         "fields": list(explain.spec_rows(found)),
