@@ -285,7 +285,7 @@ def bench(
     against: Annotated[
         str | None,
         typer.Option(
-            help="Peers, of cudnn,fa3,fa4,flex; default: all that are installed but flex."
+            help="Peers, of cudnn,fa3,fa4,flash,flex; default: all installed but the last two."
         ),
     ] = None,
     rounds: Annotated[

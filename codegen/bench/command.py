@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from .cuda import CudaDevice
 
 RUNG = "benchmarked"
-# Timed when asked for by name alone: it is compiled for tens of seconds in each problem.
-BY_NAME = {"flex"}
+# Timed when asked for by name alone: one compiles for tens of seconds in each problem, the other is
+# slower than its successors.
+BY_NAME = {"flex", "flash"}
 DEFAULT_ROUNDS = 5
 RECORD_ROUNDS = 5  # at least, for a record
 MATMUL = "matmul"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who computes a problem, each called as its own users call it: tensors in, fresh output back.
+"""Who computes a problem, each called as its own users call it: tensors in, fresh outputs back.
 
-Tensors are [batch, rows, heads, dim], or as packed sequences have them. FlashAttention-4 and
-FlexAttention write LSE if our kernel does, FlashAttention-3 always, cuDNN never. Inputs are random
-and normal: zeros would run faster.
+In a graph of several launches the outputs and workspaces of one are free for the next: PyTorch's
+pool hands the same memory out again. Tensors are [batch, rows, heads, dim], or as packed sequences
+have them. FlashAttention-4 and FlexAttention write LSE if our kernel does, FlashAttention-3 always,
+cuDNN never. Inputs are random and normal: zeros would run faster. O and LSE that a backward pass is
+given are those of the definition, rounded.
 What a peer takes is said in `PEERS`, which needs no PyTorch; launches do.
 """
 
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..ops import params
+from ..ops.backward import BACKWARD, DOUT, GIVEN_LSE, forward_of
 from ..ops.e4m3 import (
     E4M3,
     OWN_FIELDS,
@@ -28,11 +31,12 @@ from ..ops.e4m3 import (
     natural_v,
     permute_v,
 )
+from ..ops.forward import FORWARD, OUT
 from ..ops.operation import Given
 from ..ops.varlen import rows_of
 from . import fa3 as fa3_module
 from . import fa4 as fa4_module
-from . import flex, layouts
+from . import flex, layouts, of_torch
 from .problems import DENSE, Problem
 from .timing import SEED, Launch
 
@@ -45,18 +49,37 @@ MATMUL_SIZE = 8192  # rows and columns of the product that says how fast a card 
 MATMUL_FLOPS = 2 * MATMUL_SIZE**3
 
 
+class Gradient(NamedTuple):
+    """What a backward pass is given beside Q, K and V: dO and O [batch, q, heads, d_v], LSE
+    [batch, heads, q] fp32.
+    """
+
+    dout: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
 class Inputs(NamedTuple):
     """q [batch, q, heads, d_qk], k [batch, kv, kv_heads, d_qk], v [batch, kv, kv_heads, d_v], or as
     the operation of packed sequences or of paged K and V has them.
 
     by_name: what our kernels take by name alone, as the operation has it: tensors, and then numbers
-    that a mask reads.
+    that a mask reads. gradient: of a backward pass.
     """
 
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     by_name: Mapping[str, Any] = {}
+    gradient: Gradient | None = None
+
+    @property
+    def leading(self) -> tuple[torch.Tensor, ...]:
+        """What our kernels take by position."""
+        if self.gradient is None:
+            return self.qkv
+        dout, out, lse = self.gradient
+        return (dout, *self.qkv, out, lse)
 
     @property
     def qkv(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,6 +94,7 @@ class Inputs(NamedTuple):
     def given(self, problem: Problem) -> Given:
         """The call, as the operation's definition reads it."""
         inputs = {"q": self.q, "k": self.k, "v": self.v, **self.by_name}
+        inputs |= self.gradient._asdict() if self.gradient else {}
         return Given(problem.spec, inputs, problem.d_qk**-0.5)
 
 
@@ -104,7 +128,7 @@ def _factors(shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor
 
 
 DRAWN: Final[Mapping[str, Draw]] = {
-    **{"q": _normal, "k": _normal, "v": _normal, "bias": _normal},
+    **{"q": _normal, "k": _normal, "v": _normal, "bias": _normal, "dout": _normal},
     **{"sink": _of_bf16, "slopes": _of_alibi},
     **dict.fromkeys(fa3_module.DESCALES, _factors),
 }
@@ -132,6 +156,8 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     for x in problem.operation.params(spec):
         made[x.name] = torch.tensor(problem.drawn[x.name], device=device)
     for x in inputs:
+        if problem.backward and x.name in (OUT.name, GIVEN_LSE.name):
+            continue  # follow from the others
         if x.name not in made:
             shape = x.shape(spec, problem)
             if x is V_PERMUTED:
@@ -142,6 +168,12 @@ def make_inputs(problem: Problem, device: str) -> Inputs:
     by_name: dict[str, Any] = {x.name: made.pop(x.name) for x in inputs if x.when}
     for number in problem.operation.numbers(spec):
         by_name[number.name] = problem.drawn[number.name]
+    if problem.backward:
+        dout = made.pop(DOUT.name)
+        of_forward = Given(forward_of(spec), made, problem.d_qk**-0.5)
+        found = FORWARD.exact(of_forward)
+        out, lse = found[OUT.name].to(dout.dtype), found[GIVEN_LSE.name].float()
+        return Inputs(**made, by_name=by_name, gradient=Gradient(dout, out, lse))
     return Inputs(**made, by_name=by_name)
 
 
@@ -153,7 +185,12 @@ def beside(problem: Problem, inputs: Inputs, layout: str) -> Inputs:
 
 
 def ours(kernel: ModuleType, inputs: Inputs) -> Launch:
-    """A generated kernel's public entry, which allocates its outputs."""
+    """A generated kernel's public entry, which allocates its outputs and its workspace.
+
+    Of a backward pass these are (dQ, dK, dV), by three kernels.
+    """
+    if inputs.gradient is not None:
+        return lambda: kernel.fmha_bwd(*inputs.leading)
     return lambda: _out(kernel.fmha(*inputs.qkv, **inputs.by_name))
 
 
@@ -161,11 +198,16 @@ def bare(kernel: ModuleType, inputs: Inputs) -> Launch:
     """What a generated kernel's ``compile()`` returns, given all its tensors, e4m3 as bytes."""
     import torch
 
-    outputs = kernel.fmha(*inputs.qkv, **inputs.by_name)
+    is_forward = inputs.gradient is None
+    entry = getattr(kernel, (FORWARD if is_forward else BACKWARD).function)
+    outputs = entry(*inputs.leading, **inputs.by_name)
     by_name = inputs.by_name.values()
     numbers = [x for x in by_name if isinstance(x, int)]
-    tensors = [*inputs.qkv, *(x for x in by_name if not isinstance(x, int))]
+    tensors = [*inputs.leading, *(x for x in by_name if not isinstance(x, int))]
     tensors += outputs if isinstance(outputs, tuple) else (outputs,)
+    if not is_forward:
+        size = kernel.workspace_size(*inputs.q.shape[:3])
+        tensors.append(torch.empty(size, device=inputs.q.device))
     tensors = [x.view(torch.uint8) if x.element_size() == 1 else x for x in tensors]
     run, scale = kernel.compile(), inputs.q.shape[-1] ** -0.5
     processors = kernel.sm_count(inputs.q.get_device())
@@ -181,18 +223,33 @@ BESIDE_DOCUMENTS: Final = "mask expression beside documents"
 OF_SEQUENCES: Final = "mask expression of packed sequences"
 SEQUENCES: Final = "packed sequences"
 PAGES: Final = "paged K and V"
-_FIELDS: Final[Mapping[str, str]] = {"batch": SEQUENCES, "kv": PAGES}
+BACKWARD_PASS: Final = "backward pass"
+DETERMINISTIC: Final = "fixed order of sums"
+_FIELDS: Final[Mapping[str, str]] = {
+    **{"batch": SEQUENCES, "kv": PAGES},
+    **{"op": BACKWARD_PASS, "deterministic": DETERMINISTIC},
+}
 
 
 @dataclass(frozen=True)
 class Peer:
     """packages: what brings it, the first that is installed, by what it takes of `asks` there.
 
-    launches: calls of it, by the way that each takes, of which the fastest counts.
+    of_forward: calls of it, by the way that each takes, of which the fastest counts. backward: what
+    it takes of `asks` of a backward pass, that one among them; of_backward: its calls then.
     """
 
     packages: Mapping[str, frozenset[str]]
-    launches: Callable[[Problem, Inputs], Mapping[str, Launch]]
+    of_forward: Callable[[Problem, Inputs], Mapping[str, Launch]]
+    backward: frozenset[str] = frozenset()
+    of_backward: Callable[[Problem, Inputs], Mapping[str, Launch]] | None = None
+
+    def launches(self, problem: Problem, inputs: Inputs) -> Mapping[str, Launch]:
+        """See the class."""
+        if not problem.backward:
+            return self.of_forward(problem, inputs)
+        assert self.of_backward is not None, "refused"
+        return self.of_backward(problem, inputs)
 
     @property
     def package(self) -> str | None:
@@ -202,6 +259,8 @@ class Peer:
     def refusal(self, problem: Problem) -> str:
         """Why it cannot compute a problem; empty where it can."""
         takes = self.packages[self.package] if self.package else frozenset()
+        if problem.backward:
+            takes = self.backward
         lacking = [ask for ask in asks(problem) if ask not in takes]
         return f"takes no {', no '.join(lacking)}" if lacking else ""
 
@@ -237,20 +296,28 @@ def fa4(problem: Problem, inputs: Inputs) -> Launch:
     return lambda: _out(function())
 
 
-def cudnn(problem: Problem, inputs: Inputs) -> Launch:
-    """Attention of cuDNN, as PyTorch offers it."""
-    from torch.nn import attention
-    from torch.nn.functional import scaled_dot_product_attention
+def fa4_backward(problem: Problem, inputs: Inputs) -> Launch:
+    """FlashAttention-4's backward pass."""
+    assert inputs.gradient is not None, "a forward pass"
+    return fa4_module.backward(problem, *inputs.qkv, *inputs.gradient)
 
-    q, k, v = (x.transpose(1, 2) for x in inputs.qkv)
-    causal, grouped = problem.keys.right == 0, problem.heads != problem.kv_heads
 
-    def launch() -> torch.Tensor:
-        with attention.sdpa_kernel(attention.SDPBackend.CUDNN_ATTENTION):
-            found = scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=grouped
-            )
-        return found.transpose(1, 2)
+def _of_torch(backend: str) -> Callable[[Problem, Inputs], Launch]:
+    """Attention of cuDNN or FlashAttention-2, as PyTorch offers it."""
+
+    def launch(problem: Problem, inputs: Inputs) -> Launch:
+        return of_torch.forward(backend, problem, *inputs.qkv)
+
+    return launch
+
+
+def _backward_of_torch(backend: str) -> Callable[[Problem, Inputs], Launch]:
+    """Its backward pass."""
+
+    def launch(problem: Problem, inputs: Inputs) -> Launch:
+        assert inputs.gradient is not None, "a forward pass"
+        dout = inputs.gradient.dout
+        return of_torch.backward(backend, problem, *inputs.qkv, dout)
 
     return launch
 
@@ -303,9 +370,25 @@ _OF_FLEX: Final = frozenset(
     | {"blocks", "tile", "prefix", "params", "bias"}
 )
 PEERS: Final[Mapping[str, Peer]] = {
-    "cudnn": Peer({"torch": frozenset()}, _alone(cudnn)),
+    "cudnn": Peer(
+        {"torch": frozenset()},
+        _alone(_of_torch(of_torch.CUDNN)),
+        frozenset({BACKWARD_PASS}),
+        _alone(_backward_of_torch(of_torch.CUDNN)),
+    ),
     "fa3": Peer({fa3_module.OWN: _FUSED, fa3_module.VLLM: _FUSED | _OF_VLLM}, fa3),
-    "fa4": Peer({fa4_module.PACKAGE: _FUSED | _OF_FA4}, _alone(fa4)),
+    "fa4": Peer(
+        {fa4_module.PACKAGE: _FUSED | _OF_FA4},
+        _alone(fa4),
+        frozenset({BACKWARD_PASS, UNEQUAL, DETERMINISTIC}),
+        _alone(fa4_backward),
+    ),
+    "flash": Peer(
+        {"torch": frozenset()},
+        _alone(_of_torch(of_torch.FLASH)),
+        frozenset({BACKWARD_PASS}),
+        _alone(_backward_of_torch(of_torch.FLASH)),
+    ),
     "flex": Peer({"torch": _FUSED | _OF_FLEX}, _alone(flex_attention)),
 }
 
@@ -329,27 +412,39 @@ def wrong_from(problem: Problem) -> float:
 
 @dataclass(frozen=True)
 class Right:
-    """What is right of a problem's O, shape, in float64: of the last head the last batch, or all
-    packed sequences that have queries, each with the rows where it is.
+    """What is right of a problem's outputs, in float64: of O, or of dQ, dK and dV, the last head of
+    the last batch, or all packed sequences that have queries.
+
+    names, shapes: of each output. parts: the number of an output, rows of it, and their values.
     """
 
-    shape: tuple[int, ...]
-    parts: tuple[tuple[Any, torch.Tensor], ...]
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    parts: tuple[tuple[int, Any, torch.Tensor], ...]
 
     def error_of(self, launch: Callable[[], Any]) -> float:
         """The largest relative error of a part; NaN where one has NaN.
 
-        Raises RuntimeError for another shape. Where all is 0, the error is absolute.
+        Raises RuntimeError for other shapes. Where all is 0, the error is absolute.
         """
         import torch
 
-        out = launch()
-        if tuple(out.shape) != self.shape:
-            raise RuntimeError(f"returned {[*out.shape]} instead of {[*self.shape]}")
+        found = launch()
+        outputs = found if isinstance(found, tuple) else (found,)
+        if len(outputs) != len(self.shapes):
+            raise RuntimeError(
+                f"returned {len(outputs)} tensors instead of {', '.join(self.names)}"
+            )
+        for name, out, shape in zip(self.names, outputs, self.shapes, strict=True):
+            if tuple(out.shape) != shape:
+                which = f"{name} as " if len(outputs) > 1 else ""
+                raise RuntimeError(
+                    f"returned {which}{[*out.shape]} instead of {[*shape]}"
+                )
         errors = []
-        for at, truth in self.parts:
+        for number, at, truth in self.parts:
             size = truth.norm()
-            error = (out[at].double() - truth).norm()
+            error = (outputs[number][at].double() - truth).norm()
             errors.append(error / torch.where(size > 0, size, torch.ones_like(size)))
         return float(torch.stack(errors).max())
 
@@ -357,17 +452,26 @@ class Right:
 def right_of(problem: Problem, inputs: Inputs) -> Right:
     """By the definition of the problem's operation, whoever computes it."""
     operation, spec = problem.operation, problem.spec
-    out = operation.outputs(spec)[0]
+    outputs = operation.outputs(spec)
+    outputs = outputs if problem.backward else outputs[:1]
     places: list[Any] = [(-1, slice(None), -1)]
     if problem.lengths:
         rows = [each.q for each in rows_of(problem.packed)]
         places = [(each, -1) for each in rows if each.start < each.stop]
-    shape = out.shape(spec, problem)
-    wanted = np.zeros(shape[:-1], bool)
+    shapes = tuple(x.shape(spec, problem) for x in outputs)
+    wanted = np.zeros(shapes[0][:-1], bool)
     for at in places:
         wanted[at] = True
-    truth = operation.exact(inputs.given(problem), wanted)[out.name]
-    return Right(shape, tuple((at, truth[at]) for at in places))
+    truth = operation.exact(inputs.given(problem), wanted)
+    return Right(
+        tuple(x.name for x in outputs),
+        shapes,
+        tuple(
+            (number, at, truth[x.name][at])
+            for number, x in enumerate(outputs)
+            for at in places
+        ),
+    )
 
 
 def versions() -> dict[str, str | int | None]:

@@ -2,7 +2,8 @@
 """FlashAttention-4. Its own masks where they say the problem's, else an expression as ``mask_mod``.
 
 With that come the lists of blocks that FlexAttention has: both packages name and order them alike.
-Documents are packed sequences. Of these K and V may be in pages.
+Documents are packed sequences. Of these K and V may be in pages. Its backward pass is the function
+that its autograd function calls, given O and LSE, which it has as ours are.
 Checked with 4.0.0b36.
 """
 
@@ -60,6 +61,27 @@ def launch(
         found = package.flash_attn_varlen_func(**given)
         out: torch.Tensor = found[0] if isinstance(found, tuple) else found
         return out.view(shape)
+
+    return call
+
+
+def backward(
+    problem: Problem,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """A call that returns (dQ, dK, dV). Tensors are as our kernel takes them."""
+    package, band = import_module(f"{PACKAGE}.interface"), problem.band
+    assert band is not None and not band.window, "refused"
+    given = {"causal": band.causal, "deterministic": problem.deterministic}
+
+    def call() -> tuple[torch.Tensor, ...]:
+        found = package._flash_attn_bwd(q, k, v, out, dout, lse, **given)
+        return tuple(found[:3])
 
     return call
 

@@ -5,7 +5,8 @@
 
 The unit is the same for everyone, whatever its own tiles are: a tile is 128 query rows of one head,
 a block is 128 of the keys it sees, and n is how many of them a tile takes on average, those that
-the diagonal crosses counted whole. So A is the speed of the inner loop (TFLOPS executed), c the
+the diagonal crosses counted whole. In a backward pass a tile is 128 keys of one query head, and a
+block 128 of the rows that see them. So A is the speed of the inner loop (TFLOPS executed), c the
 cost of a tile beside its loop (in blocks), t0 the cost of a launch (in seconds).
 
 t0 and c show in the same way unless the number of tiles varies. Where it does not, t0 is left out
@@ -77,7 +78,11 @@ def tiles_and_blocks(problem: Problem) -> tuple[int, float]:
         np.concatenate([_blocks(keys, q, kv) for q, kv in each])
         for keys in problem.keys_of_heads()
     ]
-    return copies * problem.heads * len(blocks[0]), float(np.mean(blocks))
+    tiles, on_average = copies * problem.heads * len(blocks[0]), float(np.mean(blocks))
+    if problem.backward:
+        by_keys = copies * problem.heads * sum(-(-kv // KEYS) for _, kv in each)
+        return by_keys, on_average * tiles / by_keys
+    return tiles, on_average
 
 
 def _blocks(keys: Mask, q: int, kv: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
@@ -87,8 +92,9 @@ def _blocks(keys: Mask, q: int, kv: int) -> np.ndarray[tuple[int], np.dtype[np.i
 
 
 def block_flops(problem: Problem) -> float:
-    """Of a tile times a block."""
-    return 2 * ROWS * KEYS * (problem.d_qk + problem.d_v)
+    """Of a tile times a block: two products, or five of a backward pass."""
+    of_qk, of_v = (3, 2) if problem.backward else (1, 1)
+    return 2 * ROWS * KEYS * (of_qk * problem.d_qk + of_v * problem.d_v)
 
 
 def fits(lines: Lines, multiprocessors: int) -> list[Fit]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What contenders compute: one attention forward each, and the ones that suit a kernel."""
+"""What contenders compute: one pass of attention each, and the ones that suit a kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple
 
 from ..errors import CheckFailed
 from ..ops import masks, operation_of, scores
+from ..ops.backward import is_backward
 from ..ops.cases import DYNAMIC
 from ..ops.lists import Drawn
 from ..ops.masks import Mask
@@ -40,7 +41,7 @@ _PLAIN: Final = {"op", "dtype", "head_dim", "q_per_kv", "mask", "lse"}
 # What hides and shows keys around those of the mask, where inputs say so.
 _AROUND: Final = ("documents", "prefix")
 # Fields that a problem's name says in other words.
-_SAID: Final = {"softcap", "score", "alibi", "bias", "params", "window", *_AROUND}
+_SAID: Final = {"op", "softcap", "score", "alibi", "bias", "params", "window", *_AROUND}
 # Where the rows of Q, and of K and V, are.
 _LAYOUT: Final = {"batch", "kv"}
 PAGED, PACKED, DENSE = LAYOUTS = ("paged", "packed", "dense")
@@ -105,7 +106,17 @@ class Problem:
     @property
     def lse(self) -> bool:
         """Whether log-sum-exp is written as well."""
-        return bool(self.spec["lse"])
+        return bool(self.spec.get("lse"))
+
+    @property
+    def backward(self) -> bool:
+        """Whether it is the gradient that is computed."""
+        return is_backward(self.spec)
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether two calls must give the same bits, where not every kernel's do."""
+        return bool(self.spec.get("deterministic"))
 
     @property
     def softcap(self) -> float | None:
@@ -232,13 +243,15 @@ class Problem:
 
     @property
     def further(self) -> dict[str, Any]:
-        """The fields that not every problem has."""
-        return {name: x for name, x in self.spec.items() if name not in _PLAIN}
+        """The fields that not every problem has, among them the `op` of a backward pass."""
+        plain = _PLAIN - {"op"} if self.backward else _PLAIN
+        # What is false says nothing.
+        return {x: y for x, y in self.spec.items() if x not in plain and y is not False}
 
     @property
     def _further(self) -> str:
         word = scores.word_of(self.spec)
-        words = [word] if word else []
+        words = ["backward"] * self.backward + [word] * bool(word)
         if is_paged(self.spec):
             words.append(f"page {page_of(self.spec)} {self.pool}")
         elif is_packed(self.spec):
@@ -258,6 +271,8 @@ class Problem:
     @property
     def without_lse(self) -> Problem:
         """The same, writing O alone."""
+        if not self.lse:
+            return self
         return replace(self, spec={**self.spec, "lse": False})
 
     @property

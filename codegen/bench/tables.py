@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from rich.table import Table
 
@@ -16,6 +16,12 @@ from .results import Cell, Report, summary
 from .timing import EAGER, GRAPH, SUSTAINED, Timing
 
 Justify = Literal["left", "right"]
+
+BACKWARD_FLOPS: Final = (
+    "FLOPs of a backward pass are those of its five products, for everyone: 2 * batch * heads"
+    " * scores * (3 * d_qk + 2 * d_v), of the scores that count, which is"
+    " 10 * batch * heads * s^2 * d, half when causal"
+)
 
 
 def print_report(report: Report, fits: Sequence[Fit]) -> None:
@@ -125,6 +131,8 @@ def closing_lines(report: Report) -> Iterator[str]:
             f"fastest of ours over the best peer, {found.cells} problems: geometric mean "
             f"{found.mean:.3f}, least {found.least:.3f} at {at.family} {at}"
         )
+    if any(cell.problem.backward for cell in report.cells):
+        yield BACKWARD_FLOPS
     for when in report.matmul:
         figures = ", ".join(
             f"{regime} {report.matmul_tflops(when, regime):.0f}"

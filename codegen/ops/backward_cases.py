@@ -139,6 +139,8 @@ def _magnitudes(of: _Made) -> Iterator[Case]:
     m, n, case, few = of.m, of.n, of.case, min(of.m, 33)
     yield case("steep", few, n + 3, scale_factor=STEEP)
     yield case("flat", few, n - 3, scale_factor=FLAT)
+    # Rows whose LSE is far below 0: keys beyond the end, where K is 0, would have an infinite P.
+    yield case("low", few, 1, scale_factor=10 * STEEP)
     yield case("huge_key", few, n + 9, data="huge_key")
     large: dict[str, Any] = {"data": "uniform_1e4", "gradient": "small"}
     yield case("uniform_1e4", few, n + 1, scale_factor=OF_LARGE_INPUTS, **large)

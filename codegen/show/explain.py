@@ -16,10 +16,13 @@ from ..arch import compiled_as
 from ..arch.architecture import Architecture
 from ..build import records
 from ..build.render import body_digest, render_kernel
+from ..features.backward import is_backward
 from ..features.feature import Model, in_yaml
+from ..ops.forward import LSE
 from ..ops.operation import Operation
 from ..planning.kernel_plan import WARPGROUP_THREADS, DevicePlan, KernelPlan, Number
 from ..planning.protocol import Phase
+from . import backward
 
 WIDTH: Final = 100  # [columns]
 BAR: Final = 32  # [columns] that stand for all shared memory a CTA can have
@@ -31,20 +34,38 @@ _GAP: Final = "  "
 
 def render(plan: KernelPlan, record: records.Record | None) -> str:
     """Explain one kernel; `record` is what its records file says, None when there is none."""
+    plan = backward.shown(plan)
     sections = [
         _section(plan.stem, _wrapped(f"{plan.context['title']}.")),
         _section("Spec", _table(spec_rows(plan))),
         _section("Numbers", _table(number_rows(plan))),
+        *_launched(plan),
         *(s for kernel in plan.kernels for s in _kernel(kernel, plan.architecture)),
+        *_products(plan),
         _section("Masks and loops", _bullets(plan.statements)),
         _section("Evidence", _table(evidence_rows(plan, record, _body(plan, record)))),
     ]
     return "\n\n".join(sections)
 
 
+def _launched(plan: KernelPlan) -> Iterator[str]:
+    """The kernels that a call launches, where these are several."""
+    if is_backward(plan.spec_file.spec):
+        yield _section("Kernels", _table(backward.kernel_rows(plan)))
+
+
+def _products(plan: KernelPlan) -> Iterator[str]:
+    """Those of a backward kernel, and what they cost."""
+    if is_backward(plan.spec_file.spec):
+        rows = _table(backward.product_rows(plan))
+        yield _section("main: Products of a step, in their order", rows)
+        yield _section("Costs", _bullets(backward.cost_lines(plan)))
+
+
 def _kernel(kernel: DevicePlan, architecture: Architecture) -> Iterator[str]:
     """The sections about one kernel, without those of what it has not."""
     sections = [
+        ("Roles", _table(backward.role_rows(kernel))),
         ("Shared memory of a CTA", _shared_memory(kernel, architecture.smem_bytes)),
         ("Tensor memory of an SM", _tensor_memory(kernel, architecture.tmem_columns)),
         ("Registers", register_lines(kernel)),
@@ -222,7 +243,7 @@ def evidence_rows(
                 yield from _compiled(current[rung], plan.stem)
             elif rung == "validated":
                 for entry in current[rung]:
-                    yield rung, _validated(entry, _unordered(plan))
+                    yield rung, _validated(entry, plan)
             else:
                 yield rung, f"see {records.path_of(plan.stem)}"
 
@@ -255,20 +276,23 @@ def _unordered(plan: KernelPlan) -> list[str]:
     return sorted(operation.unordered(plan.context["spec"]))
 
 
-def _validated(evidence: Mapping[str, Any], unordered: Sequence[str]) -> str:
-    worst = evidence["worst"]
+def _validated(evidence: Mapping[str, Any], plan: KernelPlan) -> str:
+    worst, unordered = evidence["worst"], _unordered(plan)
+    first, *_ = plan.context["operation"].outputs(plan.context["spec"])
+    of_first = f" of {first.name}" if is_backward(plan.spec_file.spec) else ""
     parts = [
         f"{evidence['cases']} cases on {evidence['gpu']}",
         f"driver {evidence['driver']}, CuTe DSL {evidence['dsl']}",
     ]
     if worst and "of_bound" in worst:
         parts.append(
-            f"worst error {worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound,"
-            f" in {worst['case']}"
+            f"worst error{of_first} {worst['absolute']:.3g}, {worst['of_bound']:.2f} of its"
+            f" bound, in {worst['case']}"
         )
     for name, other in records.others(evidence).items():
+        of_bound = "" if name == LSE.name else f", {other['of_bound']:.2f} of its bound"
         parts.append(
-            f"{name} off by at most {other['absolute']:.2g}, in {other['case']}"
+            f"{name} off by at most {other['absolute']:.2g}{of_bound}, in {other['case']}"
         )
     but = f" but for a last place of {' and '.join(unordered)}" if unordered else ""
     parts.append(f"up to {evidence['repeats']} launches alike bit for bit{but}")
@@ -306,6 +330,8 @@ def _bullets(statements: Iterable[str]) -> list[str]:
 def _table(rows: Iterable[Sequence[str]]) -> list[str]:
     """Columns as wide as their widest cell; the last one is wrapped."""
     rows = list(rows)
+    if not rows:
+        return []
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     lines = []
     for *cells, last in rows:

@@ -167,7 +167,10 @@ def test_the_shipped_dynamic_kernels_cover_most_of_the_grid_of_the_bar() -> None
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"against": ["fa9"]}, "--against fa9: the peers are cudnn, fa3, fa4, flex"),
+        (
+            {"against": ["fa9"]},
+            "--against fa9: the peers are cudnn, fa3, fa4, flash, flex",
+        ),
         ({"rounds": 0}, "--rounds 0: at least 1"),
         ({"regimes": ["graph", "cold"]}, "--regime cold: the regimes are graph, eager"),
         ({"regimes": ["eager"]}, "--regime: tables and pictures are of graph"),

@@ -349,7 +349,10 @@ def test_who_takes_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
     said = {name: peer.refusal(one) for name, peer in contenders.PEERS.items()}
     unequal = "takes no e4m3, no causal mask of unequal lengths"
     no = "takes no e4m3"
-    assert said == {"cudnn": unequal, "fa3": "", "fa4": no, "flex": no}
+    assert said == {
+        **{"cudnn": unequal, "flash": unequal},
+        **{"fa3": "", "fa4": no, "flex": no},
+    }
     monkeypatch.setitem(sys.modules, fa3.OWN, ModuleType(fa3.OWN))
     assert contenders.PEERS["fa3"].refusal(one) == no, "its own package"
 

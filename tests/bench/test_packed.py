@@ -385,12 +385,13 @@ def test_who_cannot_do_packed_sequences_says_so(attention: Attention) -> None:
         "takes no causal mask of unequal lengths",
         "mask expression of packed",
     )
+    of_torch = [
+        f"{unequal}, no packed sequences",
+        f"{unequal}, no packed sequences, no paged K and V",
+        f"takes no {expression} sequences, no packed sequences",
+    ]
     assert refusals == {
-        "cudnn": [
-            f"{unequal}, no packed sequences",
-            f"{unequal}, no packed sequences, no paged K and V",
-            f"takes no {expression} sequences, no packed sequences",
-        ],
+        **{"cudnn": of_torch, "flash": of_torch},
         "fa3": ["", "", f"takes no {expression} sequences"],
         "fa4": ["", "", f"takes no {expression} sequences"],
         "flex": ["", "takes no paged K and V", ""],

@@ -41,7 +41,7 @@ def captured(path: Path, cases: Sequence[Case]) -> tuple[str, list[Called]]:
     spec = constants["SPEC"]
 
     def of(some: Sequence[Case]) -> tuple[str, list[Called]]:
-        calls = [arguments(spec, case) for case in some]
+        calls = [arguments(spec, case, tiles_of(constants)) for case in some]
         return captures.capture(path, calls, arch=spec["arch"])
 
     if path.parent == support.GENERATED:

@@ -9,6 +9,7 @@ not run again. Several processes share a campaign by the same `--every`, other `
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import signal
 import sys
@@ -25,9 +26,11 @@ from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.errors import EnvironmentProblem
 from fmha_gen.evidence import rehearsal
 from fmha_gen.evidence.tensors import Problem, make_problem
+from fmha_gen.ops.backward import is_backward
 from fmha_gen.ops.cases import Case, cases_for
 from fmha_gen.ops.reference import Truth
 
+from tests.backward.kernels import text_of, written
 from tests.emulator.rehearsals import captured
 from tests.support import STRUCTURES
 
@@ -41,7 +44,19 @@ OF_8_BITS = (
     # Warps that load pages of V and transpose them, work tiles from a ring.
     "sm90_d128_e4m3_causal_gqa4_page16_varlen_lse",
 )
-KERNELS = (*STRUCTURES, *OF_8_BITS)
+# Of kernels that are not shipped: what their specs say. dQ by halves of its columns and by halves
+# of its rows; added behind dS's fence and, where P stays in fp32, in front of dP. One stage of dO
+# is free as soon as it is given back: with as many as Q has, dO waits for Q of its block first.
+BACKWARD = {
+    "sm90_d64_bf16_causal_gqa2_bwd": (
+        "head_dim: 64\ndtype: bf16\ntile: {q: 64}\nmask: causal\nheads: {q_per_kv: 2}\n"
+    ),
+    "sm90_d64_bf16_bwd": "head_dim: 64\ndtype: bf16\n",
+    "sm90_d64_fp16_causal_bwd": (
+        "head_dim: 64\ndtype: fp16\nmask: causal\nstages: {q: 2, do: 1}\n"
+    ),
+}
+KERNELS = (*STRUCTURES, *OF_8_BITS, *BACKWARD)
 # Of the cases of `emulate`, those that show most first. The first one has 3 KV blocks, more work
 # tiles per CTA than Q stages, and a key so large that the softmax's reference moves; the next two
 # are the smallest with 3 KV blocks and 2 work tiles per CTA; then more tiles of one block than Q
@@ -55,6 +70,10 @@ CASES_OF_SOME = ("sections", "two_tiles", "few_rows")
 # Of packed sequences: lengths unlike one another, among them 0; several heads' tiles for a CTA;
 # pages in any order; many blocks; CTAs without a tile.
 CASES_OF_PACKED = ("mixed", "tiles", "pages", "long_kv", "idle")
+# Of the backward pass: more tiles than CTAs, of several heads; more blocks of rows than stages, of
+# which the first see no key; tiles with a tail one after the other; batches and heads of one
+# section; several tiles of several blocks; a tail whose P would be infinite.
+CASES_OF_BACKWARD = ("waves", "few_keys", "long_kv", "tiles", "ragged", "low")
 SCHEDULES = (
     *(
         Schedule(0, Order.ROUND_ROBIN, how)
@@ -73,6 +92,20 @@ LONGEST = 4  # times the steps of the kernel as it is, then it does not end
 
 Launches = tuple[Launch, ...]  # of a call
 
+
+@functools.cache
+def path_of(stem: str) -> Path:
+    """A kernel's file; of one that is not shipped in a folder that ends with the process."""
+    if stem not in BACKWARD:
+        return GENERATED / f"{stem}.py"
+    return written(Path(_folder().name), text_of(BACKWARD[stem], stem), stem)
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="fmha-gen-")
+
+
 NOT_A_KERNEL = "does not compile"
 SAME = "the same PTX"
 
@@ -86,7 +119,7 @@ class Subject:
 
     def __init__(self, stem: str, only: str | None = None) -> None:
         """Captures the launches of its cases, or of `only` one."""
-        self.path = GENERATED / f"{stem}.py"
+        self.path = path_of(stem)
         self.source = self.path.read_text(encoding="utf-8")
         constants = kernel_text.read_constants(self.source)
         self.spec = constants["SPEC"]
@@ -94,6 +127,8 @@ class Subject:
         every = [x for x in cases_for(self.spec, self.tiles) if x.emulated]
         packed = self.spec.get("batch") == "varlen"
         of_all = CASES_OF_PACKED if packed else CASES
+        if is_backward(self.spec):
+            of_all = CASES_OF_BACKWARD
         tags = of_all if only is None else (only,)
         self.cases: list[Case] = [
             next(case for case in every if case.name.startswith(f"{tag}_"))

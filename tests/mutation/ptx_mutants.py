@@ -126,6 +126,10 @@ _BARRIER = (
     _changed("32 threads fewer", 1, "sub.s32", 32),
 )
 _DAMAGES: dict[str, Damages] = {  # a longer name before its beginning
+    "atom": _changed("one more", 2, "add.s32", 1),
+    "griddepcontrol.wait": _removed,
+    "red.": _removed,
+    "cp.async.bulk.shared": _changed("16 bytes fewer", 2, "sub.s32", 16),
     "mbarrier.init": _all(
         _removed,
         _changed("count + 1", 1, "add.s32", 1),

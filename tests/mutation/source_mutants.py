@@ -45,6 +45,11 @@ CALLS = frozenset(
     )
 )
 
+# Of backward kernels these as well.
+CALLS_OF_BACKWARD = CALLS | {
+    *("add_dq", "clear_ds", "griddepcontrol_wait", "mask_block", "meet"),
+}
+
 # (what, pattern, instead): each match is one mutant.
 REPLACEMENTS = (
     ("release count + 1", r"(?<=_RELEASES = )(\d+)", r"\1 + 1"),
@@ -113,6 +118,43 @@ REPLACEMENTS = (
         "Int32(0)",
     ),
     ("no cluster", r"(?<=\(1, )num_multicast(?=, 1, 1\))", "1"),
+    # The backward pass.
+    ("the other stage of dS", r"(?<=acc_dP, )ds_state\.index", "1 - ds_state.index"),
+    ("the other stage of dS", r"(?<=ds_stage = )dq_state\.index", "1 - dq_state.index"),
+    (
+        "gives Q back before dK and S are done",
+        r"^( +warpgroup\.wait_group\(0\)\n)( +rings\.q\.consumer_release\(q_state\)\n)",
+        r"\2\1",
+    ),
+    (
+        "gives dO back before dV and dP are done",
+        r"^( +warpgroup\.wait_group\(0\)\n)( +rings\.do\.consumer_release\(do_state\)\n)",
+        r"\2\1",
+    ),
+    ("rows beyond the end count", r"(?<=stat_s = )-Float32\.inf", "Float32(0.0)"),
+    (
+        "rows beyond the end have an LSE",
+        r"if position < seqlen_q:(?=\n +of_row = )",
+        "if position >= 0:",
+    ),
+    (
+        "rows without keys count",
+        r"cutlass\.select_\(has_keys, (-of_row \* inverse_scale), of_row\)",
+        r"\1",
+    ),
+    (
+        "keys beyond the end are seen",
+        r"(?<=beyond = )key \+ ROW_STEP \* r >= (?:problem\.seqlen_kv|SEQLEN_KV)",
+        "key < 0",
+    ),
+    ("sums are not cleared", r"cute\.autovec_copy\(zeros, gSums\[[^\n]+\)$", "pass"),
+    ("tickets are not set back", r"mTicket\[0\] = 0$", "pass"),
+    ("statistics of the block after", r"(?<=mStat[SD]\[None, )place \+ block", r"\g<0> + 1"),
+    (
+        "sums of the block after",
+        r"(?<=place_before = Boolean\(True\), )place \+ block",
+        r"\g<0> + 1",
+    ),
 )
 
 
@@ -130,13 +172,14 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 def _dropped(source: str) -> Iterator[tuple[int, str, str]]:
     lines = source.split("\n")
+    calls = CALLS_OF_BACKWARD if "\ndef fmha_bwd(" in source else CALLS
     for node in ast.walk(ast.parse(source)):
         if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
             continue
         called = node.value.func
         name = called.attr if isinstance(called, ast.Attribute) else None
         name = called.id if isinstance(called, ast.Name) else name
-        if name in CALLS:
+        if name in calls:
             assert node.end_lineno is not None
             indent = " " * node.col_offset
             kept = lines[: node.lineno - 1], lines[node.end_lineno :]

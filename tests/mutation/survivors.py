@@ -36,6 +36,9 @@ BOTH = "sm100_d128_bf16_causal_gqa4_c2x1_cta2_lse"
 SHARED = "sm100_d128_bf16_causal_gqa4_c2x1_kvmc_lse"
 UNEVEN = "sm100_d192x128_bf16_causal_lse"
 BLOCKS = "sm100_d256_bf16_causal_gqa4_c2x1_cta2_lse"
+BACKWARD = r"sm90_d64_(bf16|fp16)(_causal)?(_gqa2)?_bwd"
+TWO_OF_DO = r"sm90_d64_bf16(_causal_gqa2)?_bwd"
+CAUSAL_BACKWARD = r"sm90_d64_(bf16|fp16)_causal(_gqa2)?_bwd"
 
 _TAIL = """The producer stays until the last V stage is free. Each warp frees that one last
 of all stages, so waiting for the others says nothing more."""
@@ -62,6 +65,15 @@ _PERMIT = (
     """It matters to other CTAs of the SM, and shared memory leaves room for none."""
 )
 _LEADER = """The leader is CTA 0."""
+_BEYOND = """S of such a row is that of zeros, and P is 1: but dO beyond the end arrives as zeros
+and D there is 0, so that it adds 0 to dV and dK, and its dQ is not stored."""
+_MASKED = """Rows without keys are causal ones, and the mask sets each of their scores to -inf
+where a block of theirs is visited at all, whatever it started at."""
+_AFTER_Q = """The producer loads Q of a block before its dO, and Q's stage, of as many as dO has, is
+given back at the end of the step. With one stage of dO it is noticed."""
+_TAIL_OF_CAUSAL = (
+    """No row sees a key beyond the end but rows beyond the end, which start at -inf."""
+)
 _UNUSED = """It says that the rest of P was taken. Nobody waits for it: the QK that overwrites P
 follows, and s says when."""
 ACCEPTED = (
@@ -85,6 +97,15 @@ ACCEPTED = (
         r"cute\.arch\.relinquish_tmem_alloc_permit\(.*\): dropped",
         "equivalent",
         " ".join(_PERMIT.split()),
+    ),
+    *(
+        Accepted(kernels, "source", name, "equivalent", " ".join(text.split()))
+        for kernels, name, text in (
+            (BACKWARD, r"stat_s = -Float32\.inf: rows beyond the end count", _BEYOND),
+            (BACKWARD, r"stat_s = .*: rows without keys count", _MASKED),
+            (TWO_OF_DO, r".*: gives dO back before dV and dP are done", _AFTER_Q),
+            (CAUSAL_BACKWARD, r".*: keys beyond the end are seen", _TAIL_OF_CAUSAL),
+        )
     ),
     Accepted(
         f"{PAIRS}|{GROUPS}",

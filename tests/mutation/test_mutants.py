@@ -9,7 +9,7 @@ import pytest
 from fmha_gen.emulator import lower, ptx
 
 from . import ptx_mutants, source_mutants
-from .campaign import GENERATED, KERNELS
+from .campaign import BACKWARD, KERNELS, path_of
 
 PTX = """
 .version 8.8
@@ -98,16 +98,60 @@ def test_only_a_multicast_loses_bits_of_its_mask():
 @pytest.mark.parametrize("pattern", [row[1] for row in source_mutants.REPLACEMENTS])
 def test_every_replacement_fits_a_kernel(pattern):
     """When the templates change and a pattern no longer fits, its mutants would be gone."""
-    sources = [(GENERATED / f"{stem}.py").read_text("utf-8") for stem in KERNELS]
+    sources = [path_of(stem).read_text("utf-8") for stem in KERNELS]
     assert any(re.search(pattern, source, re.M) for source in sources)
 
 
 @pytest.mark.parametrize("stem", KERNELS)
 def test_source_mutants_are_python_and_unlike_each_other(stem):
-    source = (GENERATED / f"{stem}.py").read_text(encoding="utf-8")
+    source = path_of(stem).read_text(encoding="utf-8")
     found = list(source_mutants.mutants(source))
     assert len(found) > 60
     assert len({mutant.name for mutant in found}) == len(found)
     assert len({mutant.text for mutant in found} | {source}) == len(found) + 1
     for mutant in found[::9]:
         compile(mutant.text, stem, "exec")
+
+
+# What a backward kernel can do wrong that no forward kernel can, and in how many places.
+OF_BACKWARD = {
+    r"cute\.arch\.fence_proxy\(.*: dropped": 3,  # before dS is full, and of zeros, and of dK, dV
+    r"the other stage of dS": 2,
+    r"gives Q back before dK and S are done": 1,
+    r"gives dO back before dV and dP are done": 1,
+    r"warpgroup\.wait_group\(1\): one group more stays in flight": 1,
+    r"rows beyond the end count": 1,
+    r"rows beyond the end have an LSE": 1,
+    r"rows without keys count": 1,
+    r"keys beyond the end are seen": 1,
+    r"mask_block\(.*: dropped": 1,
+    r"sums are not cleared": 1,
+    r"tickets are not set back": 1,
+    r"griddepcontrol_wait\(\).*: dropped": 2,  # of the main kernel, and of the last one
+    r"statistics of the block after": 2,
+    r"sums of the block after": 1,
+    r"add_dq\(.*: dropped": 2,
+    r"clear_ds\(rings\): dropped": 1,
+    r"meet\(.*: dropped": 2,
+}
+
+
+@pytest.mark.parametrize("stem", BACKWARD)
+def test_backward_kernels_have_damages_of_their_own(stem):
+    source = path_of(stem).read_text(encoding="utf-8")
+    names = [mutant.name for mutant in source_mutants.mutants(source)]
+    found = {x: sum(bool(re.search(x, each)) for each in names) for x in OF_BACKWARD}
+    assert found == OF_BACKWARD
+
+
+def test_what_backward_kernels_add_and_draw_is_damaged():
+    assert set(damages("griddepcontrol.wait;")) == {"removed"}
+    red = "red.relaxed.gpu.global.add.v4.f32 [%rd1], {%r1, %r2, %r1, %r2};"
+    assert damages(red) == {"removed": ""}
+    found = damages("atom.relaxed.gpu.global.add.s32 %r1, [%rd1], %r2;")
+    assert "add.s32 Damaged, Given, 1;" in found["one more"]
+    assert "%r1, [%rd1], Damaged;" in found["one more"]
+    load = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+    found = damages(f"{load}[%r1], [%rd1], %r2, [%r3];")
+    assert "sub.s32 Damaged, Given, 16;" in found["16 bytes fewer"]
+    assert "[%r1], [%rd1], Damaged, [%r3];" in found["16 bytes fewer"]

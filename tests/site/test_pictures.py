@@ -14,12 +14,20 @@ from xml.etree import ElementTree
 import pytest
 import support
 from fmha_gen.cli import app
+from fmha_gen.planning import plan
+from fmha_gen.planning.kernel_plan import DevicePlan, KernelPlan
+from fmha_gen.show import backward
 from fmha_gen.show.picture import lanes, maps, page
 from fmha_gen.show.picture.svg import SIZES, Panel, document, width_of
 from typer.testing import CliRunner
 
 SVG = "{http://www.w3.org/2000/svg}"
-each_shipped = pytest.mark.parametrize("stem", support.SHIPPED)
+BACKWARD = {
+    "sm90_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
+    "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
+    "sm90_d128_fp16_bwd_s1024": "head_dim: 128\ndtype: fp16\nseqlen: 1024\n",
+}
+each_shipped = pytest.mark.parametrize("stem", [*support.SHIPPED, *BACKWARD])
 
 
 class Box(NamedTuple):
@@ -38,6 +46,21 @@ class Box(NamedTuple):
         return across > 0.5 and down > 0.5
 
 
+@functools.cache
+def planned(stem: str) -> KernelPlan:
+    """The plan of a shipped kernel, or of a backward one with what is shown of it."""
+    if stem not in BACKWARD:
+        return support.shipped_plan(stem)
+    text = f"arch: sm90\nop: fmha_bwd\n{BACKWARD[stem]}"
+    return backward.shown(plan.resolve(support.load_text(text, stem)))
+
+
+def main_of(stem: str) -> DevicePlan:
+    """The kernel that has phases."""
+    (found,) = (each for each in planned(stem).kernels if each.phases)
+    return found
+
+
 def parse(svg: str) -> ElementTree.Element:
     return ElementTree.fromstring(svg)
 
@@ -45,7 +68,7 @@ def parse(svg: str) -> ElementTree.Element:
 @functools.cache
 def drawn(stem: str) -> ElementTree.Element:
     """The page of a shipped kernel."""
-    return parse(page.render(support.shipped_plan(stem)))
+    return parse(page.render(planned(stem)))
 
 
 def texts(root: ElementTree.Element) -> Iterator[Box]:
@@ -120,7 +143,7 @@ def test_text_in_a_box_is_all_inside_it(stem: str) -> None:
 
 @each_shipped
 def test_no_arrow_runs_through_a_step_or_over_text(stem: str) -> None:
-    for panel in page.phases(support.shipped_plan(stem).kernels[0]):
+    for panel in page.phases(main_of(stem)):
         root = parse(document(panel, style=False))
         # What runs beside a step is a narrow bar, which an arrow may cross.
         steps = [
@@ -150,9 +173,8 @@ def segments(root: ElementTree.Element) -> Iterator[Box]:
 
 @each_shipped
 def test_every_step_and_barrier_is_drawn(stem: str) -> None:
-    plan = support.shipped_plan(stem)
     words = " ".join(each.what for each in texts(drawn(stem)))
-    for phase in plan.kernels[0].phases:
+    for phase in main_of(stem).phases:
         for lane in phase.lanes:
             assert f"{lane.registers} registers" in words
             for step in lane.steps:
@@ -165,8 +187,7 @@ def test_every_step_and_barrier_is_drawn(stem: str) -> None:
 
 @each_shipped
 def test_shared_memory_is_to_scale(stem: str) -> None:
-    plan = support.shipped_plan(stem)
-    (kernel,), limit = plan.kernels, plan.architecture.smem_bytes
+    kernel, limit = main_of(stem), planned(stem).architecture.smem_bytes
     panel = maps.shared_memory(kernel, limit)
     found = list(rects(parse(document(panel, style=False))))
     sizes = [
@@ -175,7 +196,7 @@ def test_shared_memory_is_to_scale(stem: str) -> None:
         if region.nbytes
         for _ in range(region.stages)
     ]
-    sizes.append(limit - plan.smem_bytes)
+    sizes.append(limit - kernel.smem_bytes)
     scale = sum(box.bottom - box.top for box in found) / sum(sizes)
     for box, size in zip(found, filter(None, sizes), strict=True):
         assert box.bottom - box.top == pytest.approx(size * scale, abs=0.15)
@@ -183,7 +204,7 @@ def test_shared_memory_is_to_scale(stem: str) -> None:
 
 @each_shipped
 def test_an_arrow_goes_down_to_another_row(stem: str) -> None:
-    for phase in support.shipped_plan(stem).kernels[0].phases:
+    for phase in main_of(stem).phases:
         row = lanes.rows(phase)
         for each in lanes.arrows(phase):
             assert row[each.source] < row[each.target]
@@ -192,9 +213,29 @@ def test_an_arrow_goes_down_to_another_row(stem: str) -> None:
             assert places == sorted(set(places))
 
 
+@pytest.mark.parametrize("stem", BACKWARD)
+def test_a_backward_kernel_has_its_products_and_kernels(stem: str) -> None:
+    words = [each.what for each in texts(drawn(stem))]
+    for product in backward.products(planned(stem)):
+        assert " x ".join(map(str, product.shape)) in words
+    for each in ("dV += P^T dO", "sdS, of both warpgroups", "sums of dQ, fp32"):
+        assert each in words
+    assert [words.count(each) for each in ("stats", "finish")] == [1, 1]
+
+
+@pytest.mark.parametrize("stem", BACKWARD)
+def test_arrows_of_products_are_over_no_text(stem: str) -> None:
+    """Boxes that an arrow leaves or comes to are touched, and no others."""
+    (panel,) = page.flow(planned(stem), main_of(stem))
+    root = parse(document(panel, style=False))
+    for segment in segments(root):
+        for box in (*rects(root), *texts(root)):
+            assert not segment.meets(box) or box.what.startswith("box"), segment
+
+
 def test_the_same_plan_gives_the_same_bytes() -> None:
-    plan = support.shipped_plan(support.SHIPPED[0])
-    assert page.render(plan) == page.render(plan)
+    found = support.shipped_plan(support.SHIPPED[0])
+    assert page.render(found) == page.render(found)
 
 
 def test_explain_writes_the_picture(tmp_path: Path) -> None:

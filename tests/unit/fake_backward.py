@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fake_kernel import distinct
 from fmha_gen.evidence.trial import DTYPES
 from fmha_gen.ops.masks import Lengths, of_spec
+from unit.fake_kernel import distinct
 
 
 def spec(**changes: Any) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class FakeBackward:
 
     def workspace_size(self, batch: int, seqlen_q: int, heads: int) -> int:
         rows = -(-seqlen_q // self.TILE_Q) * self.TILE_Q
-        return batch * heads * rows * (self.SPEC["head_dim"]["qk"] + 2)
+        return batch * heads * rows * (self.SPEC["head_dim"]["qk"] + 2) + 1
 
     def fmha_bwd(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which CTA of a cluster loads which slice of Q, K and V, and which CTAs receive it."""
+"""Which CTA of a cluster loads which slice of Q, K, V and dO, and which CTAs receive it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BAND: Final = 160.0  # of a tensor
 _LOAD: Final = 44.0  # the height of what is loaded
 _GAP: Final = 50.0  # arrows
 _STAGE: Final = 46.0  # the height of a stage in shared memory
-_KINDS: Final = {"Q": "q", "K": "k", "V": "v"}
+_KINDS: Final = {"Q": "q", "K": "k", "V": "v", "dO": "o"}
 
 
 def cluster(kernel: DevicePlan, *, pair: bool) -> Panel | None:

@@ -24,6 +24,8 @@ _KINDS: Final = {
     "sK": "k",
     "sV": "v",
     "sO": "o",
+    "sdO": "o",
+    "sdS": "p",
     "S of": "s",
     "P of": "p",
     "O": "o",

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import UsageProblem
+from ...features.backward import is_backward
 from ...host.files import replace, writing
 from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...planning.plan import resolve
 from ...spec.model import SpecFile
+from .. import backward
 from .cluster import cluster
 from .lanes import lanes
 from .maps import shared_memory, tensor_memory
+from .products import products
 from .svg import Panel, document, line, moved, text, width_of
 
 _WIDTH: Final = 1440.0  # that panels are put side by side for
@@ -41,14 +44,22 @@ def write(spec_files: Sequence[SpecFile], file: Path) -> None:
 
 def page(plan: KernelPlan) -> Panel:
     """All panels, as many side by side as a page is wide; of several kernels below one another."""
+    plan = backward.shown(plan)
     lines = textwrap.wrap(plan.context["title"], int(_WIDTH / width_of("x", "text")))
     body = [text(_MARGIN, 40, plan.stem, "title")]
     for index, words in enumerate(lines):
         body.append(text(_MARGIN, 62 + 16 * index, words, "muted"))
     y, width = 70.0 + 16 * len(lines), 0.0
     described: list[str] = []
+    for panel in kernels(plan):
+        body += moved(_MARGIN, y, panel.body)
+        width, y = panel.width + 2 * _MARGIN, y + panel.height
+        described.append(panel.description)
     for kernel in plan.kernels:
         panels = [*memory(plan, kernel), *phases(kernel), *barriers(kernel)]
+        panels += flow(plan, kernel)
+        if not panels:
+            continue  # said in the table of kernels
         if kernel.name:
             body.append(text(_MARGIN, y + 18, kernel.name, "title"))
             y += _GAP
@@ -62,6 +73,18 @@ def page(plan: KernelPlan) -> Panel:
             y += max(panel.height for panel in row) + _GAP
         described += [panel.description for panel in panels]
     return Panel(plan.stem, " ".join(described), width, y, tuple(body))
+
+
+def flow(plan: KernelPlan, kernel: DevicePlan) -> list[Panel]:
+    """How the products of a backward kernel follow from one another."""
+    return [products(plan)] if kernel.name == backward.MAIN else []
+
+
+def kernels(plan: KernelPlan) -> list[Panel]:
+    """The table of the kernels that a call launches, where these are several."""
+    if not is_backward(plan.spec_file.spec):
+        return []
+    return [_panel("Kernels", list(backward.kernel_rows(plan)))]
 
 
 def _flow(panels: Sequence[Panel]) -> list[list[Panel]]:
@@ -99,11 +122,15 @@ def barriers(kernel: DevicePlan) -> list[Panel]:
         return []
     rows = [("barrier", "stages", "arrivals", "who waits")]
     rows += [(b.name, str(b.stages), b.arrivals, b.waiter) for b in kernel.barriers]
-    title = "Barriers"
+    return [_panel("Barriers", rows)]
+
+
+def _panel(title: str, rows: Sequence[tuple[str, ...]]) -> Panel:
+    """A table."""
     body = [text(0, 16, title, "head"), *_table(rows, 42)]
     width = sum(_widths(rows))
     words = "; ".join(", ".join(row) for row in rows[1:])
-    return [Panel(title, f"{words}.", width, 44.0 + 18 * len(rows), tuple(body))]
+    return Panel(title, f"{words}.", width, 44.0 + 18 * len(rows), tuple(body))
 
 
 def _widths(rows: Sequence[tuple[str, ...]]) -> list[float]:

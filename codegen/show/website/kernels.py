@@ -16,11 +16,13 @@ from ...build import records, render, tree
 from ...build.kernel_text import read_constants
 from ...errors import CheckFailed
 from ...evidence import table
+from ...features.backward import is_backward
+from ...ops.forward import LSE
 from ...planning import plan
 from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...spec.model import SpecFile
 from ...verify import SPEC_DIGITS
-from .. import explain
+from .. import backward, explain
 from ..picture import page
 from . import decisions
 from .pages import Charts, figure
@@ -31,6 +33,8 @@ _IN_WORDS: Final = (
     "compiled",
     "validated",
 )  # the rungs that have no table of their own
+
+OF_BACKWARD: Final = ("0059",)
 
 _ROOT: Final = "../"  # from a kernel's page
 
@@ -101,9 +105,15 @@ def _index_row(kernel: Kernel) -> dict[str, Any]:
     name, *cells = table.row(kernel.record)
     return {
         "stem": name.strip("`"),
-        "title": kernel.plan.context["title"].partition(": ")[2],
+        "title": _about(kernel.plan),
         "cells": list(zip(HEADS[1:], [*cells, _speed(kernel.cells)], strict=True)),
     }
+
+
+def _about(plan: KernelPlan) -> str:
+    """Its title but for the architecture, and for the operation where that is the usual one."""
+    words = str(plan.context["title"].partition(": ")[2])
+    return f"backward, {words}" if is_backward(plan.spec_file.spec) else words
 
 
 def _speed(cells: Sequence[Cell]) -> str:
@@ -117,7 +127,7 @@ def _speed(cells: Sequence[Cell]) -> str:
 
 def context(kernel: Kernel, charts: Charts) -> dict[str, Any]:
     """What the template of a kernel's page reads."""
-    found = kernel.plan
+    found = backward.shown(kernel.plan)
     body = render.body_digest(kernel.text)
     return {
         "stem": kernel.stem,
@@ -127,6 +137,7 @@ def context(kernel: Kernel, charts: Charts) -> dict[str, Any]:
         "rung": kernel.record["rung"],
         "ran": "validated" in kernel.record,
         "kernels": [_device(found, each) for each in found.kernels],
+        **_of_backward(found),
         "numbers": list(explain.number_rows(found)),
         "fields": list(explain.spec_rows(found)),
         "statements": found.statements,
@@ -145,11 +156,26 @@ def context(kernel: Kernel, charts: Charts) -> dict[str, Any]:
     }
 
 
+def _of_backward(found: KernelPlan) -> dict[str, Any]:
+    """The kernels, products and costs of a backward kernel; empty for others."""
+    told = is_backward(found.spec_file.spec)
+    return {
+        "backward": told,
+        "launched": list(backward.kernel_rows(found)) if told else [],
+        "products": list(backward.product_rows(found)) if told else [],
+        "costs": list(backward.cost_lines(found)) if told else [],
+    }
+
+
 def _device(found: KernelPlan, kernel: DevicePlan) -> dict[str, Any]:
     """What the template reads of one of a plan's kernels."""
     return {
         "name": kernel.name,
-        "memory": [figure(panel) for panel in page.memory(found, kernel)],
+        "roles": list(backward.role_rows(kernel)),
+        "memory": [
+            figure(panel)
+            for panel in (*page.memory(found, kernel), *page.flow(found, kernel))
+        ],
         "phases": [figure(panel) for panel in page.phases(kernel)],
         "steps": [
             (each.title, list(explain.step_rows(each))) for each in kernel.phases
@@ -163,6 +189,8 @@ def _device(found: KernelPlan, kernel: DevicePlan) -> dict[str, Any]:
 def _reasons(found: KernelPlan) -> tuple[str, ...]:
     """The decisions that such kernels are as they are by."""
     arch, spec = ARCHITECTURES[found.arch], found.spec_file.spec
+    if is_backward(spec):
+        return OF_BACKWARD
     return arch.decisions_of_pairs if spec.cta_group == 2 else arch.decisions
 
 
@@ -185,9 +213,12 @@ def _emulated(record: records.Record) -> list[Row]:
         ("schedules", ", ".join(found["schedules"])),
         ("findings", str(len(found["findings"]))),
     ]
-    if "of_bound" in (worst := found["worst"] or {}):
-        said = f"{worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound"
-        rows.append(("worst error", f"{said}, in {worst['case']}"))
+    others = {x: y for x, y in records.others(found).items() if x != LSE.name}
+    for name, worst in {"": found["worst"] or {}, **others}.items():
+        if "of_bound" in worst:
+            said = f"{worst['absolute']:.3g}, {worst['of_bound']:.2f} of its bound"
+            title = f"worst error of {name}" if name else "worst error"
+            rows.append((title, f"{said}, in {worst['case']}"))
     return rows
 
 

@@ -22,6 +22,7 @@ from .pages import Charts
 
 PLAIN: Final = "causal and full"
 KINDS: Final[Mapping[str, str]] = {
+    **{"op": "backward", "deterministic": "deterministic"},
     **{"batch": "packed sequences", "kv": "paged K and V"},
     **{"window": "windows", "documents": "documents", "prefix": "prefix"},
     **{"blocks": "block lists", "mask": "mask expressions", "softcap": "softcap"},

@@ -1,0 +1,316 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a backward kernel's plan comes to: its kernels and roles, five products, steps and costs.
+
+Lengths are the plan's numbers, rows in elements; clocks are those of an SM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ..arch import sm90
+from ..features.backward import is_backward
+from ..ops.backward import STATISTICS
+from ..ops.operation import BYTES
+from ..planning.kernel_plan import DevicePlan, KernelPlan
+from ..planning.protocol import Lane, Load, Phase, Signal, Step, Wait
+from ..planning.sm90_backward import DOES, SCHEDULER_WARP, STATS_THREADS
+
+MAIN: Final = "main"
+_WARPS: Final = 4  # of a warpgroup
+# Of an SM and a clock.
+FLOPS: Final = 4096
+SMEM_BYTES: Final = 128
+EXPONENTIALS: Final = 16
+LAST: Final = "dQ(last)"
+
+
+class Block(Load):
+    """A load of a block of rows: each of many."""
+
+    @property
+    def part(self) -> str:
+        """What of the tensor it is."""
+        return "a block of rows"
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the five. a, b: where operands are. to: what the accumulator is, fp32 in registers.
+
+    shape: (m, n, k) of a warpgroup. in_smem: how many of the operands are read from shared memory.
+    """
+
+    name: str
+    a: str
+    b: str
+    to: str
+    shape: tuple[int, int, int]
+    in_smem: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of 16-bit operands that a warpgroup reads."""
+        m, n, k = self.shape
+        return 2 * k * (n + m * (self.in_smem == 2))
+
+
+def shown(plan: KernelPlan) -> KernelPlan:
+    """The plan with the steps and loads of its main kernel; any other plan as it is."""
+    if not is_backward(plan.spec_file.spec):
+        return plan
+    kernels = [
+        (
+            replace(each, phases=tuple(phases(plan)), loads=tuple(loads(plan)))
+            if each.name == MAIN
+            else each
+        )
+        for each in plan.kernels
+    ]
+    return replace(plan, kernels=tuple(kernels))
+
+
+def numbers(plan: KernelPlan) -> Mapping[str, int]:
+    """The plan's numbers by name."""
+    return {each.name: int(each.value) for each in (*plan.chosen, *plan.derived)}
+
+
+# --- tables -------------------------------------------------------------------------------
+
+
+def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield the titles, then (kernel, CTAs, threads, what it does) in the order of the launches."""
+    yield "kernel", "CTAs", "threads", "does"
+    known, blocks = numbers(plan), "blocks of rows of all query heads"
+    ctas = (blocks, "at most one per SM, which draw tiles", blocks)
+    threads = (STATS_THREADS, known["THREADS"], known["MATH_THREADS"])
+    for each, of, count, does in zip(plan.kernels, ctas, threads, DOES, strict=True):
+        yield each.name, of, f"{count:>7}", does
+
+
+def role_rows(kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
+    """Yield the titles, then (role, warps, registers, what it does); nothing without roles."""
+    if kernel.name != MAIN:
+        return
+    yield "role", "warps", "registers", "does"
+    of = {each.role: each.per_thread for each in kernel.registers}
+    yield "producer", "0", f"{of['producer']:>9}", "loads by TMA"
+    scheduler = "draws tickets for KV tiles, the longest of a section first"
+    yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
+    (math,) = (each for each in kernel.registers if each.role == "math")
+    for index in range(math.warpgroups):
+        first = _WARPS * (index + 1)
+        keys = f"keys {64 * index} to {64 * index + 63} of the tile"
+        warps = f"{first} to {first + _WARPS - 1}"
+        does = f"the products of {keys}; half of dQ of each block"
+        yield f"math {index}", warps, f"{math.per_thread:>9}", does
+
+
+def products(plan: KernelPlan) -> tuple[Product, ...]:
+    """The five, in the order of a step."""
+    known = numbers(plan)
+    rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
+    keys, by_rows = sm90.WARPGROUP_ROWS, plan.context["dq_by_rows"]
+    half = f"{keys} rows of it" if by_rows else f"{qk // 2} columns of it"
+    own = f"{keys} rows"
+    of_ds = (keys, qk if by_rows else qk // 2, known["TILE_KV"])
+    to_sums = f"{half}, added to the sums"
+    start, end = "starts at -LSE / scale, becomes P^T", "until the tile's end"
+    return (
+        Product("dQ = dS K", "sdS, transposed", "sK, transposed", to_sums, of_ds, 2),
+        Product(
+            *("dV += P^T dO", "registers", "sdO, transposed", end, (keys, v, rows), 1),
+        ),
+        Product(
+            *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
+            *((keys, rows, v), 2),
+        ),
+        Product(
+            *("dK += dS^T Q", "registers", "sQ, transposed", end, (keys, qk, rows), 1),
+        ),
+        Product(
+            *("S^T = K Q^T", f"sK, {own}", "sQ", start, (keys, rows, qk), 2),
+        ),
+    )
+
+
+def product_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
+    """Yield the titles, then (product, A, B, m x n x k of a warpgroup, accumulator)."""
+    yield "product", "A", "B", "m x n x k", "accumulator, fp32 in registers"
+    for each in products(plan):
+        yield each.name, each.a, each.b, " x ".join(map(str, each.shape)), each.to
+
+
+def step_clocks(plan: KernelPlan) -> dict[str, int]:
+    """Of a step, a block of rows with a KV tile: the least that each unit takes, by a model."""
+    known = numbers(plan)
+    rows, keys = known["TILE_Q"], known["TILE_KV"]
+    groups, width = known["WARPGROUPS"], known["HEAD_DIM_QK"] + known["HEAD_DIM_V"]
+    read = groups * sum(each.smem_bytes for each in products(plan))
+    stored, loaded = 2 * rows * keys, 2 * rows * width
+    return {
+        "tensor cores": step_flops(plan) // FLOPS,
+        "shared memory": (read + stored + loaded) // SMEM_BYTES,
+        "exponentials": rows * keys // EXPONENTIALS,
+    }
+
+
+def step_flops(plan: KernelPlan) -> int:
+    """Of all five products of a step."""
+    groups = numbers(plan)["WARPGROUPS"]
+    sizes = [each.shape for each in products(plan)]
+    return 2 * groups * sum(m * n * k for m, n, k in sizes)
+
+
+def cost_lines(plan: KernelPlan) -> Iterator[str]:
+    """What a step takes and moves, and the workspace of a call."""
+    known, clocks, flops = numbers(plan), step_clocks(plan), step_flops(plan)
+    rows, qk = known["TILE_Q"], known["HEAD_DIM_QK"]
+    most = max(clocks, key=lambda unit: clocks[unit])
+    units = ", ".join(f"{unit} {count}" for unit, count in clocks.items())
+    yield (
+        f"A step is {rows} rows with {known['TILE_KV']} keys, {flops} FLOPs. Clocks of it at least:"
+        f" {units}; {most} bound it. A model: {FLOPS} FLOPs, {SMEM_BYTES} B and {EXPONENTIALS}"
+        " exponentials a clock of an SM; the reads of statistics are not counted."
+    )
+    added = BYTES["fp32"] * rows * qk
+    yield (
+        f"A step adds {added} B of fp32 to the sums of dQ in global memory:"
+        f" {added / flops:.2g} B per FLOP, {added / flops * 100:.2g} TB/s at 100 TFLOPS."
+    )
+    q = known.get("SEQLEN_Q")
+    blocks = f"ceil({q or 'seqlen_q'} / {rows})"
+    of_row = BYTES["fp32"] * (qk + STATISTICS)
+    yield (
+        f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"
+        f" + 1) B, {of_row} B a row: sums of dQ, -LSE / scale and -D of whole blocks; a ticket."
+    )
+
+
+# --- steps and loads ----------------------------------------------------------------------
+
+
+def loads(plan: KernelPlan) -> Iterator[Load]:
+    """What a CTA loads: K and V of a tile, Q and dO of each block, with their statistics."""
+    known = numbers(plan)
+    rows, keys = known["TILE_Q"], known["TILE_KV"]
+    for kind, tensor, count, width in (
+        (Load, "K", keys, "QK"),
+        (Load, "V", keys, "V"),
+        (Block, "Q", rows, "QK"),
+        (Block, "dO", rows, "V"),
+    ):
+        columns, nbytes = (
+            known[f"HEAD_DIM_{width}"],
+            known[f"{tensor.upper()}_TX_BYTES"],
+        )
+        shape = (count, columns)
+        yield kind(tensor, 0, shape, (0, count), (0, columns), (0,), nbytes)
+
+
+def phases(plan: KernelPlan) -> Iterator[Phase]:
+    """What happens for each block of rows, and between two KV tiles."""
+    main = next(each for each in plan.kernels if each.name == MAIN)
+    of = {each.role: each for each in main.registers}
+    beside, math = of["producer"].per_thread, of["math"]
+
+    def lanes(
+        produce: tuple[Step, ...], draw: tuple[Step, ...], end: bool
+    ) -> Iterator[Lane]:
+        yield Lane("producer", "warp 0", beside, produce)
+        if draw:
+            yield Lane("scheduler", f"warp {SCHEDULER_WARP}", beside, draw)
+        for index in range(math.warpgroups):
+            first = _WARPS * (index + 1)
+            warps = f"warps {first} to {first + _WARPS - 1}"
+            steps = _tile(plan) if end else _block(plan)
+            yield Lane(f"math {index}", warps, math.per_thread, tuple(steps))
+
+    block = (_load(plan, "do", "dO(n), -D"), _load(plan, "q", "Q(n+1), -LSE / scale"))
+    title = (
+        "One block of rows: dQ of block n-1 beside P of block n, then S of block n+1"
+    )
+    yield Phase(title, tuple(lanes(block, (), end=False)))
+    tile = (
+        _take(1),
+        _load(plan, "k", "next K"),
+        _load(plan, "q", "next Q(0)"),
+        _load(plan, "v", "next V"),
+        _load(plan, "do", "next dO(0)"),
+    )
+    free, full = Wait("tile_empty", earlier=True), Signal("tile_full", 1)
+    draw = (Step("draw a ticket", "math", (free,), (full,)),)
+    yield Phase("From one KV tile to the next", tuple(lanes(tile, draw, end=True)))
+
+
+def _load(plan: KernelPlan, ring: str, what: str) -> Step:
+    nbytes = numbers(plan)[f"{ring.upper()}_TX_BYTES"]
+    full = Signal(f"{ring}_full", 1, tx_bytes=nbytes)
+    return Step(f"load {what}", "tma", (Wait(f"{ring}_empty", earlier=True),), (full,))
+
+
+def _take(warps: int) -> Step:
+    """The next tile, of which the ticket was drawn a ring ahead, is taken by so many warps."""
+    ready, freed = Wait("tile_full", earlier=True), Signal("tile_empty", warps)
+    return Step("take the next KV tile", "wait", (ready,), (freed,))
+
+
+def _mma(name: str, *waits: Wait) -> Step:
+    return Step(name, "mma", waits, issues=name)
+
+
+def _over(text: str, retires: tuple[str, ...], *freed: Signal) -> Step:
+    return Step(text, "wait", (), freed, retires=retires)
+
+
+def _block(plan: KernelPlan) -> Iterator[Step]:
+    """Of a math warpgroup, as the loop has them."""
+    packed = plan.context["packed_products"]
+    add = Step("add dQ(n-1) to its sums", "math")
+    masks = "masks of S(n); " if plan.context["masked"] else ""
+    yield _mma("dQ(n-1)", Wait("ds_full", earlier=True))
+    yield Step(f"{masks}exp2; P(n) in 16 bits", "math")
+    yield _mma("dV(n)", Wait("do_full"))
+    yield _over("dQ(n-1) is there", ("dQ(n-1)",))
+    if not packed:
+        yield add
+    yield _mma("dP(n)")
+    freed = Signal("do_empty", _WARPS)
+    yield _over("dV(n), dP(n) are there", ("dV(n)", "dP(n)"), freed)
+    yield Step("dS(n) = P * dP, also to sdS", "math")
+    yield _mma("dK(n)")
+    yield Step(
+        "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", _WARPS),)
+    )
+    if packed:
+        yield add
+    yield _mma("S(n+1)", Wait("q_full"))
+    freed = Signal("q_empty", _WARPS)
+    yield _over("dK(n), S(n+1) are there", ("dK(n)", "S(n+1)"), freed)
+
+
+def _tile(plan: KernelPlan) -> Iterator[Step]:
+    """From dS of a tile's last block to dP of the next one's first."""
+    yield _mma("dK(last)")
+    yield Step(
+        "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", _WARPS),)
+    )
+    yield _take(_WARPS)
+    yield _mma("next S(0)", Wait("k_full"), Wait("q_full"))
+    freed = Signal("q_empty", _WARPS)
+    yield _over("dK, S(0) are there", ("dK(last)", "next S(0)"), freed)
+    yield Step("dV in 16 bits, in its V's place", "math")
+    yield Step("store dV", "tma", issues="store dV")
+    yield _over("dV has left", ("store dV",))
+    yield Step("dK * scale in 16 bits, in the same place", "math")
+    yield Step("store dK", "tma", issues="store dK")
+    yield _mma(LAST, Wait("ds_full"))
+    yield Step("exp2; P(0) in 16 bits", "math")
+    yield _mma("dV(0)", Wait("do_full"))
+    yield _over(f"{LAST} is there", (LAST,), Signal("k_empty", _WARPS))
+    yield _over("dK has left", ("store dK",), Signal("v_empty", 1))
+    yield _mma("dP(0)", Wait("v_full"))
+    freed = Signal("do_empty", _WARPS)
+    yield _over("dV(0), dP(0) are there", ("dV(0)", "dP(0)"), freed)

@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `explain` and the site say of a backward kernel: roles, products, costs, steps, evidence."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fmha_gen.build import engine, records, render
+from fmha_gen.cli import app
+from fmha_gen.ops.backward import BACKWARD
+from fmha_gen.ops.cases import Case, Tiles
+from fmha_gen.planning import plan
+from fmha_gen.planning.kernel_plan import KernelPlan
+from fmha_gen.planning.protocol import Lane
+from fmha_gen.show import backward, explain
+from typer.testing import CliRunner
+
+from tests import support
+
+FIELDS = {
+    "sm90_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
+    "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
+    "sm90_d64_fp16_bwd": "head_dim: 64\ndtype: fp16\n",
+}
+STEM = next(iter(FIELDS))
+each_kernel = pytest.mark.parametrize("stem", FIELDS)
+
+
+@functools.cache
+def planned(stem: str) -> KernelPlan:
+    text = f"arch: sm90\nop: fmha_bwd\n{FIELDS[stem]}"
+    return backward.shown(plan.resolve(support.load_text(text, stem)))
+
+
+# --- steps --------------------------------------------------------------------------------
+
+CALL = re.compile(r"rings\.(\w+)\.(consumer_wait|consumer_release|producer_commit)\(")
+SAID = {
+    "consumer_wait": "wait {}_full",
+    "consumer_release": "signal {}_empty",
+    "producer_commit": "signal {}_full",
+}
+
+
+def calls(body: Sequence[ast.stmt], of_tile: bool) -> Iterator[str]:
+    """Waits and signals in the order of the text; those of a tile's end, or all others."""
+    for node in body:
+        if isinstance(node, ast.If):
+            test = ast.unparse(node.test)
+            if not of_tile and test in ("is_first", "is_last"):
+                continue
+            yield from calls(node.body, of_tile)
+        elif isinstance(node, ast.With):
+            yield from calls(node.body, of_tile)
+        elif "take_work(" in (text := ast.unparse(node)):
+            yield from ("wait tile_full", "signal tile_empty")
+        else:
+            for ring, call in CALL.findall(text):
+                yield SAID[call].format({"tiles": "tile"}.get(ring, ring))
+
+
+def said(lane: Lane) -> list[str]:
+    return [
+        call
+        for step in lane.steps
+        for call in (
+            *(f"wait {wait.barrier}" for wait in step.waits),
+            *(f"signal {signal.barrier}" for signal in step.signals),
+        )
+    ]
+
+
+@each_kernel
+def test_the_steps_are_those_of_the_loop(stem: str) -> None:
+    text = render.render_kernel(planned(stem))
+    (function,) = (
+        node
+        for node in ast.parse(text).body
+        if isinstance(node, ast.FunctionDef) and node.name == "differentiate"
+    )
+    (loop,) = (node for node in function.body if isinstance(node, ast.While))
+    block, tile = (
+        {lane.role: lane for lane in phase.lanes}
+        for phase in planned(stem).kernels[1].phases
+    )
+    of_block, of_tile = list(calls(loop.body, False)), list(calls(loop.body, True))
+    # dS is stored first, since what is shown begins with a tile's last block.
+    end = of_tile.index("signal ds_full")
+    for role in ("math 0", "math 1"):
+        assert said(block[role]) == of_block
+        around = of_tile[end:] + of_tile[:end]
+        assert said(tile[role]) == around
+
+
+@each_kernel
+def test_all_arrivals_are_counted(stem: str) -> None:
+    main = planned(stem).kernels[1]
+    known = {each.name: each for each in main.barriers}
+    numbers = backward.numbers(planned(stem))
+    shown: set[str] = set()
+    for phase in main.phases:
+        arrived: Counter[str] = Counter()
+        for lane in phase.lanes:
+            for step in lane.steps:
+                for wait in step.waits:
+                    assert wait.barrier in known
+                for signal in step.signals:
+                    arrived[signal.barrier] += signal.total
+                    if signal.tx_bytes:
+                        ring = signal.barrier.removesuffix("_full").upper()
+                        assert signal.tx_bytes == numbers[f"{ring}_TX_BYTES"]
+        for barrier, count in arrived.items():
+            assert known[barrier].count == count, barrier
+        shown |= arrived.keys()
+    assert shown == known.keys()
+
+
+@each_kernel
+def test_what_runs_is_known_to_be_over(stem: str) -> None:
+    for phase in planned(stem).kernels[1].phases:
+        for lane in phase.lanes:
+            issued = [step.issues for step in lane.steps if step.issues]
+            retired = [name for step in lane.steps for name in step.retires]
+            assert sorted(issued) == sorted(retired)
+
+
+# --- products and costs -------------------------------------------------------------------
+
+
+@each_kernel
+def test_products_have_the_flops_of_the_operation(stem: str) -> None:
+    found = planned(stem)
+    numbers = backward.numbers(found)
+    rows, keys = numbers["TILE_Q"], numbers["TILE_KV"]
+    spec = {**found.context["spec"], "mask": "none", "q_per_kv": 1}
+    case = Case("x", 1, 1, rows, keys)
+    assert backward.step_flops(found) == BACKWARD.flops(spec, case)
+
+
+@pytest.mark.parametrize(
+    ("stem", "clocks"),
+    [
+        # Of 64 rows: S, dP 1024 of shared memory, dV, dK, dQ 1024, dS 128, loads 256.
+        ("sm90_d128_bf16_causal_bwd", (2560, 2432, 512)),
+        # Of 128 rows: S, dP 768, dV, dK 512, dQ 512, dS 256, loads 256.
+        ("sm90_d64_bf16_gqa2_bwd", (2560, 2304, 1024)),
+    ],
+)
+def test_clocks_of_a_step(stem: str, clocks: tuple[int, int, int]) -> None:
+    found = backward.step_clocks(planned(stem))
+    assert tuple(found.values()) == clocks
+
+
+@each_kernel
+def test_the_workspace_is_as_large_as_is_said(stem: str) -> None:
+    found = planned(stem)
+    *_, last = backward.cost_lines(found)
+    formula = re.findall(r"Workspace: (.*) B, (\d+) B a row", last)
+    ((size, of_row),) = formula
+    numbers = backward.numbers(found)
+    scope = {"ceil": lambda x: -int(-x // 1), "batch": 3, "heads": 4, "seqlen_q": 300}
+    spec = found.context["spec"]
+    case = Case("x", 3, 4 // spec["q_per_kv"], 300, 7)
+    tiles = Tiles(numbers["TILE_Q"], numbers["TILE_KV"], (1, 1))
+    (workspace,) = BACKWARD.workspaces
+    assert eval(size, scope) == 4 * workspace.elements(spec, tiles, case)
+    assert int(of_row) == 4 * (numbers["HEAD_DIM_QK"] + 2)
+
+
+def test_explain_has_kernels_roles_products_and_costs() -> None:
+    lines = explain.render(planned(STEM), None).splitlines()
+    assert max(map(len, lines)) <= explain.WIDTH
+    for line in (
+        "Kernels",
+        "  finish  blocks of rows of all query heads         256  dQ of its sums",
+        "main: Roles",
+        f"  scheduler  3{24:>17}  draws tickets for KV tiles, the longest of a section first",
+        "main: Products of a step, in their order",
+        "  dK += dS^T Q   registers        sQ, transposed   64 x 128 x 64  until the tile's end",
+        "Costs",
+        "  - A step adds 32768 B of fp32 to the sums of dQ in global memory:"
+        " 0.0031 B per FLOP, 0.31 TB/s at",
+        "  Q    16640 B  CTA 0 loads Q, a block of rows, for CTA 0",
+    ):
+        assert line in lines, line
+    found = plan.resolve(planned(STEM).spec_file)
+    assert explain.render(found, None).splitlines() == lines, "whoever has the plan"
+
+
+def test_other_kernels_are_as_they_were() -> None:
+    found = support.shipped_plan("sm90_d128_bf16_causal_lse")
+    assert backward.shown(found) is found
+    assert "Products" not in explain.render(found, None)
+
+
+# --- evidence -----------------------------------------------------------------------------
+
+COMPILED = {
+    **{"arch": "sm_90a", "dsl": "4.8.1", "ptx_sha256": "1" * 64},
+    **{"launch_sha256": "2" * 64, "host_sha256": "3" * 64, "kernels": []},
+}
+WORST = {"case": "ragged", "of_bound": 0.25, "absolute": 1e-3}
+VALIDATED = {
+    **{
+        "gpu": "NVIDIA H100",
+        "driver": "580",
+        "dsl": "4.8.1",
+        "cases": 30,
+        "misuses": 9,
+    },
+    **{"repeats": 20, "sanitizer": None, "worst": WORST},
+    **{"dk_worst": {**WORST, "of_bound": 0.5}, "dv_worst": {**WORST, "of_bound": 0.75}},
+}
+
+
+def cell(length: int) -> dict[str, Any]:
+    figures = dict.fromkeys(
+        [f"{x}_tflops" for x in ("graph", "eager", "burst", "sustained")], 450.0
+    )
+    figures["host_us"] = 20.0
+    return {
+        **{"batch": 4, "heads": 16, "kv_heads": 16, "q": length, "kv": length},
+        **{"visible": 0.5, "mask": "causal", **figures},
+        "peers": {"fa4": {**figures, "graph_tflops": 500.0}},
+    }
+
+
+BENCHMARKED = {
+    **{"gpu": "NVIDIA H100", "driver": "580", "rounds": 5, "clocks": {}},
+    "versions": {"dsl": "4.8.1", "fa3": None, "fa4": "4.0"},
+    "matmul_graph_tflops": {},
+    "cells": [cell(512), cell(4096)],
+}
+
+
+@pytest.fixture
+def shown(tmp_path: Path) -> Path:
+    """Specs and generated files of a kernel with a record of all rungs."""
+    pytest.importorskip("matplotlib")
+    specs, generated = tmp_path / "specs", tmp_path / "generated"
+    specs.mkdir()
+    text = f"arch: sm90\nop: fmha_bwd\n{FIELDS[STEM]}"
+    (specs / f"{STEM}.yaml").write_text(text)
+    assert engine.build([specs], generated, compile=False).failures == ()
+    body = render.body_digest((generated / f"{STEM}.py").read_text())
+    record = None
+    for rung, result in (
+        ("compiled", COMPILED),
+        ("validated", VALIDATED),
+        ("benchmarked", BENCHMARKED),
+    ):
+        record = records.merge_rung(
+            record, kernel=STEM, body_sha256=body, rung=rung, result=result
+        )
+    assert record is not None
+    (generated / "records").mkdir(exist_ok=True)
+    (generated / records.path_of(STEM)).write_text(records.dump(record))
+    return tmp_path
+
+
+def words_of(file: Path) -> str:
+    """Without tags and pictures."""
+    text = re.sub(r"<svg.*?</svg>", " ", file.read_text("utf-8"), flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]+>", " ", text).split())
+
+
+def test_evidence_is_of_each_gradient(shown: Path) -> None:
+    spec, out = shown / "specs" / f"{STEM}.yaml", shown / "generated"
+    result = CliRunner().invoke(app, ["explain", str(spec), "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    for words in (
+        "worst error of dq 0.001, 0.25 of its bound, in ragged",
+        "dk off by at most 0.001, 0.50 of its bound, in ragged",
+        "dv off by at most 0.001, 0.75 of its bound, in ragged",
+        "alike bit for bit but for a last place of dq",
+    ):
+        assert words in said, words
+
+
+def test_the_site_has_its_page_and_its_speed(shown: Path) -> None:
+    site, out = shown / "site", str(shown / "generated")
+    options = ["--specs", str(shown / "specs"), "--out", out]
+    result = CliRunner().invoke(app, ["site", str(site), *options])
+    assert result.exit_code == 0, result.output
+    page = words_of(site / "kernels" / f"{STEM}.html")
+    for words in (
+        "Kernels kernel CTAs threads does stats blocks of rows",
+        "Products of a step, in their order product A B",
+        "main: Roles role warps registers does producer 0 24 loads by TMA",
+        "Why such kernels are as they are: decision 0059 .",
+        "FLOPs are those of the five products: 2 batch heads scores (3 d_qk + 2 d_v)",
+        "0.90 of fa4",
+    ):
+        assert words in page, words
+    assert "stats: Memory" not in page and "finish: Roles" not in page
+    speed = words_of(site / "speed.html")
+    for words in (
+        "backward Problems: 2; times as fast as the best peer: 0.90",
+        "Of a backward pass five, however many",
+        "b4 h16 s4096 causal backward",
+        "50.0%",
+    ):
+        assert words in speed, words
+    index = words_of(site / "index.html")
+    assert f"{STEM} backward, head_dim 128, bf16, causal benchmarked" in index
+    assert "0.75" in index, "the worst of all gradients"
+    # 10 b h s^2 d, half when causal, at 450 TFLOPS.
+    flops = 10 * 4 * 16 * 4096**2 * 128 / 2
+    assert f" {flops / 450e12 * 1e6:.0f} " in speed
+    assert json.loads((site / "kernels" / f"{STEM}.json").read_text())["rung"]
