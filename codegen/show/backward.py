@@ -6,7 +6,7 @@ Lengths are the plan's numbers, rows in elements; clocks are those of an SM.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -16,7 +16,12 @@ from ..ops.backward import STATISTICS
 from ..ops.operation import BYTES
 from ..planning.kernel_plan import DevicePlan, KernelPlan
 from ..planning.protocol import Lane, Load, Phase, Signal, Step, Wait
-from ..planning.sm90_backward import DOES, SCHEDULER_WARP, STATS_THREADS
+from ..planning.sm90_backward import (
+    DOES,
+    SCHEDULER_WARP,
+    SLICE_COLUMNS,
+    STATS_THREADS,
+)
 
 MAIN: Final = "main"
 _WARPS: Final = 4  # of a warpgroup
@@ -40,7 +45,8 @@ class Block(Load):
 class Product:
     """One of the five. a, b: where operands are. to: what the accumulator is, fp32 in registers.
 
-    shape: (m, n, k) of a warpgroup. in_smem: how many of the operands are read from shared memory.
+    shape: (m, n, k) of a warpgroup. times: how many such there are in a step, of all warpgroups.
+    in_smem: how many of the operands are read from shared memory.
     """
 
     name: str
@@ -48,13 +54,20 @@ class Product:
     b: str
     to: str
     shape: tuple[int, int, int]
+    times: int
     in_smem: int
 
     @property
     def smem_bytes(self) -> int:
-        """Of 16-bit operands that a warpgroup reads."""
+        """Of 16-bit operands that are read in a step."""
         m, n, k = self.shape
-        return 2 * k * (n + m * (self.in_smem == 2))
+        return 2 * self.times * k * (n + m * (self.in_smem == 2))
+
+    @property
+    def flops(self) -> int:
+        """Of a step."""
+        m, n, k = self.shape
+        return 2 * self.times * m * n * k
 
 
 def shown(plan: KernelPlan) -> KernelPlan:
@@ -90,7 +103,7 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         yield each.name, of, f"{count:>7}", does
 
 
-def role_rows(kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
+def role_rows(plan: KernelPlan, kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
     """Yield the titles, then (role, warps, registers, what it does); nothing without roles."""
     if kernel.name != MAIN:
         return
@@ -100,38 +113,104 @@ def role_rows(kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
     scheduler = "draws tickets for KV tiles, the longest of a section first"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
+    slices = _slices(plan)
+    of_products = (
+        f"S, P and dV of all keys of the tile; {_columns(0, slices[0])} of dQ",
+        f"dP, dS and dK of all keys of the tile; {_columns(*slices)} of dQ",
+    )
     for index in range(math.warpgroups):
         first = _WARPS * (index + 1)
         keys = f"keys {64 * index} to {64 * index + 63} of the tile"
         warps = f"{first} to {first + _WARPS - 1}"
         does = f"the products of {keys}; half of dQ of each block"
+        if plan.context["splits_products"]:
+            does = of_products[index]
         yield f"math {index}", warps, f"{math.per_thread:>9}", does
+
+
+def _slices(plan: KernelPlan) -> tuple[int, int]:
+    """Slices of dQ's columns of the first warpgroup, and of both, where products are split."""
+    known = numbers(plan)
+    return known.get("DQ_SLICES_OF_DV", 0), known["HEAD_DIM_QK"] // SLICE_COLUMNS
+
+
+def _columns(first: int, end: int) -> str:
+    return f"columns {first * SLICE_COLUMNS} to {end * SLICE_COLUMNS - 1}"
 
 
 def products(plan: KernelPlan) -> tuple[Product, ...]:
     """The five, in the order of a step."""
+    if plan.context["splits_products"]:
+        return _split_products(plan)
     known = numbers(plan)
     rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
     keys, by_rows = sm90.WARPGROUP_ROWS, plan.context["dq_by_rows"]
     half = f"{keys} rows of it" if by_rows else f"{qk // 2} columns of it"
-    own = f"{keys} rows"
+    own, both = f"{keys} rows", known["WARPGROUPS"]
     of_ds = (keys, qk if by_rows else qk // 2, known["TILE_KV"])
     to_sums = f"{half}, added to the sums"
     start, end = "starts at -LSE / scale, becomes P^T", "until the tile's end"
     return (
-        Product("dQ = dS K", "sdS, transposed", "sK, transposed", to_sums, of_ds, 2),
         Product(
-            *("dV += P^T dO", "registers", "sdO, transposed", end, (keys, v, rows), 1),
+            "dQ = dS K", "sdS, transposed", "sK, transposed", to_sums, of_ds, both, 2
+        ),
+        Product(
+            *(
+                "dV += P^T dO",
+                "registers",
+                "sdO, transposed",
+                end,
+                (keys, v, rows),
+                both,
+                1,
+            ),
         ),
         Product(
             *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
-            *((keys, rows, v), 2),
+            *((keys, rows, v), both, 2),
         ),
         Product(
-            *("dK += dS^T Q", "registers", "sQ, transposed", end, (keys, qk, rows), 1),
+            *(
+                "dK += dS^T Q",
+                "registers",
+                "sQ, transposed",
+                end,
+                (keys, qk, rows),
+                both,
+                1,
+            ),
         ),
         Product(
-            *("S^T = K Q^T", f"sK, {own}", "sQ", start, (keys, rows, qk), 2),
+            *("S^T = K Q^T", f"sK, {own}", "sQ", start, (keys, rows, qk), both, 2),
+        ),
+    )
+
+
+def _split_products(plan: KernelPlan) -> tuple[Product, ...]:
+    """Those of the first warpgroup, then those of the second; dQ is of both."""
+    known = numbers(plan)
+    rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
+    keys, end = known["TILE_KV"], "until the tile's end"
+    start = "starts at -LSE / scale, becomes P^T"
+    of_slice, slices = (rows, SLICE_COLUMNS, keys), qk // SLICE_COLUMNS
+    to_sums = f"{SLICE_COLUMNS} columns of it at a time, added to the sums"
+    return (
+        Product("S^T = K Q^T", "sK", "sQ", start, (keys, rows, qk), 1, 2),
+        Product(
+            *("dV += P^T dO", "registers", "sdO, transposed", end),
+            *((keys, v, rows), 1, 1),
+        ),
+        Product(
+            *("dP^T = V dO^T", "sV", "sdO", "starts at -D, becomes dS^T"),
+            *((keys, rows, v), 1, 2),
+        ),
+        Product(
+            *("dK += dS^T Q", "registers", "sQ, transposed", end),
+            *((keys, qk, rows), 1, 1),
+        ),
+        Product(
+            *("dQ = dS K", "sdS, transposed", "sK, transposed", to_sums),
+            *(of_slice, slices, 2),
         ),
     )
 
@@ -147,9 +226,11 @@ def step_clocks(plan: KernelPlan) -> dict[str, int]:
     """Of a step, a block of rows with a KV tile: the least that each unit takes, by a model."""
     known = numbers(plan)
     rows, keys = known["TILE_Q"], known["TILE_KV"]
-    groups, width = known["WARPGROUPS"], known["HEAD_DIM_QK"] + known["HEAD_DIM_V"]
-    read = groups * sum(each.smem_bytes for each in products(plan))
-    stored, loaded = 2 * rows * keys, 2 * rows * width
+    width = known["HEAD_DIM_QK"] + known["HEAD_DIM_V"]
+    read = sum(each.smem_bytes for each in products(plan))
+    # P as well, which is also read, where one warpgroup hands it to the other.
+    handed = 3 if plan.context["splits_products"] else 1
+    stored, loaded = 2 * rows * keys * handed, 2 * rows * width
     return {
         "tensor cores": step_flops(plan) // FLOPS,
         "shared memory": (read + stored + loaded) // SMEM_BYTES,
@@ -159,9 +240,7 @@ def step_clocks(plan: KernelPlan) -> dict[str, int]:
 
 def step_flops(plan: KernelPlan) -> int:
     """Of all five products of a step."""
-    groups = numbers(plan)["WARPGROUPS"]
-    sizes = [each.shape for each in products(plan)]
-    return 2 * groups * sum(m * n * k for m, n, k in sizes)
+    return sum(each.flops for each in products(plan))
 
 
 def cost_lines(plan: KernelPlan) -> Iterator[str]:
@@ -225,13 +304,25 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         for index in range(math.warpgroups):
             first = _WARPS * (index + 1)
             warps = f"warps {first} to {first + _WARPS - 1}"
-            steps = _tile(plan) if end else _block(plan)
+            if plan.context["splits_products"]:
+                of_index = SPLIT_TILE[index] if end else SPLIT_BLOCK[index]
+                steps = of_index(plan)
+            else:
+                steps = _tile(plan) if end else _block(plan)
             yield Lane(f"math {index}", warps, math.per_thread, tuple(steps))
 
     block = (_load(plan, "do", "dO(n), -D"), _load(plan, "q", "Q(n+1), -LSE / scale"))
     title = (
         "One block of rows: dQ of block n-1 beside P of block n, then S of block n+1"
     )
+    if plan.context["splits_products"]:
+        block = (
+            _load(plan, "q", "Q(n+1), -LSE / scale"),
+            _load(plan, "do", "dO(n+1), -D"),
+        )
+        title = (
+            "One block of rows: P and dV beside dQ of block n-1, dS and dK of block n"
+        )
     yield Phase(title, tuple(lanes(block, (), end=False)))
     tile = (
         _take(1),
@@ -314,3 +405,78 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield _mma("dP(0)", Wait("v_full"))
     freed = Signal("do_empty", _WARPS)
     yield _over("dV(0), dP(0) are there", ("dV(0)", "dP(0)"), freed)
+
+
+# --- of warpgroups that have products of their own ----------------------------------------
+
+
+def _slice(name: str, number: int, retires: tuple[str, ...]) -> Iterator[Step]:
+    yield _over(f"{', '.join(retires)} {'are' if retires[1:] else 'is'} there", retires)
+    yield Step(f"add slice {number} of {name} to its sums", "math")
+
+
+def _block_of_dv(plan: KernelPlan) -> Iterator[Step]:
+    first, second = "dQ(n-1), slice 0", "dQ(n-1), slice 1"
+    masks = "masks of S(n); " if plan.context["masked"] else ""
+    yield _mma(first, Wait("ds_full", earlier=True))
+    yield Step(f"{masks}exp2; P(n) in 16 bits", "math")
+    yield Step("P(n) to the other warpgroup", "math", (), (Signal("p_full", _WARPS),))
+    yield _mma("dV(n)", Wait("do_full"))
+    yield from _slice("dQ(n-1)", 0, (first,))
+    if plan.context["two_slices_of_dv"]:
+        yield _mma(second)
+    yield _over("dV(n) is there", ("dV(n)",), Signal("do_empty", _WARPS))
+    yield _mma("S(n+1)", Wait("q_full"))
+    if plan.context["two_slices_of_dv"]:
+        yield from _slice("dQ(n-1)", 1, (second,))
+    yield _over("S(n+1) is there", ("S(n+1)",), Signal("q_empty", _WARPS))
+
+
+def _block_of_dk(plan: KernelPlan) -> Iterator[Step]:
+    first, _ = _slices(plan)
+    one, other = (f"dQ(n), slice {first + i}" for i in range(2))
+    yield Step("dS(n) = P * dP, also to sdS", "math", (Wait("p_full"),))
+    yield _mma("dK(n)", Wait("q_full", earlier=True))
+    yield Step(
+        "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", _WARPS),)
+    )
+    yield _mma(one, Wait("ds_full"))
+    yield _mma("dP(n+1)", Wait("do_full"))
+    yield _over("dK(n) is there", ("dK(n)",), Signal("q_empty", _WARPS))
+    yield from _slice("dQ(n)", first, (one,))
+    yield _mma(other)
+    freed = Signal("do_empty", _WARPS)
+    yield _over(f"dP(n+1), {other} are there", ("dP(n+1)", other), freed)
+    yield Step(f"add slice {first + 1} of dQ(n) to its sums", "math")
+
+
+def _tile_of_dv(plan: KernelPlan) -> Iterator[Step]:
+    waits: tuple[Wait, ...] = (Wait("ds_full"),)
+    for i in range(_slices(plan)[0]):
+        name = f"{LAST}, slice {i}"
+        yield _mma(name, *waits)
+        yield from _slice(LAST, i, (name,))
+        waits = ()
+    yield Step("both warpgroups meet", "wait")
+    yield Step("dV in 16 bits, in V's place", "math")
+    yield Step("store dV", "tma", issues="store dV")
+    yield _take(_WARPS)
+    yield _over("dV has left", ("store dV",), Signal("v_empty", 1))
+    yield _mma("next S(0)", Wait("k_full"), Wait("q_full"))
+    yield _over("S(0) is there", ("next S(0)",))
+
+
+def _tile_of_dk(plan: KernelPlan) -> Iterator[Step]:
+    yield Step("both warpgroups meet", "wait")
+    yield Step("dK * scale in 16 bits, in K's place", "math")
+    yield Step("store dK", "tma", issues="store dK")
+    yield _take(_WARPS)
+    yield _over("dK has left", ("store dK",), Signal("k_empty", 1))
+    yield _mma("next dP(0)", Wait("v_full"), Wait("do_full"))
+    yield Step("K is there for dQ", "wait", (Wait("k_full", earlier=True),))
+    yield _over("dP(0) is there", ("next dP(0)",))
+
+
+_Steps = Callable[[KernelPlan], Iterator[Step]]
+SPLIT_BLOCK: Final[tuple[_Steps, ...]] = (_block_of_dv, _block_of_dk)
+SPLIT_TILE: Final[tuple[_Steps, ...]] = (_tile_of_dv, _tile_of_dk)

@@ -40,7 +40,11 @@ def render(plan: KernelPlan, record: records.Record | None) -> str:
         _section("Spec", _table(spec_rows(plan))),
         _section("Numbers", _table(number_rows(plan))),
         *_launched(plan),
-        *(s for kernel in plan.kernels for s in _kernel(kernel, plan.architecture)),
+        *(
+            s
+            for kernel in plan.kernels
+            for s in _kernel(plan, kernel, plan.architecture)
+        ),
         *_products(plan),
         _section("Masks and loops", _bullets(plan.statements)),
         _section("Evidence", _table(evidence_rows(plan, record, _body(plan, record)))),
@@ -62,10 +66,12 @@ def _products(plan: KernelPlan) -> Iterator[str]:
         yield _section("Costs", _bullets(backward.cost_lines(plan)))
 
 
-def _kernel(kernel: DevicePlan, architecture: Architecture) -> Iterator[str]:
+def _kernel(
+    plan: KernelPlan, kernel: DevicePlan, architecture: Architecture
+) -> Iterator[str]:
     """The sections about one kernel, without those of what it has not."""
     sections = [
-        ("Roles", _table(backward.role_rows(kernel))),
+        ("Roles", _table(backward.role_rows(plan, kernel))),
         ("Shared memory of a CTA", _shared_memory(kernel, architecture.smem_bytes)),
         ("Tensor memory of an SM", _tensor_memory(kernel, architecture.tmem_columns)),
         ("Registers", register_lines(kernel)),

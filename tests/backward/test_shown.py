@@ -29,8 +29,12 @@ FIELDS = {
     "sm90_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
     "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
     "sm90_d64_fp16_bwd": "head_dim: 64\ndtype: fp16\n",
+    "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
+    "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
 }
 STEM = next(iter(FIELDS))
+SPLIT = [stem for stem in FIELDS if stem.startswith(("sm90_d256", "sm90_d192"))]
+alike = pytest.mark.parametrize("stem", [stem for stem in FIELDS if stem not in SPLIT])
 each_kernel = pytest.mark.parametrize("stem", FIELDS)
 
 
@@ -78,7 +82,7 @@ def said(lane: Lane) -> list[str]:
     ]
 
 
-@each_kernel
+@alike
 def test_the_steps_are_those_of_the_loop(stem: str) -> None:
     text = render.render_kernel(planned(stem))
     (function,) = (
@@ -98,6 +102,32 @@ def test_the_steps_are_those_of_the_loop(stem: str) -> None:
         assert said(block[role]) == of_block
         around = of_tile[end:] + of_tile[:end]
         assert said(tile[role]) == around
+
+
+@pytest.mark.parametrize("stem", SPLIT)
+@pytest.mark.parametrize(
+    ("role", "name"), [("math 0", "compute_dv"), ("math 1", "compute_dk")]
+)
+def test_the_steps_of_split_products_are_those_of_their_loops(
+    stem: str, role: str, name: str
+) -> None:
+    (function,) = (
+        node
+        for node in ast.parse(render.render_kernel(planned(stem))).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    (tiles,) = (node for node in function.body if isinstance(node, ast.While))
+    (place,) = (i for i, x in enumerate(tiles.body) if isinstance(x, ast.While))
+    blocks = tiles.body[place]
+    assert isinstance(blocks, ast.While)
+    block, tile = (
+        {lane.role: lane for lane in phase.lanes}
+        for phase in planned(stem).kernels[1].phases
+    )
+    assert said(block[role]) == [*calls(blocks.body, True)]
+    # What is shown begins behind a tile's last block.
+    around = [*tiles.body[place + 1 :], *tiles.body[:place]]
+    assert said(tile[role]) == [*calls(around, True)]
 
 
 @each_kernel
@@ -152,6 +182,8 @@ def test_products_have_the_flops_of_the_operation(stem: str) -> None:
         ("sm90_d128_bf16_causal_bwd", (2560, 2432, 512)),
         # Of 128 rows: S, dP 768, dV, dK 512, dQ 512, dS 256, loads 256.
         ("sm90_d64_bf16_gqa2_bwd", (2560, 2304, 1024)),
+        # Of 64 rows and 64 keys: S, dP 1024, dV, dK 512, dQ 512, dS and P 192, loads 512.
+        ("sm90_d256_bf16_causal_bwd", (2560, 2752, 256)),
     ],
 )
 def test_clocks_of_a_step(stem: str, clocks: tuple[int, int, int]) -> None:

@@ -171,7 +171,7 @@ def _device(found: KernelPlan, kernel: DevicePlan) -> dict[str, Any]:
     """What the template reads of one of a plan's kernels."""
     return {
         "name": kernel.name,
-        "roles": list(backward.role_rows(kernel)),
+        "roles": list(backward.role_rows(found, kernel)),
         "memory": [
             figure(panel)
             for panel in (*page.memory(found, kernel), *page.flow(found, kernel))
