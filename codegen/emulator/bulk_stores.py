@@ -41,9 +41,15 @@ class StoreGroup:
     """What lanes committed together."""
 
     lanes: Mask
+    """Those that have not waited for it in the way that they last wait for one."""
     stores: list[BulkStore]
-    waited: bool = False
-    """Whether they have waited for its reads."""
+    known: Mask
+    """Those that have waited for its reads."""
+
+    @property
+    def waited(self) -> bool:
+        """Whether all of them have waited for its reads."""
+        return not some(self.lanes & ~self.known)
 
 
 class BulkStores:
@@ -224,7 +230,9 @@ class BulkStores:
             ]
             for store in mine:
                 store.lanes = store.lanes & mask
-            warp.store_groups.append(StoreGroup(mask & WARP_MASKS[number], mine))
+            lanes = mask & WARP_MASKS[number]
+            nobody = np.zeros_like(lanes)
+            warp.store_groups.append(StoreGroup(lanes, mine, nobody))
 
     def wait(self, index: int, count: int, read: bool, mask: Mask) -> Mask | None:
         """Gate of cp.async.bulk.wait_group: at most `count` groups of each lane are in flight.
@@ -242,8 +250,10 @@ class BulkStores:
                 continue
             self._learn(warp, number, over, read, mask)
             if not read or not self._group.program.waits_for_writes:
+                for group in over:
+                    group.lanes = group.lanes & ~mask
                 warp.store_groups = [
-                    group for group in warp.store_groups if group not in over
+                    group for group in warp.store_groups if some(group.lanes)
                 ]
             passed.append(number)
         self._group.hold(lambda: "its bulk stores")
@@ -254,14 +264,15 @@ class BulkStores:
     ) -> None:
         """Lanes of a warp know of the reads of these groups, or of the writes, too."""
         for group in over:
-            known, group.waited = group.waited and read, True
+            learning = mask & ~group.known if read else mask
+            group.known = group.known | mask
             for store in group.stores:
-                if warp.agent is None or store.operation is None or known:
+                if warp.agent is None or store.operation is None or not some(learning):
                     continue
                 clock = store.operation.clock
                 if not read:
                     clock = self._written(warp, store.operation)
-                waiting = self._group.lanes(number, store.lanes & mask)
+                waiting = self._group.lanes(number, store.lanes & learning)
                 warp.agent.acquire(clock, waiting)
 
     def _written(self, warp: Warp, operation: Operation) -> Clock:

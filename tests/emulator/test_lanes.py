@@ -122,6 +122,19 @@ def test_a_lane_waits_for_its_own_bulk_stores():
     assert "race" in found(f"{head} {others} {after}", **COPIED)
 
 
+@pytest.mark.parametrize("first", ["@%p2", "@!%p2"])
+def test_lanes_that_issued_a_bulk_store_together_wait_for_it_apart(first):
+    """Who waits first does not wait for the others."""
+    wait = "cp.async.bulk.wait_group.read 0;"
+    apart = f"{first} bra REST; {wait} bra ON; REST: {wait} ON: {ARRIVE}"
+    store = STORE.replace("@%p1", "@%p3").replace(f"{wait} DONE:", f"{apart} DONE:")
+    others = f"@!%p3 bra OVER; {ARRIVE} OVER: {ALL} {WRITE}"
+    head = f"{WRITE} {FENCE} bar.sync 0;"
+    assert found(f"{head} {store} {others}", **COPIED) == []
+    left = store.replace(apart, f"@!%p2 bra ON; {wait} ON: {ARRIVE}")
+    assert "race" in found(f"{head} {left} {others}", **COPIED)
+
+
 def test_lanes_of_a_warp_exchange_after_a_meeting():
     near = "xor.b32 %r32, %r31, 4; ld.shared.b32 %r20, [%r32];"
     own = "ld.shared.b32 %r20, [%r31];"
