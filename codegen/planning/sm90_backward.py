@@ -342,8 +342,8 @@ def _context(
         "packed_products": traits.packed_products,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "dq_by_rows": traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
-        "causal": traits.mask.edges,
-        "masked": traits.masks,
+        # Apart from the keys before a window, which have a mask of their own.
+        "masked": traits.kv_tail or bool(traits.mask.right_edges),
     }
 
 

@@ -43,6 +43,9 @@ each_kernel = pytest.mark.parametrize(
 )
 
 
+NO_WINDOW = {"left": "none", "right": "none"}
+
+
 def spec_of(
     mask="causal", group=1, head_dim=64, length="dynamic", dtype="bf16", **changes
 ):
@@ -120,6 +123,37 @@ def test_every_kind_of_problem(mask, group, tile_and_dim, length):
         assert {(case.kv - case.q) % n for case in shown} >= {n // 2, n - 2, n - 1}
     many = [case for case in big if backward_cases.work_tiles(case, tiles) > 2 * 132]
     assert len(many) >= 3
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("mask", "sides"),
+    [
+        ("none", {"left": 40, "right": 20}),
+        ("none", {"left": 200}),
+        ("none", {"right": 130}),
+        ("causal", {"left": 127}),
+        ("causal", {"left": 2047}),
+    ],
+)
+def test_edges_of_windows_are_at_every_place_of_a_block(mask, sides, head_dim):
+    tiles = Tiles({64: 128, 128: 64}[head_dim], 128, (1, 1))
+    m, n = tiles.q, tiles.kv
+    spec = spec_of(mask, head_dim=head_dim, window={**NO_WINDOW, **sides})
+    shown = [case for case in cases_for(spec, tiles) if case.emulated]
+    assert all(case.blocks <= backward_cases.MOST_PAIRS for case in shown)
+    assert sum(case.blocks for case in shown) <= 600
+    right = 0 if mask == "causal" else sides.get("right")
+    if right is not None:
+        places = {(case.kv - case.q + right) % m for case in shown}
+        assert places >= {*residues(m)}
+        assert any(case.q - case.kv - right > m for case in shown), "rows without keys"
+    if (left := sides.get("left")) is not None:
+        hidden = {case.kv - case.q - left for case in shown}
+        assert max(hidden) > n or left > 4 * n, "tiles that no row sees"
+        assert min(hidden) < 0 < max(hidden)
+        if left <= 4 * n:
+            assert {each % m for each in hidden} >= {*residues(m)}
 
 
 def test_few_problems_are_launched_alone_and_none_is_walked():
