@@ -52,7 +52,6 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "documents": [False],
     "prefix": [False],
     "blocks": ["derived"],
-    "softcap": ["none"],
     "score": ["none"],
     "alibi": [False],
     "bias.dtype": ["none"],

@@ -29,7 +29,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions, tuned
+from .numbers import derived, given, of_scores, regions, tuned
 
 WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
@@ -61,7 +61,7 @@ REASONS: Final[Mapping[str, str]] = {
 
 
 DOES: Final = (
-    "-LSE / scale and -D of each row, and zeros where dQ is summed",
+    "{statistic} and -D of each row, and zeros where dQ is summed",
     "dK and dV; adds to the sums of dQ",
     "dQ of its sums",
 )
@@ -167,6 +167,8 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
     if Traits(spec, Sizes(tile_q, TILE_KV, 0, 0, 0)).packed_products:
         moments = ({"S": of_scores, "dQ": of_dq}, {"dP": of_scores, "P": of_p})
+        if spec.softcap != "none":
+            moments[1]["P sloped"] = of_p
     else:
         fp32 = {"P in fp32": of_scores, "P": of_p}
         moments = ({**fp32, "dQ": of_dq}, {**fp32, "dP": of_scores})
@@ -248,6 +250,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
     yield "DQ_GROUPS", "of four sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
+    yield from of_scores(traits)
     yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
     lanes = "HEAD_DIM_V // HALVES"
     yield "ROW_LANES", "threads that read a row of dO and of O", lanes
@@ -316,12 +319,13 @@ def _context(
     """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
     last_warp = 4 * (WARPGROUPS + 1) - 1
     told = {each.name: each.arrivals for each in barriers}
-    fills = {"q": "Q and -LSE / scale", "do": "dO and -D", "k": "K", "v": "V"}
+    statistic = "-LSE / scale" if traits.softcap is None else "-LSE * log2(e)"
+    fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (
         "Kernels, in their order, by what is behind the file's name in theirs:",
         *(
-            f"  {suffix:{max(map(len, KERNELS))}}  {does}"
+            f"  {suffix:{max(map(len, KERNELS))}}  {does.format(statistic=statistic)}"
             for suffix, does in zip(KERNELS, DOES, strict=True)
         ),
         f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; warps 4 to"
@@ -355,12 +359,20 @@ def _statements(traits: Traits) -> Iterator[str]:
     )
     if traits.mask.edges:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
-    yield (
-        "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
-        " Rows beyond the last one, and rows without keys, start at -inf."
-    )
+    if traits.softcap is None:
+        yield (
+            "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
+            " Rows beyond the last one, and rows without keys, start at -inf."
+        )
+    else:
+        yield (
+            "P = exp(SOFTCAP * t - LSE) with t = tanh(scale * QK^T / SOFTCAP). dP starts at -D, in"
+            " the accumulators: dS = P * (1 - t^2) * dP. -LSE of rows beyond the last one, and of"
+            " rows without keys, is -inf."
+        )
     if traits.packed_products:
-        yield "dS is the product of P and dP in 16 bits, rounded."
+        factor = "P" if traits.softcap is None else "P * (1 - t^2)"
+        yield f"dS is the product of {factor} and dP in 16 bits, rounded."
     if not traits.spec.deterministic:
         yield (
             "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"

@@ -47,6 +47,14 @@ KERNELS = {
         kernels.SMALL + "window: {left: 70}\n",
         (Case("left", 1, 1, 140, 200, sm_count=1),),
     ),
+    "sm90_d64_bf16_causal_bwd_cap2": (
+        D64 + "softcap: 2\n",
+        (Case("capped", 1, 1, 70, 140, sm_count=1, scale_factor=5.0),),
+    ),
+    "sm90_d64_fp16_bwd_w60x_cap30": (
+        "head_dim: 64\ndtype: fp16\nwindow: {left: 60}\nsoftcap: 30\n",
+        (Case("window", 1, 1, 90, 100, sm_count=1, scale_factor=20.0),),
+    ),
     "sm90_d64_fp16_causal_bwd_gqa3": (
         "head_dim: 64\ndtype: fp16\nmask: causal\nheads: {q_per_kv: 3}\n",
         (Case("groups", 1, 2, 90, 140, sm_count=1),),

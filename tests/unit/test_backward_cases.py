@@ -12,7 +12,7 @@ import pytest
 from fmha_gen.build.calls import arguments
 from fmha_gen.evidence import tensors
 from fmha_gen.ops import backward_cases
-from fmha_gen.ops.backward import BACKWARD
+from fmha_gen.ops.backward import BACKWARD, defined_by
 from fmha_gen.ops.case import Gradient, residues
 from fmha_gen.ops.cases import (
     REPEATS,
@@ -200,10 +200,16 @@ def test_gradients_that_are_zero_one_row_small_or_large(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask):
+@pytest.mark.parametrize(
+    ("mask", "own"),
+    [
+        *(("none", {}), ("causal", {}), ("causal", {"softcap": 30.0})),
+        ("none", {"window": {"left": 60, "right": 9}}),
+    ],
+)
+def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask, own):
     """No 16-bit P or dS overflows, and no bound is too tight for the data that it is of."""
-    spec = spec_of(mask, 2, dtype=dtype)
+    spec = spec_of(mask, 2, dtype=dtype, **own)
     for case in cases_for(spec, TILES):
         if not case.emulated or case.layout in ("far", "farther"):
             continue
@@ -211,7 +217,9 @@ def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask):
         inputs = {x.name: x.numbers() for x in made.inputs}
         call = Given(spec, inputs, 0.125 * case.scale_factor)
         named = [inputs[name] for name in ("q", "k", "v", "dout", "out", "lse")]
-        options = {"scale": call.scale, "mask": MASKS[mask], "dtype": dtype}
+        options = {**defined_by(call), "dtype": dtype}
+        for name in ("q", "k", "v", "dout"):
+            del options[name]
         for packed in (False, True)[: 1 + (dtype == "bf16")]:
             found = compute(*named, **options, packed=packed)
             judged = BACKWARD.judge(call, found, BACKWARD.truth(call), TILES.kv)

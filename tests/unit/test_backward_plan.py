@@ -133,7 +133,7 @@ def test_the_spec_of_a_file_has_the_fields_of_the_operation():
 
 def test_a_field_is_taken_refused_or_free():
     """A new field has to say what it is to the backward pass."""
-    free = {"op", "seqlen", "heads", "deterministic", "window"}
+    free = {"op", "seqlen", "heads", "deterministic", "window", "softcap"}
     by_type = {"out_dtype", "v_layout", "descale", "exp"}  # of e4m3, which is refused
     by_arch = {"cta_group", "schedule"}
     unread = {"params"}  # no expression reads any
