@@ -43,8 +43,8 @@ DETERMINISTIC: Final = Feature(
 TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "arch": ["sm90"],
     "dtype": ["bf16", "fp16"],
-    # Half of dQ of 96 columns is no whole number of swizzled ones; more leave no registers.
-    "head_dim": [64, 128],
+    # More leave no registers.
+    "head_dim": [64, 96, 128],
     "batch": ["dense"],
     "kv.paged.page": ["none"],
     "mask": ["none", "causal"],

@@ -37,7 +37,8 @@ TILE_KV: Final = sm90.WARPGROUP_ROWS * WARPGROUPS
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
 # Whether there are kernels that sum dQ in a fixed order.
 ORDERED: Final = False
-REGISTERS_BESIDE: Final = 20  # addresses, pipeline states. From what compiled unspilled
+# Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
+REGISTERS_BESIDE: Final = {True: 16, False: 20}
 SCHEDULER_WARP: Final = 3
 TILE_STAGES: Final = 2  # tickets; the next tile is loaded while this one is computed
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
@@ -87,6 +88,11 @@ class Traits(shared.Traits):
     def packed_products(self) -> bool:
         """P and dP - D are multiplied in 16 bits, which fp16 would overflow in."""
         return self.spec.dtype == "bf16"
+
+    @property
+    def thin(self) -> bool:
+        """head_dim is no multiple of the 64 columns that a swizzle of 128 bytes goes over."""
+        return self.spec.head_dim.qk % 64 != 0
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -165,16 +171,19 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     """
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
-    if Traits(spec, Sizes(tile_q, TILE_KV, 0, 0, 0)).packed_products:
-        moments = ({"S": of_scores, "dQ": of_dq}, {"dP": of_scores, "P": of_p})
-        if spec.softcap != "none":
-            moments[1]["P sloped"] = of_p
+    packed = Traits(spec, Sizes(tile_q, TILE_KV, 0, 0, 0)).packed_products
+    moments: tuple[dict[str, int], ...]
+    if packed:
+        # dQ is added behind dS.
+        sloped = {"P sloped": of_p} if spec.softcap != "none" else {}
+        beside_dp = {"dQ": of_dq, "dP": of_scores, "P": of_p, **sloped}
+        moments = ({"S": of_scores, "dQ": of_dq}, beside_dp)
     else:
         fp32 = {"P in fp32": of_scores, "P": of_p}
         moments = ({**fp32, "dQ": of_dq}, {**fp32, "dP": of_scores})
     worst = max(moments, key=lambda parts: sum(parts.values()))
     kept = {"dK": spec.head_dim.qk // 2, "dV": spec.head_dim.v // 2}
-    return {**kept, **worst, "others": REGISTERS_BESIDE}
+    return {**kept, **worst, "others": REGISTERS_BESIDE[packed]}
 
 
 def _needed(spec: Spec, tile_q: int) -> int:
@@ -253,6 +262,9 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield from of_scores(traits)
     yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
     lanes = "HEAD_DIM_V // HALVES"
+    if traits.thin:
+        yield "ROW_VECTORS", "of a row of dO or of O, per thread", f"{lanes} // 4"
+        lanes += " // ROW_VECTORS"
     yield "ROW_LANES", "threads that read a row of dO and of O", lanes
     yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
     row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
@@ -344,6 +356,7 @@ def _context(
         **common,
         "names_arch": True,
         "packed_products": traits.packed_products,
+        "thin": traits.thin,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "dq_by_rows": traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
         # Apart from the keys before a window, which have a mask of their own.

@@ -45,15 +45,19 @@ KERNELS = {
     ),
     "sm90_d64_bf16_bwd_w70x": (
         kernels.SMALL + "window: {left: 70}\n",
-        (Case("left", 1, 1, 140, 200, sm_count=1),),
+        (Case("left", 1, 1, 80, 140, sm_count=1),),
+    ),
+    "sm90_d96_bf16_causal_bwd": (
+        "head_dim: 96\ndtype: bf16\nmask: causal\n",
+        (Case("thin", 1, 1, 70, 60, sm_count=1),),
     ),
     "sm90_d64_bf16_causal_bwd_cap2": (
         D64 + "softcap: 2\n",
-        (Case("capped", 1, 1, 70, 140, sm_count=1, scale_factor=5.0),),
+        (Case("capped", 1, 1, 70, 60, sm_count=1, scale_factor=5.0),),
     ),
     "sm90_d64_fp16_bwd_w60x_cap30": (
         "head_dim: 64\ndtype: fp16\nwindow: {left: 60}\nsoftcap: 30\n",
-        (Case("window", 1, 1, 90, 100, sm_count=1, scale_factor=20.0),),
+        (Case("window", 1, 1, 40, 100, sm_count=1, scale_factor=20.0),),
     ),
     "sm90_d64_fp16_causal_bwd_gqa3": (
         "head_dim: 64\ndtype: fp16\nmask: causal\nheads: {q_per_kv: 3}\n",
