@@ -6,11 +6,13 @@ What it does not take is refused by name, whatever the forward pass makes of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from ..errors import Violation
 from ..ops.backward import BACKWARD_OP
 from ..ops.forward import FORWARD
+from ..ops.params import ARGUMENT
 from .feature import Accepts, Feature, Relation
 
 if TYPE_CHECKING:
@@ -41,18 +43,14 @@ DETERMINISTIC: Final = Feature(
 TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "arch": ["sm90"],
     "dtype": ["bf16", "fp16"],
-    # Half of dQ of 96 columns is no whole number of swizzled ones; more leave no registers.
-    "head_dim": [64, 128, 256, {"qk": 192, "v": 128}],
+    "head_dim": [64, 96, 128, 256, {"qk": 192, "v": 128}],
     "batch": ["dense"],
     "kv.paged.page": ["none"],
     "mask": ["none", "causal"],
     "chunk": ["none"],
-    "window.left": ["none"],
-    "window.right": ["none"],
     "documents": [False],
     "prefix": [False],
     "blocks": ["derived"],
-    "softcap": ["none"],
     "score": ["none"],
     "alibi": [False],
     "bias.dtype": ["none"],
@@ -68,9 +66,24 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
 }
 """By field, all values that op: fmha_bwd goes with; of the fields that are not here, any."""
 
-TAKEN: Final = tuple(
-    Feature(path, relations=[Relation(values, {"op": [BACKWARD_OP]})])
-    for path, values in TAKES.items()
+
+def _refusals(spec: Spec) -> Iterator[Violation]:
+    """A side of a window that a call says."""
+    for side in ("left", "right"):
+        if is_backward(spec) and getattr(spec.window, side) == ARGUMENT:
+            message = (
+                f"window.{side}: {ARGUMENT} is not generated for op: {BACKWARD_OP}"
+            )
+            hint = f"set window.{side} to a number, or leave it out"
+            yield Violation("FG205", ("window", side), message, hint)
+
+
+TAKEN: Final = (
+    *(
+        Feature(path, relations=[Relation(values, {"op": [BACKWARD_OP]})])
+        for path, values in TAKES.items()
+    ),
+    Feature("window", refusals=_refusals),
 )
 
 

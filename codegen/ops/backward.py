@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from . import gradients, masks
+from . import gradients, masks, scores
 from .compare import Verdict, judge_rows
 from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS, LSE, OUT, SEQLEN_Q, K, Q, V
 from .gradients import Truth
@@ -77,7 +77,8 @@ def forward_of(spec: Spec) -> dict[str, Any]:
 def defined_by(given: Given) -> dict[str, Any]:
     """Return what defines the results, as functions of `gradients` take it."""
     inputs = {x.name: given.inputs[x.name] for x in (Q, K, V, DOUT)}
-    return {**inputs, "scale": given.scale, "mask": masks.of_spec(given.spec)}
+    known = {"mask": masks.of_spec(given.spec), "cap": scores.of_spec(given.spec).cap}
+    return {**inputs, "scale": given.scale, **known}
 
 
 def _exact(given: Given, wanted: Array | None = None) -> dict[str, Array]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from ..arch import ARCHITECTURES
+from . import masks
 from .case import DYNAMIC, FLAT, REPEATS, STEEP, Case, Tiles, residues
 
 Spec = Mapping[str, Any]
@@ -19,6 +20,7 @@ Spec = Mapping[str, Any]
 # (KV tile, row block) pairs of all query heads that a case may have in the emulator: 3 x 5 of
 # three heads.
 MOST_PAIRS: Final = 48
+LONG_WINDOW: Final = 4  # KV tiles
 # Scores of inputs of 1e4 times this are near 1e4: of 1e8, whose LSE fp32 rounds to 8, P would be
 # off by powers of e, whoever computes it.
 OF_LARGE_INPUTS: Final = 1e-4
@@ -58,6 +60,7 @@ def cases(spec: Spec, tiles: Tiles) -> Iterator[Case]:
     yield from _layouts(made)
     if spec["seqlen"]["kv"] == DYNAMIC:
         yield from _residues(made)
+        yield from _edges(made)
     yield from _large(made)
 
 
@@ -66,7 +69,7 @@ class _Made:
 
     def __init__(self, spec: Spec, tiles: Tiles) -> None:
         self.spec, self.tiles, self.m, self.n = spec, tiles, tiles.q, tiles.kv
-        self.causal = spec["mask"] == "causal"
+        self.mask = masks.of_spec(spec)
 
     def length(self, side: str, rows: int) -> int:
         """Of one side."""
@@ -168,14 +171,38 @@ def _residues(of: _Made) -> Iterator[Case]:
         kv = of.n * ((number + 1) % 2) + residue
         options: dict[str, Any] = {"layout": ("own", "mixed", "bhsd")[number % 3]}
         yield of.case(f"tail_{residue}", q, kv, data="edges", **options)
-    if not of.causal:
+
+
+def _edges(of: _Made) -> Iterator[Case]:
+    """Every residue of an edge to a block of rows, and some to a KV tile."""
+    m, n, left, right = of.m, of.n, of.mask.left, of.mask.right
+    to_block, to_tile = residues(m), residues(n)
+    if right is not None:
+        for number, residue in enumerate(to_block):
+            q, above = m + 7 + number, (residue - right) % m
+            yield of.case(f"below_{residue}", q, q + above, data="edges")
+            below = (residue + right) % m
+            yield of.case(f"above_{residue}", q + below, q, data="edges")
+        for residue in to_tile[3:]:
+            kv = m + 5 + (residue - right) % n
+            yield of.case(f"shift_{residue}", m + 5, kv, data="edges")
+    if right:
+        # Rows that see no key, and whole blocks of them, come first.
+        yield of.case("late", right + 2 * m + 5, n // 2 + 3, data="edges")
+    if left is None:
         return
-    for number, residue in enumerate(to_block):
-        q = of.m + 7 + number
-        yield of.case(f"below_{residue}", q, q + residue, data="edges")
-        yield of.case(f"above_{residue}", q + residue, q, data="edges")
-    for residue in to_tile[3:]:
-        yield of.case(f"shift_{residue}", of.m + 5, of.m + 5 + residue, data="edges")
+    # Keys that no row sees come first: some, and whole tiles of them. A longer window is another
+    # constant in the same instructions, and costs many tiles.
+    short = left <= LONG_WINDOW * n
+    for number, residue in enumerate(to_block if short else (1,)):
+        q, hidden = m * (1 - number % 2) + 7 + number, n * (number % 2) + residue
+        yield of.case(f"hidden_{residue}", q, q + left + hidden, data="edges")
+    for residue in to_tile[3:] if short else ():
+        q = m // 2 + 3
+        yield of.case(f"left_{residue}", q, q + left + residue, data="edges")
+    yield of.case("left_of_some", m + 3, max(m // 2 + left, 1), data="edges")
+    slides: dict[str, Any] = {"timing": True, "ctas": 2}
+    yield of.case("slides", 2 * m + 5, 2 * m + 5 + left % n, **slides)
 
 
 def _large(of: _Made) -> Iterator[Case]:

@@ -5,6 +5,7 @@ With S = scale Q K^T, P = softmax(S), O = P V, dP = dO V^T and D = rowsum(dO * O
 dS = P * (dP - D), dQ = scale dS K, dK = scale dS^T Q and dV = P^T dO, where dK and dV sum over the
 query heads of a KV head. Shapes are those of `reference`; dO is as O. A row that sees no key adds
 nothing and its dQ is 0, and so are dK and dV of a key that no row sees.
+With a cap S = cap tanh(scale Q K^T / cap), of which dS has a factor, the slope 1 - (S / cap)^2.
 
 A kernel is given O in 16 bits, whose rounding moves D of a row, and LSE in fp32. It rounds P,
 dP - D and dS to 16 bits. These errors are random; fp32's are bounded as those of the forward pass
@@ -25,6 +26,7 @@ from .reference import (
     BLOCK_SCORES,
     PARTIAL_SIGMAS,
     ROUNDINGS,
+    SCORE_ROUNDINGS,
     SCORE_STEP,
     SUM_UNIT,
     Array,
@@ -33,7 +35,7 @@ from .reference import (
     namespace,
     score_unit,
 )
-from .scores import LAST_PLACE, float64
+from .scores import LAST_PLACE, capped_with_error, float64
 from .scores import like as _like
 
 # Of dS to 16 bits: of bf16 a kernel may multiply P and dP - D in 16 bits, and round the product.
@@ -69,6 +71,7 @@ def gradients(
     *,
     scale: float,
     mask: Mask,
+    cap: float | None = None,
     wanted: Array | None = None,
 ) -> Gradients:
     """The exact gradients. wanted: bool [batch, q, heads] of rows of dQ.
@@ -76,11 +79,11 @@ def gradients(
     KV heads of which no row is wanted may be left NaN, which saves the time for them.
     """
     made = Gradients(*(_empty(x) for x in (q, k, v)))
-    inputs = _Inputs(q, k, v, dout, scale, mask, wanted)
+    inputs = _Inputs(q, k, v, dout, scale, mask, cap, wanted)
     for keys in inputs.kv_heads():
         sums = [0.0, 0.0]
         for rows in inputs.rows(keys):
-            w, ds = rows.weights, rows.weights * rows.slopes
+            w, ds = rows.weights, rows.weights * rows.bends * rows.slopes
             made.dq[rows.place] = scale * (ds @ keys.k)
             sums[0] = sums[0] + scale * (ds.swapaxes(0, 1) @ rows.q)
             sums[1] = sums[1] + w.swapaxes(0, 1) @ rows.dout
@@ -98,6 +101,7 @@ def truth(
     mask: Mask,
     dtype: str,
     rounds_p: bool = False,
+    cap: float | None = None,
     wanted: Array | None = None,
 ) -> Truth:
     """The exact gradients and bounds for a kernel whose O and gradients have the 16-bit ``dtype``.
@@ -106,20 +110,22 @@ def truth(
     whatever the type. wanted: as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
-    inputs = _Inputs(q, k, v, dout, scale, mask, wanted)
+    inputs = _Inputs(q, k, v, dout, scale, mask, cap, wanted)
     of_ds = max(ROUNDINGS_OF_DS[dtype], 2 if rounds_p else 1)
     of = _Rounded(ROUNDINGS[dtype], of_ds)
     for keys in inputs.kv_heads():
         of_k, of_v = _Sums(), _Sums()
         for rows in inputs.rows(keys):
-            w, ds, seen = rows.weights, rows.weights * rows.slopes, rows.seen
-            errors = _errors(rows, keys, inputs.scale, of)
+            w, seen = rows.weights, rows.seen
+            bent = w * rows.bends
+            ds = bent * rows.slopes
+            errors = _errors(rows, keys, inputs, of)
             of_q = _Sums()
             of_q.add(ds, errors.of_ds, errors.shift, seen, keys.k)
             # One error of D is that of all keys of a row.
-            of_q.variance = of_q.variance + errors.of_sums * (w @ keys.k) ** 2
+            of_q.variance = of_q.variance + errors.of_sums * (bent @ keys.k) ** 2
             of_q.put(made.dq, rows.place, inputs.scale, keys.k.shape[0], of.unit)
-            of_pairs = errors.of_ds + errors.of_sums * w * w
+            of_pairs = errors.of_ds + errors.of_sums * bent * bent
             of_k.add(*_turned(ds, of_pairs, errors.shift, seen), rows.q)
             of_v.add(*_turned(w, errors.of_p, errors.shift_of_p, seen), rows.dout)
         count = q.shape[1] * inputs.group
@@ -164,7 +170,9 @@ class _Rows(NamedTuple):
     lse: Array  # -inf where there is no key
     sums: Array  # D
     seen: Array  # 1.0 or 0.0
+    products: Array  # scale Q K^T
     weights: Array  # P
+    bends: Array  # of S by these products: 1.0 without a cap
     slopes: Array  # dP - D
     place: tuple[Any, ...]
 
@@ -179,6 +187,7 @@ class _Inputs:
     dout: Array
     scale: float
     mask: Mask
+    cap: float | None
     wanted: Array | None
 
     @property
@@ -213,7 +222,11 @@ class _Inputs:
     def _some(self, keys: _Keys, place: tuple[Any, ...], visible: Any) -> _Rows:
         xp = namespace(self.q)
         q, dout = float64(self.q[place]), float64(self.dout[place])
-        scores = (q @ keys.k.swapaxes(0, 1)) * self.scale
+        products = (q @ keys.k.swapaxes(0, 1)) * self.scale
+        scores, bends = products, _like(1.0, products)
+        if self.cap is not None:
+            tangents = xp.tanh(products / self.cap)
+            scores, bends = self.cap * tangents, 1.0 - tangents * tangents
         seen = _like(visible, scores) * _like(1.0, scores)
         scores = xp.where(seen > 0, scores, _like(-math.inf, scores))
         largest = xp.amax(scores, -1, keepdims=True)
@@ -226,7 +239,8 @@ class _Inputs:
         out = weights @ keys.v
         sums = (dout * out).sum(-1, keepdims=True)
         slopes = dout @ keys.v.swapaxes(0, 1) - sums
-        return _Rows(q, dout, out, lse, sums, seen, weights, slopes, place)
+        of_scores = (products, weights, bends, slopes)
+        return _Rows(q, dout, out, lse, sums, seen, *of_scores, place)
 
 
 class _Errors(NamedTuple):
@@ -242,12 +256,20 @@ class _Errors(NamedTuple):
     shift_of_p: Array
 
 
-def _errors(rows: _Rows, keys: _Keys, scale: float, of: _Rounded) -> _Errors:
+def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
     xp, w, x = namespace(rows.q), rows.weights, rows.slopes
     lse = xp.where(rows.lse > -math.inf, rows.lse, _like(0.0, rows.lse))
-    # A score may start at -LSE, and dP at -D, in accumulators to which products are added.
-    partial = scale * _partial(rows.q, keys.k) + xp.abs(lse)
-    error = score_unit(rows.q.shape[-1]) * partial + SUM_UNIT
+    unit = score_unit(rows.q.shape[-1])
+    partial = inputs.scale * _partial(rows.q, keys.k)
+    if inputs.cap is None:
+        # A score may start at -LSE, and dP at -D, in accumulators to which products are added.
+        error = unit * (partial + xp.abs(lse)) + SUM_UNIT
+        of_bend = _like(0.0, error)
+    else:
+        moved = capped_with_error(rows.products, unit * partial, inputs.cap)[1]
+        error = moved + SCORE_ROUNDINGS * LAST_PLACE * xp.abs(lse) + SUM_UNIT
+        tangents, moved = xp.sqrt(1.0 - rows.bends), moved / inputs.cap
+        of_bend = (2.0 * tangents + moved) * moved + 2.0 * LAST_PLACE
     error = xp.where(error < MOST_ERROR, error, _like(MOST_ERROR, error))
     factor = xp.expm1(error)
     elements = rows.dout.shape[-1]
@@ -257,7 +279,7 @@ def _errors(rows: _Rows, keys: _Keys, scale: float, of: _Rounded) -> _Errors:
     of_x = of_x + elements * LAST_PLACE * added
     # An error that is uniform in [-unit, unit] has the variance unit^2 / 3.
     u, floor = of.unit.unit**2 / 3, of.unit.floor**2 / 3
-    ds = w * x
+    ds = w * rows.bends * x
     of_ds = of.of_ds * u * ds * ds + floor * rows.seen
     if of.of_ds > 1:
         of_ds = of_ds + floor * x * x * rows.seen
@@ -266,7 +288,11 @@ def _errors(rows: _Rows, keys: _Keys, scale: float, of: _Rounded) -> _Errors:
         of_ds,
         u * w * w + floor * rows.seen,
         (rows.dout * rows.dout * rounded).sum(-1, keepdims=True),
-        w * (xp.abs(x) * factor + (1.0 + factor) * of_x),
+        w
+        * (
+            rows.bends * (xp.abs(x) * factor + (1.0 + factor) * of_x)
+            + (1.0 + factor) * (xp.abs(x) + of_x) * of_bend
+        ),
         w * factor,
     )
 

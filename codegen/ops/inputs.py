@@ -490,7 +490,8 @@ def _backward(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F3
     if case.gradient == "large":
         dout *= LARGE_GRADIENTS[dtype]
     scale = scalar.value(spec) * case.scale_factor
-    forward = reference.attention(q, k, v, scale=scale, mask=masks.of_spec(spec))
+    defined: Any = {"mask": masks.of_spec(spec), "score": scores.of_spec(spec)}
+    forward = reference.attention(q, k, v, scale=scale, **defined)
     return {
         **{"dout": rounded(dout, dtype), "q": q, "k": k, "v": v},
         "out": forward.out.astype(np.float32),

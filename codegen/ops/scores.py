@@ -150,9 +150,9 @@ class _Values:
             case "/", (_, b):
                 return a / b, e / b + 2 * LAST_PLACE * xp.abs(a / b)
             case "tanh", _:
-                return self.tanh(a, e, like(1.0, a), 0.0)
+                return capped_with_error(a, e, like(1.0, a), 0.0)
             case "softcap", (_, b):
-                return self.tanh(a, e, b, CAP_UNIT)
+                return capped_with_error(a, e, b)
             case "where", (_, b, c):
                 return xp.where(a, b, c), xp.where(a, errors[1], errors[2])
             case "min" | "max", _:
@@ -173,13 +173,6 @@ class _Values:
             case _, (_, b):
                 return _COMPARE[sign](a, b), zero
         raise AssertionError(sign)
-
-    def tanh(self, a: Array, e: Array, cap: Array, unit: float) -> tuple[Array, Array]:
-        """cap * tanh(a / cap); unit: of the cap, what is lost where the exponent is made."""
-        xp = self.xp
-        low, middle, high = (cap * xp.tanh((a + sign * e) / cap) for sign in (-1, 0, 1))
-        moved = xp.where(high - middle > middle - low, high - middle, middle - low)
-        return middle, moved + TANH_UNIT * xp.abs(middle) + unit * cap
 
     def named(self, node: Name) -> Array:
         """An axis, a length or a tensor, as [heads, rows, keys] has it."""
@@ -261,6 +254,20 @@ def word_of(spec: Mapping[str, Any]) -> str:
     if bias := bias_of(spec):
         return f"{bias['dtype']} bias [{', '.join(map(str, bias['shape']))}]"
     return "" if score is PLAIN else f"score {text_of(score.tree)}"
+
+
+def capped_with_error(
+    products: Array, error: Array, cap: Array | float, unit: float = CAP_UNIT
+) -> tuple[Array, Array]:
+    """cap * tanh(products / cap), and its error where the products are off by ``error``.
+
+    unit: of the cap, what is lost where the exponent is made.
+    """
+    xp = namespace(products)
+    signs = (-1, 0, 1)
+    low, middle, high = (cap * xp.tanh((products + s * error) / cap) for s in signs)
+    moved = xp.where(high - middle > middle - low, high - middle, middle - low)
+    return middle, moved + TANH_UNIT * xp.abs(middle) + unit * cap
 
 
 def namespace(x: Array) -> ModuleType:

@@ -31,7 +31,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, regions, tuned
+from .numbers import derived, given, of_scores, regions, tuned
 
 WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
@@ -40,7 +40,8 @@ SLICE_COLUMNS: Final = 64
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
 # Whether there are kernels that sum dQ in a fixed order.
 ORDERED: Final = False
-REGISTERS_BESIDE: Final = 20  # addresses, pipeline states. From what compiled unspilled
+# Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
+REGISTERS_BESIDE: Final = {True: 16, False: 20}
 SCHEDULER_WARP: Final = 3
 TILE_STAGES: Final = 2  # tickets; the next tile is loaded while this one is computed
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
@@ -64,7 +65,7 @@ REASONS: Final[Mapping[str, str]] = {
 
 
 DOES: Final = (
-    "-LSE / scale and -D of each row, and zeros where dQ is summed",
+    "{statistic} and -D of each row, and zeros where dQ is summed",
     "dK and dV; adds to the sums of dQ",
     "dQ of its sums",
 )
@@ -100,6 +101,11 @@ class Traits(shared.Traits):
     def dq_slices_of_dv(self) -> int:
         """Slices of dQ's columns of the warpgroup that computes dV; the other has those left."""
         return self.spec.head_dim.qk // SLICE_COLUMNS // 2
+
+    @property
+    def thin(self) -> bool:
+        """head_dim is no multiple of the 64 columns that a swizzle of 128 bytes goes over."""
+        return self.spec.head_dim.qk % 64 != 0
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -201,14 +207,19 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
         return _register_parts_by_product(spec, tile_q)
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
-    if Traits(spec, Sizes(tile_q, _tile_kv(spec), 0, 0, 0)).packed_products:
-        moments = ({"S": of_scores, "dQ": of_dq}, {"dP": of_scores, "P": of_p})
+    packed = Traits(spec, Sizes(tile_q, _tile_kv(spec), 0, 0, 0)).packed_products
+    moments: tuple[dict[str, int], ...]
+    if packed:
+        # dQ is added behind dS.
+        sloped = {"P sloped": of_p} if spec.softcap != "none" else {}
+        beside_dp = {"dQ": of_dq, "dP": of_scores, "P": of_p, **sloped}
+        moments = ({"S": of_scores, "dQ": of_dq}, beside_dp)
     else:
         fp32 = {"P in fp32": of_scores, "P": of_p}
         moments = ({**fp32, "dQ": of_dq}, {**fp32, "dP": of_scores})
     worst = max(moments, key=lambda parts: sum(parts.values()))
     kept = {"dK": spec.head_dim.qk // 2, "dV": spec.head_dim.v // 2}
-    return {**kept, **worst, "others": REGISTERS_BESIDE}
+    return {**kept, **worst, "others": REGISTERS_BESIDE[packed]}
 
 
 def _register_parts_by_product(spec: Spec, tile_q: int) -> dict[str, int]:
@@ -217,7 +228,8 @@ def _register_parts_by_product(spec: Spec, tile_q: int) -> dict[str, int]:
     """
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_slice = tile_q * SLICE_COLUMNS // (sm90.WARPGROUP_ROWS * 2)
-    beside = {"a slice of dQ": of_slice, "others": REGISTERS_BESIDE}
+    others = REGISTERS_BESIDE[spec.dtype == "bf16"]
+    beside = {"a slice of dQ": of_slice, "others": others}
     if spec.head_dim.v >= spec.head_dim.qk:
         return {"dV": spec.head_dim.v // 2, "S": of_scores, "P": of_p, **beside}
     return {"dK": spec.head_dim.qk // 2, "dP": of_scores, "dS": of_p, **beside}
@@ -303,8 +315,12 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
     yield "DQ_GROUPS", "of four sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
+    yield from of_scores(traits)
     yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
     lanes = "HEAD_DIM_V // HALVES"
+    if traits.thin:
+        yield "ROW_VECTORS", "of a row of dO or of O, per thread", f"{lanes} // 4"
+        lanes += " // ROW_VECTORS"
     yield "ROW_LANES", "threads that read a row of dO and of O", lanes
     yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
     row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
@@ -392,12 +408,13 @@ def _context(
     """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
     last_warp = 4 * (WARPGROUPS + 1) - 1
     told = {each.name: each.arrivals for each in barriers}
-    fills = {"q": "Q and -LSE / scale", "do": "dO and -D", "k": "K", "v": "V"}
+    statistic = "-LSE / scale" if traits.softcap is None else "-LSE * log2(e)"
+    fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (
         "Kernels, in their order, by what is behind the file's name in theirs:",
         *(
-            f"  {suffix:{max(map(len, KERNELS))}}  {does}"
+            f"  {suffix:{max(map(len, KERNELS))}}  {does.format(statistic=statistic)}"
             for suffix, does in zip(KERNELS, DOES, strict=True)
         ),
         f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; warps 4 to"
@@ -418,11 +435,12 @@ def _context(
         "packed_products": traits.packed_products,
         "splits_products": traits.splits_products,
         "two_slices_of_dv": traits.dq_slices_of_dv == 2,
+        "thin": traits.thin,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "dq_by_rows": not traits.splits_products
         and traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
-        "causal": traits.mask.edges,
-        "masked": traits.masks,
+        # Apart from the keys before a window, which have a mask of their own.
+        "masked": traits.kv_tail or bool(traits.mask.right_edges),
     }
 
 
@@ -434,12 +452,20 @@ def _statements(traits: Traits) -> Iterator[str]:
     )
     if traits.mask.edges:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
-    yield (
-        "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
-        " Rows beyond the last one, and rows without keys, start at -inf."
-    )
+    if traits.softcap is None:
+        yield (
+            "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
+            " Rows beyond the last one, and rows without keys, start at -inf."
+        )
+    else:
+        yield (
+            "P = exp(SOFTCAP * t - LSE) with t = tanh(scale * QK^T / SOFTCAP). dP starts at -D, in"
+            " the accumulators: dS = P * (1 - t^2) * dP. -LSE of rows beyond the last one, and of"
+            " rows without keys, is -inf."
+        )
     if traits.packed_products:
-        yield "dS is the product of P and dP in 16 bits, rounded."
+        factor = "P" if traits.softcap is None else "P * (1 - t^2)"
+        yield f"dS is the product of {factor} and dP in 16 bits, rounded."
     if not traits.spec.deterministic:
         yield (
             "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"

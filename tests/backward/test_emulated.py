@@ -38,6 +38,27 @@ KERNELS = {
         "head_dim: 64\ndtype: bf16\n",  # blocks of 128
         (Case("tails", 1, 2, 150, 200, sm_count=3),),
     ),
+    "sm90_d64_bf16_bwd_w20x10_gqa2": (
+        kernels.SMALL + "window: {left: 20, right: 10}\nheads: {q_per_kv: 2}\n",
+        # Rows without keys; a tile that no row sees, in front of one that is seen.
+        (Case("late", 1, 1, 130, 70, sm_count=1), Case("hidden", 1, 1, 9, 170)),
+    ),
+    "sm90_d64_bf16_bwd_w70x": (
+        kernels.SMALL + "window: {left: 70}\n",
+        (Case("left", 1, 1, 80, 140, sm_count=1),),
+    ),
+    "sm90_d96_bf16_causal_bwd": (
+        "head_dim: 96\ndtype: bf16\nmask: causal\n",
+        (Case("thin", 1, 1, 70, 60, sm_count=1),),
+    ),
+    "sm90_d64_bf16_causal_bwd_cap2": (
+        D64 + "softcap: 2\n",
+        (Case("capped", 1, 1, 70, 60, sm_count=1, scale_factor=5.0),),
+    ),
+    "sm90_d64_fp16_bwd_w60x_cap30": (
+        "head_dim: 64\ndtype: fp16\nwindow: {left: 60}\nsoftcap: 30\n",
+        (Case("window", 1, 1, 40, 100, sm_count=1, scale_factor=20.0),),
+    ),
     "sm90_d64_fp16_causal_bwd_gqa3": (
         "head_dim: 64\ndtype: fp16\nmask: causal\nheads: {q_per_kv: 3}\n",
         (Case("groups", 1, 2, 90, 140, sm_count=1),),

@@ -149,7 +149,11 @@ REPLACEMENTS = (
     ),
     ("sums are not cleared", r"cute\.autovec_copy\(zeros, gSums\[[^\n]+\)$", "pass"),
     ("tickets are not set back", r"mTicket\[0\] = 0$", "pass"),
-    ("statistics of the block after", r"(?<=mStat[SD]\[None, )place \+ block", r"\g<0> + 1"),
+    (
+        "statistics of the block after",
+        r"(?<=mStat[SD]\[None, )place \+ block",
+        r"\g<0> + 1",
+    ),
     (
         "sums of the block after",
         r"(?<=place_before = Boolean\(True\), )place \+ block",

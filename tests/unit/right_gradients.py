@@ -8,6 +8,7 @@ import math
 import numpy as np
 from fmha_gen.ops.masks import MASKS, Lengths
 from fmha_gen.ops.reference import attention
+from fmha_gen.ops.scores import TANH_UNIT, capped
 from right_kernel import rounded
 
 TILE = 64  # keys
@@ -31,20 +32,40 @@ DAMAGES = (
     "V of the next KV head",
     "dS in 5 bits",
 )
+DAMAGES_OF_CAPS = (
+    "no cap",
+    "slope left out",
+    "slope of the exponent",
+    "scores capped at dS alone",
+)
 
 
-def forward(q, k, v, *, scale, mask, dtype):
+def forward(q, k, v, *, scale, mask, dtype, cap=None):
     """O and LSE as a kernel is given them."""
-    found = attention(q, k, v, scale=scale, mask=mask)
+    found = attention(q, k, v, scale=scale, mask=mask, score=capped(cap))
     return rounded(dtype, found.out), found.lse.astype(np.float32)
 
 
 def compute(
-    q, k, v, dout, out, lse, *, scale, mask, dtype, packed=False, damage=""
+    q,
+    k,
+    v,
+    dout,
+    out,
+    lse,
+    *,
+    scale,
+    mask,
+    dtype,
+    cap=None,
+    packed=False,
+    damage="",
+    tanh_unit=TANH_UNIT,
 ) -> dict[str, np.ndarray]:
     """dQ, dK, dV as a kernel makes them: 16-bit P and dS, all else in fp32. packed: dS is the
-    rounded product of a rounded P and a rounded dP - D.
+    rounded product of a rounded P and a rounded dP - D. tanh_unit: of a tangent's error, at most.
     """
+    random = np.random.default_rng(11)
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
     group = heads // kv_heads
@@ -72,7 +93,19 @@ def compute(
         if damage == "D of the next row":
             sums = np.roll(sums, 1, 0)
         with np.errstate(all="ignore"):
-            scores = np.where(seen, of_q @ of_k.T * scale, -np.inf)
+            scores, slope = of_q @ of_k.T * scale, np.float32(1)
+            if cap is not None:
+                off = random.uniform(-tanh_unit, tanh_unit, scores.shape)
+                tangents = np.tanh(scores / np.float32(cap)) * (1 + off)
+                tangents = np.clip(tangents, -1, 1).astype(np.float32)
+                slope = 1 - tangents * tangents
+                if damage == "slope of the exponent":
+                    slope = slope * np.float32(cap)
+                if damage not in ("no cap", "scores capped at dS alone"):
+                    scores = np.float32(cap) * tangents
+                if damage in ("no cap", "slope left out"):
+                    slope = np.float32(1)
+            scores = np.where(seen, scores, -np.inf)
             near = np.where(np.isinf(of_lse), 0, of_lse)
             p = np.exp((scores - near).astype(np.float32))
         p = np.where(np.isinf(of_lse), 0, p).astype(np.float32)
@@ -80,7 +113,11 @@ def compute(
             p = p * np.float32(1.03)
         in_16 = rounded(dtype, p)
         slopes = (of_o @ of_v.T - sums).astype(np.float32)
-        ds = rounded(dtype, in_16 * rounded(dtype, slopes) if packed else p * slopes)
+        bent = p * slope
+        if packed:
+            ds = rounded(dtype, rounded(dtype, bent) * rounded(dtype, slopes))
+        else:
+            ds = rounded(dtype, bent * slopes)
         if damage == "dS in 5 bits":
             ds = np.ldexp(np.round(np.ldexp(np.frexp(ds)[0], 5)), np.frexp(ds)[1] - 5)
         of_dq = ds
@@ -103,7 +140,7 @@ def compute(
     return {name: rounded(dtype, x) for name, x in made.items()}
 
 
-def in_steps(q, k, v, dout, *, scale, mask, dtype) -> dict[str, np.ndarray]:
+def in_steps(q, k, v, dout, *, scale, mask, dtype, cap=None) -> dict[str, np.ndarray]:
     """The same where every step is rounded, as PyTorch does in the 16-bit type (decision 0006)."""
     batch, rows, heads, _ = q.shape
     keys, kv_heads = k.shape[1:3]
@@ -118,13 +155,18 @@ def in_steps(q, k, v, dout, *, scale, mask, dtype) -> dict[str, np.ndarray]:
         shared = head // group
         of_k, of_v = k[b, :, shared], v[b, :, shared]
         of_q, of_o = q[b, :, head], dout[b, :, head]
-        scores = np.where(seen, r(r(of_q @ of_k.T) * np.float32(scale)), -np.inf)
+        scores, slope = r(r(of_q @ of_k.T) * np.float32(scale)), np.float32(1)
+        if cap is not None:
+            tangents = r(np.tanh(r(scores / np.float32(cap))))
+            scores, slope = r(tangents * np.float32(cap)), r(1 - r(tangents * tangents))
+        scores = np.where(seen, scores, -np.inf)
         largest = scores.max(-1, keepdims=True)
         p = np.exp(scores - np.where(np.isinf(largest), 0, largest))
         total = p.sum(-1, keepdims=True)
         p = r(p / np.where(total > 0, total, 1))
         dp = r(of_o @ of_v.T)
-        ds = r(r(p * (dp - (p * dp).sum(-1, keepdims=True))) * np.float32(scale))
+        ds = r(p * (dp - (p * dp).sum(-1, keepdims=True)))
+        ds = r((ds if cap is None else r(ds * slope)) * np.float32(scale))
         made["dq"][b, :, head] = r(ds @ of_k)
         made["dk"][b, :, shared] += r(ds.T @ of_q)
         made["dv"][b, :, shared] += r(p.T @ of_o)

@@ -12,7 +12,7 @@ import pytest
 from fmha_gen.build.calls import arguments
 from fmha_gen.evidence import tensors
 from fmha_gen.ops import backward_cases
-from fmha_gen.ops.backward import BACKWARD
+from fmha_gen.ops.backward import BACKWARD, defined_by
 from fmha_gen.ops.case import Gradient, residues
 from fmha_gen.ops.cases import (
     REPEATS,
@@ -41,6 +41,9 @@ KERNELS = [
 each_kernel = pytest.mark.parametrize(
     ("mask", "group", "tile_and_dim", "length"), KERNELS
 )
+
+
+NO_WINDOW = {"left": "none", "right": "none"}
 
 
 def spec_of(
@@ -122,6 +125,37 @@ def test_every_kind_of_problem(mask, group, tile_and_dim, length):
     assert len(many) >= 3
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    ("mask", "sides"),
+    [
+        ("none", {"left": 40, "right": 20}),
+        ("none", {"left": 200}),
+        ("none", {"right": 130}),
+        ("causal", {"left": 127}),
+        ("causal", {"left": 2047}),
+    ],
+)
+def test_edges_of_windows_are_at_every_place_of_a_block(mask, sides, head_dim):
+    tiles = Tiles({64: 128, 128: 64}[head_dim], 128, (1, 1))
+    m, n = tiles.q, tiles.kv
+    spec = spec_of(mask, head_dim=head_dim, window={**NO_WINDOW, **sides})
+    shown = [case for case in cases_for(spec, tiles) if case.emulated]
+    assert all(case.blocks <= backward_cases.MOST_PAIRS for case in shown)
+    assert sum(case.blocks for case in shown) <= 600
+    right = 0 if mask == "causal" else sides.get("right")
+    if right is not None:
+        places = {(case.kv - case.q + right) % m for case in shown}
+        assert places >= {*residues(m)}
+        assert any(case.q - case.kv - right > m for case in shown), "rows without keys"
+    if (left := sides.get("left")) is not None:
+        hidden = {case.kv - case.q - left for case in shown}
+        assert max(hidden) > n or left > 4 * n, "tiles that no row sees"
+        assert min(hidden) < 0 < max(hidden)
+        if left <= 4 * n:
+            assert {each % m for each in hidden} >= {*residues(m)}
+
+
 def test_few_problems_are_launched_alone_and_none_is_walked():
     spec, tiles = spec_of(), Tiles(64, 128, (1, 1))
     assert walks_for(spec, tiles) == ()
@@ -166,10 +200,16 @@ def test_gradients_that_are_zero_one_row_small_or_large(dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("mask", ["none", "causal"])
-def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask):
+@pytest.mark.parametrize(
+    ("mask", "own"),
+    [
+        *(("none", {}), ("causal", {}), ("causal", {"softcap": 30.0})),
+        ("none", {"window": {"left": 60, "right": 9}}),
+    ],
+)
+def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask, own):
     """No 16-bit P or dS overflows, and no bound is too tight for the data that it is of."""
-    spec = spec_of(mask, 2, dtype=dtype)
+    spec = spec_of(mask, 2, dtype=dtype, **own)
     for case in cases_for(spec, TILES):
         if not case.emulated or case.layout in ("far", "farther"):
             continue
@@ -177,7 +217,9 @@ def test_right_kernels_hold_in_every_case_of_the_emulator(dtype, mask):
         inputs = {x.name: x.numbers() for x in made.inputs}
         call = Given(spec, inputs, 0.125 * case.scale_factor)
         named = [inputs[name] for name in ("q", "k", "v", "dout", "out", "lse")]
-        options = {"scale": call.scale, "mask": MASKS[mask], "dtype": dtype}
+        options = {**defined_by(call), "dtype": dtype}
+        for name in ("q", "k", "v", "dout"):
+            del options[name]
         for packed in (False, True)[: 1 + (dtype == "bf16")]:
             found = compute(*named, **options, packed=packed)
             judged = BACKWARD.judge(call, found, BACKWARD.truth(call), TILES.kv)

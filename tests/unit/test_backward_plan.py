@@ -30,6 +30,8 @@ def numbers(kernel):
     [
         ("head_dim: 128\ndtype: bf16", (64, 128, 2, 2, 2), 231424),
         ("head_dim: 128\ndtype: fp16", (64, 128, 2, 2, 2), 231424),
+        ("head_dim: 96\ndtype: bf16", (64, 128, 2, 2, 2), 182272),
+        ("head_dim: 96\ndtype: fp16\nstages: {do: 3}", (64, 128, 2, 3, 2), 194560),
         ("head_dim: 64\ndtype: bf16", (128, 128, 2, 2, 2), 199680),
         ("head_dim: 64\ndtype: bf16\ntile: {q: 64}", (64, 128, 2, 2, 2), 133120),
         ("head_dim: 64\ndtype: fp16", (64, 128, 2, 2, 2), 133120),
@@ -55,20 +57,26 @@ def test_tiles_stages_and_shared_memory(text, tiles, nbytes):
     assert found["Q_TX_BYTES"] == 2 * q * d + 4 * q
 
 
-# What ptxas compiled without a spill, and what it did not: (head_dim, rows, dtype). Products in
-# fp32 are those of fp16.
+# What ptxas compiled without a spill, and what it did not: (head_dim, rows, dtype, softcap).
+# Products in fp32 are those of fp16.
 COMPILED = {
-    **{(128, 64, "bf16"): True, (128, 64, "fp16"): True, (128, 80, "bf16"): True},
-    **{(128, 80, "fp16"): False, (128, 96, "bf16"): False, (64, 96, "fp16"): True},
-    **{(64, 128, "bf16"): True, (64, 128, "fp16"): False},
+    **{(128, 64, "bf16", False): True, (128, 64, "fp16", False): True},
+    **{(128, 80, "fp16", False): False, (128, 96, "bf16", False): False},
+    **{(64, 128, "bf16", False): True, (64, 128, "fp16", False): False},
+    **{(64, 96, "fp16", False): True, (96, 128, "bf16", False): False},
+    **{(96, 64, "bf16", False): True, (96, 64, "fp16", False): True},
+    **{(128, 64, "bf16", True): True, (128, 64, "fp16", True): True},
+    **{(64, 128, "bf16", True): True, (96, 64, "bf16", True): True},
 }
 
 
-@pytest.mark.parametrize(("head_dim", "rows", "dtype"), COMPILED)
-def test_registers_are_too_many_where_a_compile_spilled(head_dim, rows, dtype):
-    spec = support.load_text(f"{HEAD}head_dim: {head_dim}\ndtype: {dtype}\n").spec
+@pytest.mark.parametrize(("head_dim", "rows", "dtype", "capped"), COMPILED)
+def test_registers_are_too_many_where_a_compile_spilled(head_dim, rows, dtype, capped):
+    cap = "softcap: 50\n" if capped else ""
+    text = f"{HEAD}head_dim: {head_dim}\ndtype: {dtype}\n{cap}"
+    spec = support.load_text(text).spec
     fits = sm90_backward._needed(spec, rows) <= sm90_backward.REGISTERS.consumer
-    assert fits == COMPILED[head_dim, rows, dtype]
+    assert fits == COMPILED[head_dim, rows, dtype, capped]
 
 
 def test_all_registers_of_an_sm_and_no_more():
@@ -96,6 +104,12 @@ def test_why_a_planned_number_is_what_it_is():
     }
 
 
+def test_rows_of_96_are_read_by_four_threads():
+    found = numbers(planned("head_dim: 96\ndtype: bf16"))
+    assert (found["ROW_LANES"], found["ROW_VECTORS"], found["STATS_ROWS"]) == (4, 3, 64)
+    assert found["DQ_GROUPS"] == 6
+
+
 def test_fixed_lengths_are_counted_in_blocks():
     found = numbers(planned("head_dim: 128\ndtype: bf16\nseqlen: {q: 1000, kv: 300}"))
     assert found["Q_BLOCKS"] == 16
@@ -109,7 +123,7 @@ def test_three_kernels_are_explained_and_drawn():
     for line in (
         "  FMHA backward for sm90: head_dim 128, bf16, causal.",
         "main: Shared memory of a CTA",
-        "  math thread: dK 64 + dV 64 + S 32 + dQ 32 + others 20 = 212 of 240, an estimate",
+        "  math thread: dK 64 + dV 64 + dQ 32 + dP 32 + P 16 + others 16 = 224 of 240, an estimate",
         "  - Query row i, at q = i + seqlen_kv - seqlen_q, sees kv <= q.",
     ):
         assert line in text.splitlines(), line
@@ -133,7 +147,7 @@ def test_the_spec_of_a_file_has_the_fields_of_the_operation():
 
 def test_a_field_is_taken_refused_or_free():
     """A new field has to say what it is to the backward pass."""
-    free = {"op", "seqlen", "heads", "deterministic"}
+    free = {"op", "seqlen", "heads", "deterministic", "window", "softcap"}
     by_type = {"out_dtype", "v_layout", "descale", "exp"}  # of e4m3, which is refused
     by_arch = {"cta_group", "schedule"}
     unread = {"params"}  # no expression reads any

@@ -11,12 +11,13 @@ import pytest
 from fmha_gen.ops import gradients
 from fmha_gen.ops.backward import BACKWARD, forward_of
 from fmha_gen.ops.compare import judge_rows
-from fmha_gen.ops.masks import MASKS, Lengths
+from fmha_gen.ops.masks import MASKS, Lengths, window
 from fmha_gen.ops.operation import Given
 from fmha_gen.ops.reference import attention
+from fmha_gen.ops.scores import TANH_UNIT, capped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from right_gradients import DAMAGES, compute, forward, in_steps
+from right_gradients import DAMAGES, DAMAGES_OF_CAPS, compute, forward, in_steps
 from right_kernel import rounded
 
 NAMES = ("dq", "dk", "dv")
@@ -35,17 +36,25 @@ def random_inputs(seed, batch, rows, keys, heads, kv_heads, d_qk, d_v, dtype="bf
 # --- the definition -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+CAPS = (None, 1.5, 30.0)
+WINDOW = window(3, 4)
+SEEN = {**MASKS, "window": WINDOW}
+each_cap = pytest.mark.parametrize("cap", CAPS)
+
+
+@each_cap
+@pytest.mark.parametrize("mask", SEEN.values(), ids=SEEN)
 @pytest.mark.parametrize(("rows", "keys"), [(17, 17), (17, 9), (5, 17), (1, 1)])
-def test_differences_of_the_forward_pass(mask, rows, keys):
+def test_differences_of_the_forward_pass(mask, rows, keys, cap):
     """Central differences of sum(dO * O), whose error is step^2 of a third derivative."""
     inputs = random_inputs(rows, 1, rows, keys, 4, 2, 32, 16)
     *qkv, dout = (x.astype(np.float64) for x in inputs)
     scale, step = 32**-0.5, 2.0**-12
-    found = gradients.gradients(*qkv, dout, scale=scale, mask=mask)
+    found = gradients.gradients(*qkv, dout, scale=scale, mask=mask, cap=cap)
+    options = {"scale": scale, "mask": mask, "score": capped(cap)}
 
     def loss():
-        return (dout * attention(*qkv, scale=scale, mask=mask).out).sum()
+        return (dout * attention(*qkv, **options).out).sum()
 
     random = np.random.default_rng(7)
     for x, gradient in zip(qkv, found, strict=True):
@@ -62,9 +71,10 @@ def test_differences_of_the_forward_pass(mask, rows, keys):
             assert gradient[place] == pytest.approx(difference, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+@each_cap
+@pytest.mark.parametrize("mask", SEEN.values(), ids=SEEN)
 @pytest.mark.parametrize("rows", [5, 33, 40])
-def test_autograd(mask, rows):
+def test_autograd(mask, rows, cap):
     torch = pytest.importorskip("torch", reason="needs PyTorch")
     inputs = random_inputs(rows, 2, rows, 33, 6, 2, 24, 16)
     q, k, v, dout = (torch.from_numpy(x).double() for x in inputs)
@@ -72,19 +82,22 @@ def test_autograd(mask, rows):
         x.requires_grad_()
     wide_k, wide_v = (x.repeat_interleave(3, dim=2) for x in (k, v))
     scores = torch.einsum("bqhd,bkhd->bhqk", q, wide_k) * 0.2
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     seen = torch.from_numpy(mask.visible(range(rows), Lengths(rows, 33)))
     weights = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
     out = torch.einsum("bhqk,bkhd->bqhd", weights, wide_v)
     wanted = torch.autograd.grad(out, (q, k, v), dout)
-    found = gradients.gradients(*inputs, scale=0.2, mask=mask)
+    found = gradients.gradients(*inputs, scale=0.2, mask=mask, cap=cap)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other.nan_to_num(0.0), rtol=1e-9, atol=1e-11)
 
 
+@each_cap
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-def test_blocks_of_rows_change_nothing(monkeypatch, mask):
+def test_blocks_of_rows_change_nothing(monkeypatch, mask, cap):
     inputs = random_inputs(0, 2, 19, 11, 4, 2, 8, 16)
-    options = {"scale": 1.0, "mask": mask}
+    options = {"scale": 1.0, "mask": mask, "cap": cap}
     whole = gradients.truth(*inputs, **options, dtype="fp16")
     exact = gradients.gradients(*inputs, **options)
     monkeypatch.setitem(gradients.BLOCK_SCORES, "numpy", 3 * 11)
@@ -163,6 +176,54 @@ def test_right_kernels_hold_and_bounds_are_within_those_of_16_bit_steps(
         assert allowed < 1.5 * error, (name, allowed / error)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("cap", "steep"), [(0.5, 1.0), (10, 1.0), (50, 1.0), (50, 30.0), (1000, 1.0)]
+)
+def test_right_kernels_of_capped_scores_hold(cap, steep, dtype):
+    """With tangents as wrong as PTX allows; with those of 12 bits, as measured, within 1.5 times
+    the error of steps in 16 bits (decisions 0006 and 0041)."""
+    inputs, options = call(256, 200, "causal", dtype, steep, 1)
+    options["cap"] = cap
+    given = forward(*inputs[:3], **options)
+    steps = in_steps(*inputs, **options)
+    for packed in (False, True)[: 1 + (dtype == "bf16")]:
+        found = compute(*inputs, *given, **options, packed=packed)
+        _, judged = verdicts(inputs, options, found)
+        assert [each.finding for each in judged.values()] == [""] * 3
+        of_12_bits = {**options, "packed": packed, "tanh_unit": TANH_UNIT / 2}
+        found = compute(*inputs, *given, **of_12_bits)
+        truth, judged = verdicts(inputs, options, found)
+        for name in NAMES:
+            assert judged[name].of_bound < 0.8, name
+            exact = getattr(truth, name).exact
+            error, of_steps = (np.linalg.norm(x[name] - exact) for x in (found, steps))
+            assert error < 1.5 * of_steps, (name, error / of_steps)
+
+
+def test_a_cap_that_no_score_comes_near_changes_little():
+    inputs, options = call(70, 50, "causal", "bf16", 1.0, 2)
+    plain, far = (
+        gradients.truth(*inputs, **options, cap=cap) for cap in (None, 1_000_000)
+    )
+    for name in NAMES:
+        one, other = getattr(plain, name), getattr(far, name)
+        np.testing.assert_allclose(other.exact, one.exact, rtol=1e-6, atol=1e-9)
+        np.testing.assert_allclose(other.rms, one.rms, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("damage", DAMAGES_OF_CAPS)
+def test_damage_of_capped_scores_is_found(damage, dtype):
+    inputs, options = call(150, 130, "causal", dtype, 1.0, 2, head_dim=64)
+    options["cap"] = 2.0
+    given = forward(*inputs[:3], **options)
+    found = compute(*inputs, *given, **options, damage=damage)
+    _, judged = verdicts(inputs, options, found)
+    wrong = {name for name, verdict in judged.items() if verdict.finding}
+    assert wrong == ({"dq", "dk"} if "slope" in damage else {*NAMES})
+
+
 @given(
     seed=st.integers(0, 2**32 - 1),
     rows=st.integers(1, 70),
@@ -172,12 +233,14 @@ def test_right_kernels_hold_and_bounds_are_within_those_of_16_bit_steps(
     dtype=st.sampled_from(["bf16", "fp16"]),
     steep=st.sampled_from([2.0**-10, 1.0, 30.0, 1e3]),
     head_dim=st.sampled_from([32, 64, 256]),
+    cap=st.sampled_from([None, 0.001, 1.0, 30.0, 1e6]),
 )
 @settings(max_examples=60, deadline=None)
 def test_a_right_kernel_is_never_refused(
-    seed, rows, keys, group, mask, dtype, steep, head_dim
+    seed, rows, keys, group, mask, dtype, steep, head_dim, cap
 ):
     inputs, options = call(rows, keys, mask, dtype, steep, group, seed, head_dim)
+    options["cap"] = cap
     given = forward(*inputs[:3], **options)
     packed = dtype == "bf16" and seed % 2 == 0
     found = compute(*inputs, *given, **options, packed=packed)
@@ -249,14 +312,15 @@ def test_one_row_that_has_all_the_error_is_no_lottery():
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_numpy_and_pytorch_agree(mask, dtype):
+@each_cap
+def test_numpy_and_pytorch_agree(mask, dtype, cap):
     torch = importlib.import_module("torch") if _has_torch() else None
     if torch is None:
         pytest.skip("needs PyTorch: pip install 'fmha-gen[torch]'")
     inputs = random_inputs(1, 2, 21, 13, 6, 2, 24, 16, dtype)
     kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
     tensors = [torch.from_numpy(x).to(kinds[dtype]) for x in inputs]
-    options = {"scale": 0.2, "mask": mask, "dtype": dtype}
+    options = {"scale": 0.2, "mask": mask, "dtype": dtype, "cap": cap}
     ours, theirs = gradients.truth(*inputs, **options), gradients.truth(
         *tensors, **options
     )
