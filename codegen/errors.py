@@ -73,7 +73,6 @@ CODES: dict[str, str] = {
     "FG405": "tensor memory does not fit",
     "FG406": "columns of S that are not whole loads of tensor memory",
     "FG407": "stages of K and V that do not begin where a swizzled tile can",
-    "FG408": "a fixed order of sums that is not generated",
 }
 """Every diagnostic's code with its meaning in one line."""
 

@@ -38,13 +38,17 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
+TURNS: Final = 2
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
-    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket."""
-    rows = -(-sizes.q // cut.q) * cut.q
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns of
+    both warpgroups with each block where sums have an order.
+    """
+    blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    return sizes.batch * HEADS.size(spec, sizes) * rows * width + TICKETS
+    turns = TURNS * blocks if spec["deterministic"] else 0
+    return blocks * cut.q * width + TICKETS + turns
 
 
 WORKSPACE: Final = Workspace(

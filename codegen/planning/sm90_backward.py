@@ -38,8 +38,6 @@ REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
 # Of dQ, in registers at a time where the warpgroups have products of their own.
 SLICE_COLUMNS: Final = 64
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
-# Whether there are kernels that sum dQ in a fixed order.
-ORDERED: Final = False
 # Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
 SCHEDULER_WARP: Final = 3
@@ -109,15 +107,8 @@ class Traits(shared.Traits):
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
-    """Plan a kernel, or raise SpecError (FG401, FG402, FG408) with the numbers that do not fit."""
+    """Plan a kernel, or raise SpecError (FG401, FG402) with the numbers that do not fit."""
     spec = spec_file.spec
-    if spec.deterministic and not ORDERED:
-        message = (
-            "deterministic: true is not generated: dQ is summed in any order, in fp32;"
-            " dK and dV have the same bits for the same inputs in any case"
-        )
-        hint = "leave it out"
-        raise spec_file.refusal("FG408", ("deterministic",), message, hint)
     traits = Traits(spec, _choose(spec_file))
     chosen = tuple(_chosen(traits))
     numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
@@ -433,6 +424,7 @@ def _context(
         **common,
         "names_arch": True,
         "packed_products": traits.packed_products,
+        "ordered": spec_file.spec.deterministic,
         "splits_products": traits.splits_products,
         "two_slices_of_dv": traits.dq_slices_of_dv == 2,
         "thin": traits.thin,
@@ -466,7 +458,12 @@ def _statements(traits: Traits) -> Iterator[str]:
     if traits.packed_products:
         factor = "P" if traits.softcap is None else "P * (1 - t^2)"
         yield f"dS is the product of {factor} and dP in 16 bits, rounded."
-    if not traits.spec.deterministic:
+    if traits.spec.deterministic:
+        yield (
+            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets: a"
+            " warpgroup waits for its turn, and the same inputs give the same bits."
+        )
+    else:
         yield (
             "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
             " call to call; dK and dV have the same bits for the same inputs."

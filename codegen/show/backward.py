@@ -12,7 +12,7 @@ from typing import Final
 
 from ..arch import sm90
 from ..features.backward import is_backward
-from ..ops.backward import STATISTICS
+from ..ops.backward import STATISTICS, TURNS
 from ..ops.operation import BYTES
 from ..planning.kernel_plan import DevicePlan, KernelPlan
 from ..planning.protocol import Lane, Load, Phase, Signal, Step, Wait
@@ -262,9 +262,12 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
     q = known.get("SEQLEN_Q")
     blocks = f"ceil({q or 'seqlen_q'} / {rows})"
     of_row = BYTES["fp32"] * (qk + STATISTICS)
+    ordered = plan.spec_file.spec.deterministic
+    of_turns = f" + {TURNS} * batch * heads * {blocks}" if ordered else ""
     yield (
         f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"
-        f" + 1) B, {of_row} B a row: sums of dQ, -LSE / scale and -D of whole blocks; a ticket."
+        f" + 1{of_turns}) B, {of_row} B a row: sums of dQ, -LSE / scale and -D of whole blocks; a"
+        f" ticket{'; turns of both warpgroups' if ordered else ''}."
     )
 
 

@@ -80,13 +80,26 @@ KERNELS |= {
         (Case("groups", 1, 1, 30, 40, sm_count=1),),
     ),
 }
+# Of which dQ has the same bits, too: tiles in turn; warpgroups with products of their own.
+ORDERED = {
+    "sm90_d64_bf16_causal_bwd_det": (
+        D64 + "deterministic: true\n",
+        (Case("turns", 1, 1, 100, 300, sm_count=3),),
+    ),
+    "sm90_d192x128_bf16_bwd_det": (
+        "head_dim: {qk: 192, v: 128}\ndtype: bf16\nwindow: {left: 40, right: 3}\n"
+        "deterministic: true\n",
+        (Case("turns", 1, 1, 70, 100, sm_count=2),),
+    ),
+}
+KERNELS |= ORDERED
 CALLS = [(stem, case) for stem, (_, cases) in KERNELS.items() for case in cases]
 # Asynchronous work is done late, and at random times beside warps in a random order.
 SCHEDULES = [rehearsal.schedules(1)[i] for i in (1, -1)]
 
 
 class Ran(NamedTuple):
-    """The outputs' bits, by output the error over its bound, and all findings."""
+    """The bits of what was written, by output the error over its bound, and all findings."""
 
     bits: dict[str, bytes]
     of_bound: dict[str, float]
@@ -134,7 +147,7 @@ def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
         findings = [*map(str, found.findings)]
         findings += [x.finding for x in verdicts.values() if x.finding]
         findings += [y for x in problem.written if (y := x.outside())]
-        bits = {x.name: x.view.tobytes() for x in problem.outputs}
+        bits = {x.name: x.view.tobytes() for x in problem.written}
         ran.append(
             Ran(bits, {name: x.of_bound for name, x in verdicts.items()}, findings)
         )
@@ -152,8 +165,9 @@ def test_gradients_are_right_under_every_schedule(
     ran = run(path, case, SCHEDULES)
     assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
     assert max(max(each.of_bound.values()) for each in ran) < 1
-    # dQ is summed in any order, dK and dV are not.
-    for name in ("dk", "dv"):
+    # dQ is summed in any order unless a spec asks for one, dK and dV are not.
+    alike = ("workspace", "dq", "dk", "dv") if stem in ORDERED else ("dk", "dv")
+    for name in alike:
         assert len({each.bits[name] for each in ran}) == 1
 
 
@@ -243,3 +257,11 @@ def test_damage_of_split_products_is_found(name: str, tmp_path: Path) -> None:
     path = kernels.written(tmp_path, text, SPLIT)
     findings = [y for each in run(path, case, SCHEDULES[1:]) for y in each.findings]
     assert any(SPLIT_DAMAGES[name][2] in each for each in findings), findings[:3]
+
+
+def test_who_does_not_wait_for_a_turn_is_found(tmp_path: Path) -> None:
+    stem, (fields, (case,)) = next(iter(ORDERED.items()))
+    changes = {"while added < turn:": "while added < 0:"}
+    text = kernels.damaged(kernels.text_of(fields, stem), changes)
+    ran = run(kernels.written(tmp_path, text, stem), case, rehearsal.schedules(4))
+    assert len({each.bits["workspace"] for each in ran}) > 1

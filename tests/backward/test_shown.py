@@ -31,6 +31,7 @@ FIELDS = {
     "sm90_d64_fp16_bwd": "head_dim: 64\ndtype: fp16\n",
     "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
     "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
+    "sm90_d128_bf16_bwd_det": "head_dim: 128\ndtype: bf16\ndeterministic: true\n",
 }
 STEM = next(iter(FIELDS))
 SPLIT = [stem for stem in FIELDS if stem.startswith(("sm90_d256", "sm90_d192"))]

@@ -28,6 +28,8 @@ MODULES = {
 OF_BACKWARD = (
     "head_dim: 128\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 8}\n",
     "head_dim: 64\ndtype: fp16\nseqlen: 1000\n",
+    "head_dim: 64\ndtype: bf16\nwindow: {left: 60}\ndeterministic: true\n",
+    "head_dim: 256\ndtype: bf16\nwindow: {left: 60, right: 0}\ndeterministic: true\n",
     "head_dim: 256\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 2}\n",
     "head_dim: {qk: 192, v: 128}\ndtype: fp16\nsoftcap: 50\n",
     "head_dim: 64\ndtype: bf16\nwindow: {left: 100, right: 9}\n",

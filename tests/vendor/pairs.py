@@ -44,15 +44,7 @@ def backward_text(stem: str) -> str:
 
 
 def ordered_text() -> str:
-    """A text that says to be deterministic, as none is generated yet."""
-    text = backward_text(GQA)
-    for right, wrong in (
-        ('"deterministic": False', '"deterministic": True'),
-        (f'"name": "{GQA}_bwd"', f'"name": "{ORDERED}"'),
-    ):
-        assert text.count(right) == 1
-        text = text.replace(right, wrong)
-    return text
+    return text_of(ORDERED, f"{FIELDS[GQA]}deterministic: true\n", "fmha_bwd")
 
 
 @functools.cache
