@@ -105,7 +105,7 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
 
 def role_rows(plan: KernelPlan, kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
     """Yield the titles, then (role, warps, registers, what it does); nothing without roles."""
-    if kernel.name != MAIN:
+    if not is_backward(plan.spec_file.spec) or kernel.name != MAIN:
         return
     yield "role", "warps", "registers", "does"
     of = {each.role: each.per_thread for each in kernel.registers}
