@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -104,10 +105,11 @@ def written(folder: Path, text: str, stem: str = "candidate") -> Path:
     return path
 
 
-def findings(path: Path, tag: str) -> list[str]:
-    """Of one case of a kernel, under the eager schedule."""
+def findings(path: Path, tag: str, max_steps: int | None = None) -> list[str]:
+    """Of one case of a kernel, under the eager schedule, after so many steps at most."""
     (case,) = (each for each in emulated_cases(path) if tag_of(each) == tag)
     _, (kernel,) = rehearsals(path, cases=[case])
+    kernel = dataclasses.replace(kernel, max_steps=max_steps)
     return kernel.run(schedules(0)[0]).findings
 
 

@@ -218,7 +218,7 @@ def test_a_backward_kernel_has_its_products_and_kernels(stem: str) -> None:
     words = [each.what for each in texts(drawn(stem))]
     for product in backward.products(planned(stem)):
         assert " x ".join(map(str, product.shape)) in words
-    for each in ("dV += P^T dO", "sdS, of both warpgroups", "sums of dQ, fp32"):
+    for each in ("dV += P^T dO", "sdS, for both warpgroups", "sums of dQ, fp32"):
         assert each in words
     assert [words.count(each) for each in ("stats", "finish")] == [1, 1]
 

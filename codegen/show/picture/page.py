@@ -58,7 +58,7 @@ def page(plan: KernelPlan) -> Panel:
     for kernel in plan.kernels:
         panels = [*memory(plan, kernel), *phases(kernel), *barriers(kernel)]
         panels += flow(plan, kernel)
-        if not panels:
+        if not panels and is_backward(plan.spec_file.spec):
             continue  # said in the table of kernels
         if kernel.name:
             body.append(text(_MARGIN, y + 18, kernel.name, "title"))
@@ -77,7 +77,8 @@ def page(plan: KernelPlan) -> Panel:
 
 def flow(plan: KernelPlan, kernel: DevicePlan) -> list[Panel]:
     """How the products of a backward kernel follow from one another."""
-    return [products(plan)] if kernel.name == backward.MAIN else []
+    told = is_backward(plan.spec_file.spec) and kernel.name == backward.MAIN
+    return [products(plan)] if told else []
 
 
 def kernels(plan: KernelPlan) -> list[Panel]:

@@ -32,7 +32,7 @@ def products(plan: KernelPlan) -> Panel:
         (2, 0): ("k", "K, transposed", "sK"),
         (0, 1): ("s", "S^T, then P^T = exp2", shapes["S^T"]),
         (1, 1): ("p", "dP^T, then dS^T = P dP", shapes["dP^T"]),
-        (2, 1): ("p", "dS, transposed", "sdS, of both warpgroups"),
+        (2, 1): ("p", "dS, transposed", "sdS, for both warpgroups"),
         (0, 2): ("mma", "dV += P^T dO", shapes["dV"]),
         (1, 2): ("mma", "dK += dS^T Q", shapes["dK"]),
         (2, 2): ("mma", "dQ = dS K", shapes["dQ"]),
@@ -49,9 +49,11 @@ def products(plan: KernelPlan) -> Panel:
             text(x + 8, y + 19, name, "strong"),
             text(x + 8, y + 36, more, "small"),
         ]
+    splits = plan.context["splits_products"]
     for source, target, words in _ARROWS:
-        body += _between(source, target, words)
-    body.append(text(0, 440, "shared memory: top row and sdS", "small muted"))
+        body += _between(source, target, "by sP" if splits and words == "P" else words)
+    handed = "top row, sP and sdS" if splits else "top row and sdS"
+    body.append(text(0, 440, f"shared memory: {handed}", "small muted"))
     body.append(text(0, 454, "registers: the next two rows", "small muted"))
     body.append(text(0, 468, "global memory: below them", "small muted"))
     words = "; ".join(f"{name}: {more}" for _, name, more in boxes.values())
