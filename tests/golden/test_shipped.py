@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import black
@@ -33,15 +32,13 @@ def test_generated_is_what_the_specs_say() -> None:
     assert [kernel.stem for kernel in result.kernels] == SHIPPED
 
 
-def test_checking_all_kernels_takes_seconds_with_an_empty_cache(
+def test_checking_all_kernels_formats_none_with_an_empty_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Formatting them anew would take half a minute; 15 s are five times what this takes."""
+    """Formatting all of them would take most of the time of a check."""
     monkeypatch.setenv(cache.ENVIRONMENT, str(tmp_path))
     monkeypatch.setattr(render, "format_source", lambda text: pytest.fail(text))
-    begin = time.process_time()
     assert engine.build([SPECS], GENERATED, check=True, compile=False).ok
-    assert time.process_time() - begin < 15
 
 
 @pytest.mark.parametrize("stem", SHIPPED[::8])
