@@ -485,8 +485,8 @@ def _inlined(pieces: Sequence[str]) -> list[str]:
         bodies[node.name] = piece
     while True:
         called = [
-            tuple((n, b) for n, b in bodies.items() if n in _facts(piece).called)
-            for piece in kept
+            tuple((n, b) for n, b in bodies.items() if n in names)
+            for names in (_facts(piece).called for piece in kept)
         ]
         if not any(called):
             return kept

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from ..errors import Violation
-from ..ops.backward import BACKWARD_OP
+from ..ops.backward import BACKWARD_OP, splits_products
 from ..ops.forward import FORWARD
 from ..ops.params import ARGUMENT
 from .feature import Accepts, Feature, Relation
@@ -60,7 +60,6 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "cluster": [[1, 1]],
     "multicast": ["none"],
     "tile.q": [None, 64, 128],
-    # The rows of both warpgroups that compute.
     "tile.kv": [None, 64, 128],
     "stages.v": [None],
 }
@@ -68,7 +67,7 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
 
 
 def _refusals(spec: Spec) -> Iterator[Violation]:
-    """A side of a window that a call says."""
+    """A side of a window that a call says, and a KV tile of another size than its head_dim's."""
     for side in ("left", "right"):
         if is_backward(spec) and getattr(spec.window, side) == ARGUMENT:
             message = (
@@ -76,6 +75,9 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
             )
             hint = f"set window.{side} to a number, or leave it out"
             yield Violation("FG205", ("window", side), message, hint)
+    if is_backward(spec) and spec.tile.kv not in (None, rows := tile_kv(spec)):
+        message = f"tile.kv: {spec.tile.kv} is not generated at this head_dim"
+        yield Violation("FG205", ("tile", "kv"), message, f"set tile.kv: {rows}")
 
 
 TAKEN: Final = (
@@ -83,8 +85,18 @@ TAKEN: Final = (
         Feature(path, relations=[Relation(values, {"op": [BACKWARD_OP]})])
         for path, values in TAKES.items()
     ),
-    Feature("window", refusals=_refusals),
+    Feature("op", refusals=_refusals),
 )
+
+
+def splits(spec: Spec) -> bool:
+    """See `splits_products`."""
+    return splits_products(spec.head_dim.qk, spec.head_dim.v)
+
+
+def tile_kv(spec: Spec) -> int:
+    """Keys of a KV tile: of each of two warpgroups, or of both where they split the products."""
+    return 64 if splits(spec) else 128
 
 
 def is_backward(spec: Spec) -> bool:

@@ -38,7 +38,7 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
-TURNS: Final = 2
+TURNS: Final = 2  # of a block of rows: of each warpgroup that computes
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
@@ -59,11 +59,11 @@ WORKSPACE: Final = Workspace(
 KERNELS: Final = ("_stats", "", "_finish")
 
 
-def splits_products(head_dim: Mapping[str, int]) -> bool:
+def splits_products(qk: int, v: int) -> bool:
     """Whether one warpgroup hands P to another one in 16 bits: dK and dV of 64 keys are too large
-    for the registers of one. head_dim: qk and v.
+    for the registers of one. qk, v: head_dim.
     """
-    return max(head_dim["qk"], head_dim["v"]) > 128
+    return max(qk, v) > 128
 
 
 def is_backward(spec: Spec) -> bool:
@@ -93,7 +93,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
     return gradients.truth(
         **defined_by(given),
         dtype=given.spec["dtype"],
-        rounds_p=splits_products(given.spec["head_dim"]),
+        rounds_p=splits_products(**given.spec["head_dim"]),
         wanted=wanted,
     )
 

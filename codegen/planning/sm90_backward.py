@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from ..arch import sm90
 from ..errors import SpecError
-from ..ops.backward import KERNELS, splits_products
+from ..features.backward import splits, tile_kv
+from ..ops.backward import KERNELS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -92,8 +93,8 @@ class Traits(shared.Traits):
 
     @property
     def splits_products(self) -> bool:
-        """The warpgroups have the same keys and different products: see `splits_products`."""
-        return _splits(self.spec)
+        """The warpgroups have the same keys and different products: see `splits`."""
+        return splits(self.spec)
 
     @property
     def dq_slices_of_dv(self) -> int:
@@ -139,14 +140,6 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     )
 
 
-def _splits(spec: Spec) -> bool:
-    return splits_products({"qk": spec.head_dim.qk, "v": spec.head_dim.v})
-
-
-def _tile_kv(spec: Spec) -> int:
-    return sm90.WARPGROUP_ROWS * (1 if _splits(spec) else WARPGROUPS)
-
-
 def _choose(spec_file: SpecFile) -> Sizes:
     """Tile and rings: as given, the rest planned; raises SpecError for what does not fit."""
     spec = spec_file.spec
@@ -158,25 +151,17 @@ def _choose(spec_file: SpecFile) -> Sizes:
     def fits(sizes: Sizes) -> bool:
         return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
 
-    asked, tile_kv = spec.stages, _tile_kv(spec)
-    if spec.tile.kv not in (None, tile_kv):
-        message = f"a KV tile has {tile_kv} keys at this head_dim"
-        hint = f"tile.kv {tile_kv}, or leave it out"
-        raise spec_file.refusal("FG402", ("tile", "kv"), message, hint)
+    asked = spec.stages
     # A tile's last products and the next one's first ones are in flight together where the
     # warpgroups compute alike: they need two stages of K and V.
-    kv_stages = (2, 1) if _splits(spec) else (2,)
+    kv_stages = (2, 1) if splits(spec) else (2,)
     choices = [
-        Sizes(tile_q, tile_kv, asked.q or q_stages, asked.do or do_stages, kv)
+        Sizes(tile_q, tile_kv(spec), asked.q or q_stages, asked.do or do_stages, kv)
         for tile_q in fitting
-        for kv in ((asked.kv,) if asked.kv else kv_stages)
+        # The rings of Q and dO turn with every block, those of K and V with every tile.
         for q_stages, do_stages in ((2, 2), (2, 1), (1, 1))
+        for kv in ((asked.kv,) if asked.kv else kv_stages)
     ]
-    if _splits(spec):
-        # The rings of Q and dO before those of K and V: they turn with every block.
-        choices.sort(
-            key=lambda each: (-each.q_stages, -each.do_stages, -each.kv_stages)
-        )
     sizes = next(filter(fits, choices), choices[-1])
     if not fits(sizes):
         smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
@@ -194,11 +179,11 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     """Registers of a math thread: fp32 accumulators, and what is there beside them at the worst
     moment. P and dS are operands of 16 bits; of fp32 products P is there until dP has come.
     """
-    if _splits(spec):
+    if splits(spec):
         return _register_parts_by_product(spec, tile_q)
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
-    packed = Traits(spec, Sizes(tile_q, _tile_kv(spec), 0, 0, 0)).packed_products
+    packed = Traits(spec, Sizes(tile_q, tile_kv(spec), 0, 0, 0)).packed_products
     moments: tuple[dict[str, int], ...]
     if packed:
         # dQ is added behind dS.
@@ -272,6 +257,8 @@ def _reason(spec: Spec, name: str) -> str:
         needed = _needed(spec, 128)
         if needed > REGISTERS.consumer:
             return f"with 128 a thread would need {needed} registers"
+    if name == "TILE_KV" and splits(spec):
+        return "64: the registers of a warpgroup hold dK, or dV, of no more"
     return REASONS[name]
 
 
@@ -300,7 +287,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
     if traits.splits_products:
         pairs = "TILE_KV * TILE_Q // 2"
-        yield "P_PAIRS", "of 16 bits, per stage", pairs
+        yield "P_PAIRS", "of P in 16 bits", pairs
         slices = "HEAD_DIM_QK // SLICE_COLUMNS // 2"
         yield "DQ_SLICES_OF_DV", "of dQ, of the warpgroup that computes dV", slices
     groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
@@ -358,10 +345,8 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, warps = traits.sizes, 4 * WARPGROUPS
     every = warps, "every math warp"
     if traits.splits_products:
-        of_k, of_v = (1, "a warp, once dK has left it"), (
-            1,
-            "a warp, once dV has left it",
-        )
+        of_k = 1, "a warp, once dK has left it"
+        of_v = 1, "a warp, once dV has left it"
         stored = "4: every warp of the second warpgroup, once its dS is stored"
     else:
         of_k = every
@@ -397,7 +382,9 @@ def _context(
     smem_bytes: int,
 ) -> dict[str, Any]:
     """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
-    last_warp = 4 * (WARPGROUPS + 1) - 1
+    math = "warps 4 to 11 compute"
+    if traits.splits_products:
+        math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
     statistic = "-LSE / scale" if traits.softcap is None else "-LSE * log2(e)"
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
@@ -408,8 +395,7 @@ def _context(
             f"  {suffix:{max(map(len, KERNELS))}}  {does.format(statistic=statistic)}"
             for suffix, does in zip(KERNELS, DOES, strict=True)
         ),
-        f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; warps 4 to"
-        f" {last_warp} compute.",
+        f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; {math}.",
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
             f"  {name:2}  {fill:{width}}  {told[f'{name}_empty']}"

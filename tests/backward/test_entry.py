@@ -79,7 +79,11 @@ def test_gradients_are_asked_of_nobody_and_no_expanded_tensor_is_copied() -> Non
 
 
 @pytest.mark.parametrize(
-    "fields", [FIELDS, "head_dim: 128\ndtype: fp16\n", kernels.SMALL]
+    "fields",
+    [
+        *(FIELDS, "head_dim: 128\ndtype: fp16\n", kernels.SMALL),
+        "head_dim: 256\ndtype: bf16\ndeterministic: true\n",
+    ],
 )
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 64, 3), (3, 65, 2), (1, 1000, 16)])
 def test_the_file_and_the_operation_have_one_size_of_workspaces(
@@ -100,8 +104,10 @@ def test_the_file_and_the_operation_have_one_size_of_workspaces(
     (workspace,) = BACKWARD.workspaces
     wanted = workspace.elements(known["SPEC"], tiles_of(known), case)
     assert scope["workspace_size"](batch, rows, heads * group) == wanted
-    blocks = -(-rows // known["TILE_Q"]) * known["TILE_Q"]
-    assert wanted == batch * heads * group * blocks * (known["HEAD_DIM_QK"] + 2) + 1
+    blocks = batch * heads * group * -(-rows // known["TILE_Q"])
+    of_block = known["TILE_Q"] * (known["HEAD_DIM_QK"] + 2)
+    of_block += 2 if known["SPEC"]["deterministic"] else 0
+    assert wanted == blocks * of_block + 1
 
 
 def test_the_size_of_workspaces_is_of_the_host_section() -> None:
