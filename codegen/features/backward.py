@@ -13,7 +13,7 @@ from ..errors import Violation
 from ..ops.backward import BACKWARD_OP, splits_products
 from ..ops.forward import FORWARD
 from ..ops.params import ARGUMENT
-from .feature import Accepts, Feature, Relation
+from .feature import Accepts, Feature, Relation, said
 
 if TYPE_CHECKING:
     from ..spec.model import Spec
@@ -40,10 +40,16 @@ DETERMINISTIC: Final = Feature(
     title=lambda spec: "deterministic" if spec.deterministic else "",
 )
 
+HEAD_DIMS: Final[Mapping[int, Sequence[Any]]] = {
+    128: [64, 96, 128],
+    64: [256, {"qk": 192, "v": 128}],
+}
+"""By keys of a KV tile: its head_dims. Warpgroups halve the tile's keys, or split the products."""
+
 TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "arch": ["sm90"],
     "dtype": ["bf16", "fp16"],
-    "head_dim": [64, 96, 128, 256, {"qk": 192, "v": 128}],
+    "head_dim": [each for head_dims in HEAD_DIMS.values() for each in head_dims],
     "batch": ["dense"],
     "kv.paged.page": ["none"],
     "mask": ["none", "causal"],
@@ -60,14 +66,13 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "cluster": [[1, 1]],
     "multicast": ["none"],
     "tile.q": [None, 64, 128],
-    "tile.kv": [None, 64, 128],
     "stages.v": [None],
 }
 """By field, all values that op: fmha_bwd goes with; of the fields that are not here, any."""
 
 
 def _refusals(spec: Spec) -> Iterator[Violation]:
-    """A side of a window that a call says, and a KV tile of another size than its head_dim's."""
+    """A side of a window that a call says."""
     for side in ("left", "right"):
         if is_backward(spec) and getattr(spec.window, side) == ARGUMENT:
             message = (
@@ -75,9 +80,6 @@ def _refusals(spec: Spec) -> Iterator[Violation]:
             )
             hint = f"set window.{side} to a number, or leave it out"
             yield Violation("FG205", ("window", side), message, hint)
-    if is_backward(spec) and spec.tile.kv not in (None, rows := tile_kv(spec)):
-        message = f"tile.kv: {spec.tile.kv} is not generated at this head_dim"
-        yield Violation("FG205", ("tile", "kv"), message, f"set tile.kv: {rows}")
 
 
 TAKEN: Final = (
@@ -85,7 +87,16 @@ TAKEN: Final = (
         Feature(path, relations=[Relation(values, {"op": [BACKWARD_OP]})])
         for path, values in TAKES.items()
     ),
-    Feature("op", refusals=_refusals),
+    *(
+        Feature(
+            "tile.kv",
+            relations=[
+                Relation([None, rows], {"op": [BACKWARD_OP], "head_dim": head_dims})
+            ],
+        )
+        for rows, head_dims in HEAD_DIMS.items()
+    ),
+    Feature("window", refusals=_refusals),
 )
 
 
@@ -95,8 +106,9 @@ def splits(spec: Spec) -> bool:
 
 
 def tile_kv(spec: Spec) -> int:
-    """Keys of a KV tile: of each of two warpgroups, or of both where they split the products."""
-    return 64 if splits(spec) else 128
+    """Keys of a KV tile: see `HEAD_DIMS`."""
+    head_dim = said(spec, "head_dim")
+    return next(rows for rows, taken in HEAD_DIMS.items() if head_dim in taken)
 
 
 def is_backward(spec: Spec) -> bool:
