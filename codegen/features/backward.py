@@ -47,7 +47,6 @@ HEAD_DIMS: Final[Mapping[int, Sequence[Any]]] = {
 """By keys of a KV tile: its head_dims. Warpgroups halve the tile's keys, or split the products."""
 
 TAKES: Final[Mapping[str, Sequence[Any]]] = {
-    "arch": ["sm90"],
     "dtype": ["bf16", "fp16"],
     "head_dim": [each for head_dims in HEAD_DIMS.values() for each in head_dims],
     "batch": ["dense"],
@@ -65,10 +64,17 @@ TAKES: Final[Mapping[str, Sequence[Any]]] = {
     "pack_gqa": [False],
     "cluster": [[1, 1]],
     "multicast": ["none"],
+    "schedule": ["persistent"],
     "tile.q": [None, 64, 128],
     "stages.v": [None],
 }
 """By field, all values that op: fmha_bwd goes with; of the fields that are not here, any."""
+
+ON_SM100: Final = {"op": [BACKWARD_OP], "arch": ["sm100"]}
+TAKES_ON_SM100: Final[Mapping[str, Sequence[Any]]] = {
+    "head_dim": [64, 128],
+    "tile.q": [None, 128],
+}
 
 
 def _refusals(spec: Spec) -> Iterator[Violation]:
@@ -95,6 +101,10 @@ TAKEN: Final = (
             ],
         )
         for rows, head_dims in HEAD_DIMS.items()
+    ),
+    *(
+        Feature(path, relations=[Relation(values, ON_SM100)])
+        for path, values in TAKES_ON_SM100.items()
     ),
     Feature("window", refusals=_refusals),
 )

@@ -47,7 +47,7 @@ TILE_Q: Final = Feature(
     relations=[
         # A warpgroup's 64 rows, at most three times; two halves of 128 rows.
         Relation([None, 64, 128, 192], {"arch": ["sm90"]}),
-        Relation([None, 256], {"arch": ["sm100"]}),
+        Relation([None, 256], {"arch": ["sm100"], "op": [FORWARD.name]}),
         # The barrier of its turn tells a warpgroup that the O of the tile before has left.
         Relation([None, 128, 192], {"arch": ["sm90"], "dtype": [E4M3]}),
     ],
@@ -86,7 +86,8 @@ STAGES: Final = Feature(
 )
 # A half of the query tile each.
 STAGES_Q: Final = Feature(
-    "stages.q", relations=[Relation([None, 2], {"arch": ["sm100"]})]
+    "stages.q",
+    relations=[Relation([None, 2], {"arch": ["sm100"], "op": [FORWARD.name]})],
 )
 # K and V share the stages of one ring.
 STAGES_V: Final = Feature("stages.v", relations=[Relation([None], {"arch": ["sm100"]})])

@@ -38,16 +38,20 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
-TURNS: Final = 2  # of a block of rows: of each warpgroup that computes
+
+
+def turns_of(arch: str) -> int:
+    """Turns of a block of rows, where sums have an order: one of each warpgroup that adds to it."""
+    return 2 if arch == "sm90" else 1
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
-    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns of
-    both warpgroups with each block where sums have an order.
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns with
+    each block where sums have an order.
     """
     blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    turns = TURNS * blocks if spec["deterministic"] else 0
+    turns = turns_of(spec["arch"]) * blocks if spec["deterministic"] else 0
     return blocks * cut.q * width + TICKETS + turns
 
 

@@ -12,13 +12,14 @@ from typing import Final
 from ..ops.backward import BACKWARD_OP
 from ..ops.forward import FORWARD
 from ..spec.model import SpecFile
-from . import sm90, sm90_backward, sm100
+from . import sm90, sm90_backward, sm100, sm100_backward
 from .kernel_plan import KernelPlan
 
 PLANNERS: Final[Mapping[tuple[str, str], Callable[[SpecFile], KernelPlan]]] = {
     ("sm90", FORWARD.name): sm90.resolve,
     ("sm90", BACKWARD_OP): sm90_backward.resolve,
     ("sm100", FORWARD.name): sm100.resolve,
+    ("sm100", BACKWARD_OP): sm100_backward.resolve,
 }
 """By architecture and operation."""
 

@@ -17,11 +17,10 @@ from typing import Any, Final
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.backward import splits, tile_kv
-from ..ops.backward import KERNELS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
-from . import traits as shared
-from .context import common_context
+from . import backward
+from .backward import Sizes
 from .kernel_plan import (
     Barrier,
     DevicePlan,
@@ -32,7 +31,7 @@ from .kernel_plan import (
     too_much_smem,
     total,
 )
-from .numbers import derived, given, of_scores, regions, tuned
+from .numbers import derived, regions
 
 WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
@@ -42,49 +41,19 @@ DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is st
 # Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
 SCHEDULER_WARP: Final = 3
-TILE_STAGES: Final = 2  # tickets; the next tile is loaded while this one is computed
-# Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
-SECTION_BYTES: Final = 32 * 2**20
-STATS_THREADS: Final = 256
-FLOATS: Final = 4  # of 16 bytes
-CONSTANTS: Final = {
-    **sm90.CONSTANTS,
-    **{"DS_STAGES": DS_STAGES, "TILE_STAGES": TILE_STAGES, "STAT_ALIGN": 128},
-    **{"STATS_THREADS": STATS_THREADS, "FLOATS": FLOATS, "HALVES": 2 * FLOATS},
-}
+CONSTANTS: Final = {**sm90.CONSTANTS, **backward.CONSTANTS, "DS_STAGES": DS_STAGES}
 
 REASONS: Final[Mapping[str, str]] = {
+    **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "Q_STAGES": "2 where it fits: the next block's loads overlap this block's products",
-    "DO_STAGES": "2 where it fits: as of Q",
     "SECTION_BYTES": "32 MiB of the 50 of L2",
-    "KV_STAGES": "2 where it fits: the next tile's K and V are loaded while this one's are in use",
 }
 
 
-DOES: Final = (
-    "{statistic} and -D of each row, and zeros where dQ is summed",
-    "dK and dV; adds to the sums of dQ",
-    "dQ of its sums",
-)
-"""What each of the kernels does."""
-
-
 @dataclass(frozen=True)
-class Sizes(shared.Sizes):
-    """Tile and ring sizes, in rows and stages."""
-
-    q_stages: int
-    do_stages: int
-    kv_stages: int
-
-
-@dataclass(frozen=True)
-class Traits(shared.Traits):
-    """What a backward kernel must be able to do."""
-
-    sizes: Sizes
+class Traits(backward.Traits):
+    """What an sm90 backward kernel must be able to do."""
 
     @property
     def packed_products(self) -> bool:
@@ -92,19 +61,9 @@ class Traits(shared.Traits):
         return self.spec.dtype == "bf16"
 
     @property
-    def splits_products(self) -> bool:
-        """The warpgroups have the same keys and different products: see `splits`."""
-        return splits(self.spec)
-
-    @property
     def dq_slices_of_dv(self) -> int:
         """Slices of dQ's columns of the warpgroup that computes dV; the other has those left."""
         return self.spec.head_dim.qk // SLICE_COLUMNS // 2
-
-    @property
-    def thin(self) -> bool:
-        """head_dim is no multiple of the 64 columns that a swizzle of 128 bytes goes over."""
-        return self.spec.head_dim.qk % 64 != 0
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -151,20 +110,17 @@ def _choose(spec_file: SpecFile) -> Sizes:
     def fits(sizes: Sizes) -> bool:
         return total(_smem(Traits(spec, sizes))) <= sm90.SMEM_BYTES
 
-    asked = spec.stages
     # A tile's last products and the next one's first ones are in flight together where the
     # warpgroups compute alike: they need two stages of K and V.
     kv_stages = (2, 1) if splits(spec) else (2,)
     choices = [
-        Sizes(tile_q, tile_kv(spec), asked.q or q_stages, asked.do or do_stages, kv)
+        sizes
         for tile_q in fitting
-        # The rings of Q and dO turn with every block, those of K and V with every tile.
-        for q_stages, do_stages in ((2, 2), (2, 1), (1, 1))
-        for kv in ((asked.kv,) if asked.kv else kv_stages)
+        for sizes in backward.choices(spec, (tile_q, tile_kv(spec)), kv_stages)
     ]
     sizes = next(filter(fits, choices), choices[-1])
     if not fits(sizes):
-        smem, field = _smem(Traits(spec, sizes)), _largest_given(spec)
+        smem, field = _smem(Traits(spec, sizes)), backward.largest_given(spec)
         fewer = "fewer stages, a smaller tile.q"
         raise too_much_smem(spec_file, sm90.ARCHITECTURE, smem, field, fewer)
     return sizes
@@ -227,28 +183,9 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int) -> SpecError:
     return spec_file.refusal("FG402", field, message, hint)
 
 
-def _largest_given(spec: Spec) -> tuple[str, ...]:
-    """The field that shared memory is too small for, as far as the spec gives one."""
-    for name in ("do", "q", "kv"):
-        if getattr(spec.stages, name):
-            return ("stages", name)
-    return ("tile", "q") if spec.tile.q else ("head_dim",)
-
-
 def _chosen(traits: Traits) -> Iterator[Number]:
-    sizes = traits.sizes
-    yield from given(traits)
-    rows = (
-        ("TILE_Q", sizes.tile_q, "rows of a block", "tile.q"),
-        ("TILE_KV", sizes.tile_kv, "rows per CTA", "tile.kv"),
-        ("Q_STAGES", sizes.q_stages, "blocks", "stages.q"),
-        ("DO_STAGES", sizes.do_stages, "blocks", "stages.do"),
-        ("KV_STAGES", sizes.kv_stages, "tiles of K, and as many of V", "stages.kv"),
-    )
-    yield from tuned(traits.spec, rows, partial(_reason, traits.spec))
-    unit = "bytes that the heads of a section have in L2"
-    why = REASONS["SECTION_BYTES"]
-    yield Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
+    yield from backward.chosen(traits, (), partial(_reason, traits.spec))
+    yield backward.section(REASONS["SECTION_BYTES"])
 
 
 def _reason(spec: Spec, name: str) -> str:
@@ -264,7 +201,7 @@ def _reason(spec: Spec, name: str) -> str:
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
-    per_thread, per_stage = "per thread: ptxas spills none", "bytes per stage"
+    per_thread = "per thread: ptxas spills none"
     of_rows = "TILE_KV // WARPGROUP_ROWS"
     warpgroups = f"2 * {of_rows}" if traits.splits_products else of_rows
     yield "WARPGROUPS", "that compute", warpgroups
@@ -273,16 +210,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
-    for name, rows, width, stat in (
-        *(
-            ("Q", "TILE_Q", "QK", " + STAT_BYTES"),
-            ("DO", "TILE_Q", "V", " + STAT_BYTES"),
-        ),
-        *(("K", "TILE_KV", "QK", ""), ("V", "TILE_KV", "V", "")),
-    ):
-        formula = f"{rows} * HEAD_DIM_{width} * ELEMENT_BYTES{stat}"
-        yield f"{name}_TX_BYTES", per_stage, formula
-    yield "TILE_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
+    yield from backward.tx_bytes(with_statistics=True)
+    yield "TICKET_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
     yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
     if traits.splits_products:
@@ -290,22 +219,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "P_PAIRS", "of P in 16 bits", pairs
         slices = "HEAD_DIM_QK // SLICE_COLUMNS // 2"
         yield "DQ_SLICES_OF_DV", "of dQ, of the warpgroup that computes dV", slices
-    groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
-    yield "DQ_GROUPS", "of four sums, per thread", groups
-    yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
-    yield from of_scores(traits)
-    yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
-    lanes = "HEAD_DIM_V // HALVES"
-    if traits.thin:
-        yield "ROW_VECTORS", "of a row of dO or of O, per thread", f"{lanes} // 4"
-        lanes += " // ROW_VECTORS"
-    yield "ROW_LANES", "threads that read a row of dO and of O", lanes
-    yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
-    row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
-    row = f"Q_PER_KV * ({row})" if traits.spec.heads.q_per_kv > 1 else row
-    yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
-    if traits.seqlen_q is not None:
-        yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
+    yield from backward.of_kernels_beside(traits)
 
 
 def _constants(spec: Spec) -> dict[str, int]:
@@ -318,12 +232,14 @@ def _constants(spec: Spec) -> dict[str, int]:
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
     sizes, chosen = traits.sizes, tuple(_chosen(traits))
-    pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {TILE_STAGES}"
+    pairs = (
+        f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {backward.TICKET_STAGES}"
+    )
     of_p = []
     if traits.splits_products:
         pairs = f"{pairs} + 1"
         of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
-    barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {TILE_STAGES}"
+    barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {backward.TICKET_STAGES}"
     rows = [
         ("barriers", barriers, 1, ""),
         ("sTickets", tickets, 1, ""),
@@ -366,11 +282,7 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
     arrivals = 4 if traits.splits_products else warps
     yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
-    yield Barrier(
-        "tile_full", TILE_STAGES, 1, "1: the scheduler", "load and math warps"
-    )
-    taken = f"{warps + 1}: every warp that took it"
-    yield Barrier("tile_empty", TILE_STAGES, warps + 1, taken, "scheduler")
+    yield from backward.barriers_of_tickets(warps + 1, "load and math warps")
 
 
 def _context(
@@ -381,20 +293,17 @@ def _context(
     barriers: Sequence[Barrier],
     smem_bytes: int,
 ) -> dict[str, Any]:
-    """Every name that the templates under sm90/backward/ and common/ read, but the digests."""
+    """Every name that the templates of sm90 backward kernels read, but the digests."""
     math = "warps 4 to 11 compute"
     if traits.splits_products:
         math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
-    statistic = "-LSE / scale" if traits.softcap is None else "-LSE * log2(e)"
+    log2 = traits.softcap is not None
+    statistic = backward.statistic_of(log2=log2)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (
-        "Kernels, in their order, by what is behind the file's name in theirs:",
-        *(
-            f"  {suffix:{max(map(len, KERNELS))}}  {does.format(statistic=statistic)}"
-            for suffix, does in zip(KERNELS, DOES, strict=True)
-        ),
+        *backward.kernel_lines(statistic),
         f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; {math}.",
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
@@ -403,55 +312,35 @@ def _context(
         ),
         f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM.",
     )
-    common = common_context(
-        spec_file, traits, chosen, numbers, roles=roles, spec_items=()
-    )
     return {
-        **common,
+        **backward.context(spec_file, traits, chosen, numbers, roles),
         "names_arch": True,
+        "tensor_memory": False,
+        "scheduler_warp": SCHEDULER_WARP,
+        # Else S starts at its statistic, divided by the scale.
+        "log2_statistic": log2,
         "packed_products": traits.packed_products,
-        "ordered": spec_file.spec.deterministic,
         "splits_products": traits.splits_products,
         "two_slices_of_dv": traits.dq_slices_of_dv == 2,
-        "thin": traits.thin,
-        "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "dq_by_rows": not traits.splits_products
         and traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
-        # Apart from the keys before a window, which have a mask of their own.
-        "masked": traits.kv_tail or bool(traits.mask.right_edges),
     }
 
 
 def _statements(traits: Traits) -> Iterator[str]:
-    yield "Three kernels: statistics of rows, dK and dV with sums of dQ, dQ of its sums."
-    yield (
-        "A CTA has a KV tile; the blocks of rows that see it come one after the other, of each"
-        " query head of its KV head in turn: dK and dV stay in registers."
-    )
-    if traits.mask.edges:
-        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     if traits.softcap is None:
-        yield (
+        of_s = (
             "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
             " Rows beyond the last one, and rows without keys, start at -inf."
         )
     else:
-        yield (
+        of_s = (
             "P = exp(SOFTCAP * t - LSE) with t = tanh(scale * QK^T / SOFTCAP). dP starts at -D, in"
             " the accumulators: dS = P * (1 - t^2) * dP. -LSE of rows beyond the last one, and of"
             " rows without keys, is -inf."
         )
+    products = []
     if traits.packed_products:
         factor = "P" if traits.softcap is None else "P * (1 - t^2)"
-        yield f"dS is the product of {factor} and dP in 16 bits, rounded."
-    if traits.spec.deterministic:
-        yield (
-            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets: a"
-            " warpgroup waits for its turn, and the same inputs give the same bits."
-        )
-    else:
-        yield (
-            "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
-            " call to call; dK and dV have the same bits for the same inputs."
-        )
-    yield "dQ of a row without keys is 0, and so are dK and dV of a key that no row sees."
+        products = [f"dS is the product of {factor} and dP in 16 bits, rounded."]
+    yield from backward.statements(traits, of_s, *products)

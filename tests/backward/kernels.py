@@ -18,8 +18,9 @@ STEM = "sm90_d64_bf16_bwd"
 
 @functools.cache
 def text_of(fields: str = SMALL, stem: str = STEM) -> str:
-    """A kernel's whole text."""
-    spec = support.load_text(f"arch: sm90\nop: fmha_bwd\n{fields}", stem)
+    """A kernel's whole text, for the architecture that its name begins with."""
+    arch = stem.partition("_")[0]
+    spec = support.load_text(f"arch: {arch}\nop: fmha_bwd\n{fields}", stem)
     return render.render_kernel(plan.resolve(spec))
 
 

@@ -68,6 +68,29 @@ KERNELS = {
         (Case("fixed", 1, 1, 256, 256, sm_count=2),),
     ),
 }
+ON_SM100 = "sm100_d128_bf16_causal_bwd"
+KERNELS |= {
+    ON_SM100: (
+        "head_dim: 128\ndtype: bf16\nmask: causal\n",
+        (Case("ragged", 1, 2, 200, 300, sm_count=2), Case("few_keys", 1, 1, 200, 70)),
+    ),
+    "sm100_d64_bf16_bwd": (
+        "head_dim: 64\ndtype: bf16\n",
+        (Case("tails", 1, 2, 150, 300, sm_count=3),),
+    ),
+    "sm100_d64_bf16_bwd_w20x10_gqa2": (
+        "head_dim: 64\ndtype: bf16\nwindow: {left: 20, right: 10}\nheads: {q_per_kv: 2}\n",
+        (Case("late", 1, 1, 260, 140, sm_count=1), Case("hidden", 1, 1, 9, 300)),
+    ),
+    "sm100_d64_fp16_bwd_w60x_cap30": (
+        "head_dim: 64\ndtype: fp16\nwindow: {left: 60}\nsoftcap: 30\n",
+        (Case("window", 1, 1, 140, 200, sm_count=1, scale_factor=20.0),),
+    ),
+    "sm100_d128_fp16_causal_bwd_gqa3_s256": (
+        "head_dim: 128\ndtype: fp16\nmask: causal\nheads: {q_per_kv: 3}\nseqlen: 256\n",
+        (Case("fixed", 1, 1, 256, 256, sm_count=2),),
+    ),
+}
 SPLIT = "sm90_d192x128_bf16_causal_bwd"
 # Whose warpgroups have products of their own. Two blocks of rows, two KV tiles.
 KERNELS |= {
@@ -90,6 +113,10 @@ ORDERED = {
         "head_dim: {qk: 192, v: 128}\ndtype: bf16\nwindow: {left: 40, right: 3}\n"
         "deterministic: true\n",
         (Case("turns", 1, 1, 70, 100, sm_count=2),),
+    ),
+    "sm100_d64_bf16_causal_bwd_det": (
+        "head_dim: 64\ndtype: bf16\nmask: causal\ndeterministic: true\n",
+        (Case("turns", 1, 1, 200, 500, sm_count=3),),
     ),
 }
 KERNELS |= ORDERED
@@ -133,7 +160,7 @@ def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
     known = read_constants(path.read_text(encoding="utf-8"))
     spec, tiles = known["SPEC"], tiles_of(known)
     text, (launches,) = captures.checked(
-        path, [arguments(spec, case, tiles)], arch="sm90"
+        path, [arguments(spec, case, tiles)], arch=spec["arch"]
     )
     problem, programs = make_problem(spec, tiles, case), lower_kernels(text)
     given = given_by_forward(spec, case, problem)

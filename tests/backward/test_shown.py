@@ -32,23 +32,31 @@ FIELDS = {
     "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
     "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
     "sm90_d128_bf16_bwd_det": "head_dim: 128\ndtype: bf16\ndeterministic: true\n",
+    "sm100_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
+    "sm100_d64_fp16_bwd_det": "head_dim: 64\ndtype: fp16\ndeterministic: true\n",
 }
 STEM = next(iter(FIELDS))
 SPLIT = [stem for stem in FIELDS if stem.startswith(("sm90_d256", "sm90_d192"))]
-alike = pytest.mark.parametrize("stem", [stem for stem in FIELDS if stem not in SPLIT])
+ON_SM100 = [stem for stem in FIELDS if stem.startswith("sm100")]
+ALIKE = [stem for stem in FIELDS if stem not in (*SPLIT, *ON_SM100)]
+alike = pytest.mark.parametrize("stem", ALIKE)
 each_kernel = pytest.mark.parametrize("stem", FIELDS)
 
 
 @functools.cache
 def planned(stem: str) -> KernelPlan:
-    text = f"arch: sm90\nop: fmha_bwd\n{FIELDS[stem]}"
+    arch = stem.partition("_")[0]
+    text = f"arch: {arch}\nop: fmha_bwd\n{FIELDS[stem]}"
     return backward.shown(plan.resolve(support.load_text(text, stem)))
 
 
 # --- steps --------------------------------------------------------------------------------
 
-CALL = re.compile(r"rings\.(\w+)\.(consumer_wait|consumer_release|producer_commit)\(")
+CALL = re.compile(
+    r"(?:rings|pipes)\.(\w+)\.(consumer_wait|consumer_release|producer_\w+)\("
+)
 SAID = {
+    "producer_acquire": "wait {}_empty",
     "consumer_wait": "wait {}_full",
     "consumer_release": "signal {}_empty",
     "producer_commit": "signal {}_full",
@@ -66,10 +74,10 @@ def calls(body: Sequence[ast.stmt], of_tile: bool) -> Iterator[str]:
         elif isinstance(node, ast.With):
             yield from calls(node.body, of_tile)
         elif "take_work(" in (text := ast.unparse(node)):
-            yield from ("wait tile_full", "signal tile_empty")
+            yield from ("wait ticket_full", "signal ticket_empty")
         else:
             for ring, call in CALL.findall(text):
-                yield SAID[call].format({"tiles": "tile"}.get(ring, ring))
+                yield SAID[call].format(ring)
 
 
 def said(lane: Lane) -> list[str]:
@@ -131,6 +139,41 @@ def test_the_steps_of_split_products_are_those_of_their_loops(
     assert said(tile[role]) == [*calls(around, True)]
 
 
+@pytest.mark.parametrize("stem", ON_SM100)
+@pytest.mark.parametrize(
+    ("role", "name", "first"),
+    [("mma", "multiply", 0), ("math 0", "differentiate", 3), ("add", "add_dqs", 0)],
+)
+def test_the_steps_of_tensor_memory_are_those_of_their_loops(
+    stem: str, role: str, name: str, first: int
+) -> None:
+    """What is shown of math begins behind P, its first calls."""
+    (function,) = (
+        node
+        for node in ast.parse(render.render_kernel(planned(stem))).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    (tiles,) = (node for node in function.body if isinstance(node, ast.While))
+    (place,) = (i for i, x in enumerate(tiles.body) if isinstance(x, ast.For))
+    blocks = tiles.body[place]
+    assert isinstance(blocks, ast.For)
+    block, tile = (
+        {lane.role: lane for lane in phase.lanes}
+        for phase in planned(stem).kernels[1].phases
+    )
+    of_block = [*calls(blocks.body, True)]
+    assert said(block[role]) == [*of_block[first:], *of_block[:first]]
+    around = [*calls(tiles.body[place + 1 :], True), *calls(tiles.body[:place], True)]
+    # What is shown begins with the last block's dQ, and ends with the first one's P.
+    of_dq = [x for x in of_block if x.endswith(("dq_empty", "dq_full"))]
+    last = {
+        "mma": lambda: of_dq[: of_dq.index("signal dq_full") + 1],
+        "add": lambda: of_block,
+    }
+    before = last.get(role, list)()
+    assert said(tile[role]) == [*before, *around, *of_block[:first]]
+
+
 @each_kernel
 def test_all_arrivals_are_counted(stem: str) -> None:
     main = planned(stem).kernels[1]
@@ -185,6 +228,8 @@ def test_products_have_the_flops_of_the_operation(stem: str) -> None:
         ("sm90_d64_bf16_gqa2_bwd", (2560, 2304, 1024)),
         # Of 64 rows and 64 keys: S, dP 1024, dV, dK 512, dQ 512, dS and P 192, loads 512.
         ("sm90_d256_bf16_causal_bwd", (2560, 2752, 256)),
+        # Of 128 rows: S, dP 1024, dV, dK 512, dQ 512, dS 256, loads 512.
+        ("sm100_d128_bf16_causal_bwd", (2560, 2816, 1024)),
     ],
 )
 def test_clocks_of_a_step(stem: str, clocks: tuple[int, int, int]) -> None:

@@ -16,26 +16,13 @@ import support
 from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build import render, specialise
 from fmha_gen.features.backward import is_backward
-from fmha_gen.planning import plan
 from test_unshipped import unshipped
 
-BACKWARD = "sm90 backward"
+BACKWARD = " backward"
 MODULES = {
     **{arch: f"{arch}/forward/module.py.j2" for arch in ARCHITECTURES},
-    BACKWARD: "sm90/backward/module.py.j2",
+    **{f"{arch}{BACKWARD}": f"{arch}/backward/module.py.j2" for arch in ARCHITECTURES},
 }
-# Of which no kernel is shipped.
-OF_BACKWARD = (
-    "head_dim: 128\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 8}\n",
-    "head_dim: 64\ndtype: fp16\nseqlen: 1000\n",
-    "head_dim: 64\ndtype: bf16\nwindow: {left: 60}\ndeterministic: true\n",
-    "head_dim: 256\ndtype: bf16\nwindow: {left: 60, right: 0}\ndeterministic: true\n",
-    "head_dim: 256\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 2}\n",
-    "head_dim: {qk: 192, v: 128}\ndtype: fp16\nsoftcap: 50\n",
-    "head_dim: 64\ndtype: bf16\nwindow: {left: 100, right: 9}\n",
-    "head_dim: 96\ndtype: bf16\nsoftcap: 50\n",
-    "head_dim: 64\ndtype: fp16\nsoftcap: 50\nmask: causal\n",
-)
 PAGES = ("index", "kernel", "speed", "decisions", "decision")
 SITE = (*(f"site/{page}.html.j2" for page in PAGES), "site/style.css.j2")
 VENDOR = tuple(
@@ -51,8 +38,8 @@ VENDOR = tuple(
     )
 )
 PARTIALS_OF = {
-    arch: support.template_closure(module) - {module}
-    for arch, module in MODULES.items()
+    name: support.template_closure(module) - {module}
+    for name, module in MODULES.items()
 }
 PARTIALS = sorted(set().union(*PARTIALS_OF.values()))
 
@@ -93,19 +80,14 @@ def stated(name: str) -> Stated:
 
 
 @functools.cache
-def contexts(arch: str) -> tuple[Mapping[str, Any], ...]:
+def contexts(module: str) -> tuple[Mapping[str, Any], ...]:
     """The values that the templates of a module get, for every spec of it we have."""
-    if arch == BACKWARD:
-        head = "arch: sm90\nop: fmha_bwd\n"
-        plans = [plan.resolve(support.load_text(head + text)) for text in OF_BACKWARD]
-    else:
-        every = (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
-        plans = [
-            each
-            for each in every
-            if each.arch == arch and not is_backward(each.spec_file.spec)
-        ]
-    return tuple({**each.context, **render.OF_EVERY_KERNEL} for each in plans)
+    arch, backward = module.removesuffix(BACKWARD), module.endswith(BACKWARD)
+    return tuple(
+        {**each.context, **render.OF_EVERY_KERNEL}
+        for each in (*map(support.shipped_plan, support.SHIPPED), *unshipped().values())
+        if each.arch == arch and is_backward(each.spec_file.spec) == backward
+    )
 
 
 @functools.cache
@@ -121,9 +103,9 @@ def rendered(name: str) -> tuple[str, ...]:
 
     texts = (
         of(context)
-        for arch, partials in PARTIALS_OF.items()
+        for module, partials in PARTIALS_OF.items()
         if name in partials
-        for context in contexts(arch)
+        for context in contexts(module)
     )
     return tuple(dict.fromkeys(texts))
 
@@ -217,14 +199,17 @@ def test_a_page_reads_the_inputs_that_it_states(page: str) -> None:
     assert read == stated(page).inputs
 
 
-@pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_every_value_is_read_and_there_for_every_spec(arch: str) -> None:
-    (keys,) = {frozenset(context) for context in contexts(arch)}
-    read = frozenset().union(*(stated(name).inputs for name in PARTIALS_OF[arch]))
-    texts = [source_of(name) for name in PARTIALS_OF[arch]]
+@pytest.mark.parametrize("module", MODULES)
+def test_every_value_is_read_and_there_for_every_spec(module: str) -> None:
+    (keys,) = {frozenset(context) for context in contexts(module)}
+    read = frozenset().union(*(stated(name).inputs for name in PARTIALS_OF[module]))
+    texts = [source_of(name) for name in PARTIALS_OF[module]]
     flags = {
         flag.lower()
         for text in texts
         for flag in re.findall(r"\b[A-Z][A-Z0-9_]+\b", text)
     }
-    assert sorted(keys - read - flags) == []
+    # What all operations have beside their own, forward kernels read.
+    shared = frozenset(contexts(module.removesuffix(BACKWARD))[0])
+    own = keys - shared if module.endswith(BACKWARD) else keys
+    assert sorted(own - read - flags) == []

@@ -27,9 +27,9 @@ TABLE = Path(__file__).with_name("unshipped.txt")
 DIGITS = 12  # of SHA-256
 # Flags with one value in all kernels: what tells architectures apart, and what one cannot do.
 CONSTANT = {
-    "sm90": {"NAMES_ARCH", "PERSISTENT", "UNEVEN"},
+    "sm90": {"NAMES_ARCH", "PERSISTENT", "TENSOR_MEMORY", "UNEVEN"},
     "sm100": {
-        *("BACKWARD", "NAMES_ARCH"),
+        *("DQ_BY_ROWS", "LOG2_STATISTIC", "NAMES_ARCH", "TENSOR_MEMORY", "THIN"),
         *("PACK_GQA", "PARTS_OF_BLOCKS", "V_PERMUTED"),
     },
 }

@@ -153,13 +153,28 @@ def _multiply_add(emitter: Emitter, instruction: Instruction) -> None:
     emitter.assign(instruction.operands[0], f"{expression} + {addend}", dtype)
 
 
-@emits("fma", modifiers=f"rn rm {' '.join(_FLOATS)}")
+@emits("fma", modifiers=f"rn rm bf16 f16 {' '.join(_FLOATS)}")
 def _fused_multiply_add(emitter: Emitter, instruction: Instruction) -> None:
+    kind = instruction.modifiers[-1]
+    if instruction.modifiers == ("rn", "f32", kind) and kind in _HALVES.values():
+        _fused_of_halves(emitter, instruction)
+        return
+    if kind not in _FLOATS:
+        raise UnsupportedInstruction(instruction)
     function = {"rn": "fma32", "rm": "fma_rm"}[_rounding(instruction)]
     if half := _half(instruction):
         function = f"fma_{half}"
     values = ", ".join(_floats(emitter, instruction))
     _assign_floats(emitter, instruction, f"numerics.{function}({values})")
+
+
+def _fused_of_halves(emitter: Emitter, instruction: Instruction) -> None:
+    """Factors of 16 bits, which sm_100 multiplies in fp32 as they are, and an fp32 addend."""
+    destination, *factors, addend = instruction.operands
+    wide = f"numerics.{instruction.modifiers[-1]}_to_f32({{}})"
+    values = [wide.format(emitter.value(factor, "u16")) for factor in factors]
+    values.append(emitter.value(addend, "f32"))
+    emitter.assign(destination, f"numerics.fma32({', '.join(values)})", "f32")
 
 
 @emits("div", modifiers="rn f32 s32 u32")

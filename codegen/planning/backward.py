@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What backward kernels have in common on every architecture: three kernels, rings, statistics.
+
+A CTA has a KV tile; blocks of query rows come one after the other. dK and dV stay on the SM, dQ is
+added to sums in global memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from ..features.backward import splits
+from ..ops.backward import KERNELS, turns_of
+from ..spec.model import Spec, SpecFile
+from . import traits as shared
+from .context import common_context
+from .kernel_plan import Barrier, Number
+from .numbers import given, of_scores, tuned
+
+TICKET_STAGES: Final = 2  # the next tile is loaded while this one is computed
+# Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
+SECTION_BYTES: Final = 32 * 2**20
+STATS_THREADS: Final = 256
+FLOATS: Final = 4  # of 16 bytes
+CONSTANTS: Final = {
+    **{"TICKET_STAGES": TICKET_STAGES, "STAT_ALIGN": 128},
+    **{"STATS_THREADS": STATS_THREADS, "FLOATS": FLOATS, "HALVES": 2 * FLOATS},
+}
+
+REASONS: Final[Mapping[str, str]] = {
+    "Q_STAGES": "2 where it fits: the next block's loads overlap this block's products",
+    "DO_STAGES": "2 where it fits: as of Q",
+    "KV_STAGES": "2 where it fits: the next tile's K and V are loaded while this one's are in use",
+}
+
+DOES: Final = (
+    "{statistic} and -D of each row, and zeros where dQ is summed",
+    "dK and dV; adds to the sums of dQ",
+    "dQ of its sums",
+)
+"""What each of the kernels does."""
+
+
+@dataclass(frozen=True)
+class Sizes(shared.Sizes):
+    """Tile and ring sizes, in rows and stages."""
+
+    q_stages: int
+    do_stages: int
+    kv_stages: int
+
+
+@dataclass(frozen=True)
+class Traits(shared.Traits):
+    """What a backward kernel must be able to do."""
+
+    sizes: Sizes
+
+    @property
+    def splits_products(self) -> bool:
+        """The warpgroups have the same keys and different products: see `splits`."""
+        return splits(self.spec)
+
+    @property
+    def thin(self) -> bool:
+        """head_dim is no multiple of the 64 columns that a swizzle of 128 bytes goes over."""
+        return self.spec.head_dim.qk % 64 != 0
+
+
+def choices(
+    spec: Spec, tile: tuple[int, int], kv_stages: Sequence[int]
+) -> Iterator[Sizes]:
+    """Yield the rings to try with a tile of (query rows, keys), the better first.
+
+    kv_stages: of K and V, where the spec leaves them out.
+    """
+    asked = spec.stages
+    # The rings of Q and dO turn with every block, those of K and V with every tile.
+    for q_stages, do_stages in ((2, 2), (2, 1), (1, 1)):
+        for kv in (asked.kv,) if asked.kv else kv_stages:
+            yield Sizes(*tile, asked.q or q_stages, asked.do or do_stages, kv)
+
+
+def largest_given(spec: Spec) -> tuple[str, ...]:
+    """The field that shared memory is too small for, as far as the spec gives one."""
+    for name in ("do", "q", "kv"):
+        if getattr(spec.stages, name):
+            return ("stages", name)
+    return ("tile", "q") if spec.tile.q else ("head_dim",)
+
+
+def chosen(
+    traits: Traits, more: Sequence[tuple[str, int, str, str]], why: Callable[[str], str]
+) -> Iterator[Number]:
+    """Yield the constants that a spec or the plan chooses; more: rows of an architecture's own."""
+    sizes = traits.sizes
+    yield from given(traits)
+    rows = (
+        ("TILE_Q", sizes.tile_q, "rows of a block", "tile.q"),
+        ("TILE_KV", sizes.tile_kv, "rows per CTA", "tile.kv"),
+        ("Q_STAGES", sizes.q_stages, "blocks", "stages.q"),
+        ("DO_STAGES", sizes.do_stages, "blocks", "stages.do"),
+        ("KV_STAGES", sizes.kv_stages, "tiles of K, and as many of V", "stages.kv"),
+        *more,
+    )
+    yield from tuned(traits.spec, rows, why)
+
+
+def section(why: str) -> Number:
+    """The constant of how much of L2 a section of heads has."""
+    unit = "bytes that the heads of a section have in L2"
+    return Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
+
+
+def tx_bytes(*, with_statistics: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula) of what loads fill a stage with."""
+    per_stage, stat = "bytes per stage", " + STAT_BYTES" if with_statistics else ""
+    for name, rows, width, beside in (
+        *(("Q", "TILE_Q", "QK", stat), ("DO", "TILE_Q", "V", stat)),
+        *(("K", "TILE_KV", "QK", ""), ("V", "TILE_KV", "V", "")),
+    ):
+        formula = f"{rows} * HEAD_DIM_{width} * ELEMENT_BYTES{beside}"
+        yield f"{name}_TX_BYTES", per_stage, formula
+
+
+def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
+    """Yield (name, unit, formula) of the sums, of the first kernel and the last, of sections."""
+    groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
+    yield "DQ_GROUPS", "of four sums, per thread", groups
+    yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
+    if traits.spec.deterministic:
+        turns = str(turns_of(traits.spec.arch))
+        yield "TURNS", "of a block of rows: of each warpgroup that adds", turns
+    yield from of_scores(traits)
+    yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
+    lanes = "HEAD_DIM_V // HALVES"
+    if traits.thin:
+        yield "ROW_VECTORS", "of a row of dO or of O, per thread", f"{lanes} // 4"
+        lanes += " // ROW_VECTORS"
+    yield "ROW_LANES", "threads that read a row of dO and of O", lanes
+    yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
+    row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
+    row = f"Q_PER_KV * ({row})" if traits.spec.heads.q_per_kv > 1 else row
+    yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
+    if traits.seqlen_q is not None:
+        yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
+
+
+def statistic_of(*, log2: bool) -> str:
+    """A row's statistic for S: what is added to scores of base 2, or what S starts at."""
+    return "-LSE * log2(e)" if log2 else "-LSE / scale"
+
+
+def kernel_lines(statistic: str) -> Iterator[str]:
+    """The lines of the header that say what the kernels do. statistic: that of S."""
+    yield "Kernels, in their order, by what is behind the file's name in theirs:"
+    width = max(map(len, KERNELS))
+    for suffix, does in zip(KERNELS, DOES, strict=True):
+        yield f"  {suffix:{width}}  {does.format(statistic=statistic)}"
+
+
+def context(
+    spec_file: SpecFile,
+    traits: Traits,
+    chosen: Sequence[Number],
+    numbers: Sequence[Number],
+    roles: Sequence[str],
+) -> dict[str, Any]:
+    """Every name that the templates under common/ and common/backward/ read, but the digests."""
+    common = common_context(
+        spec_file, traits, chosen, numbers, roles=roles, spec_items=()
+    )
+    return {
+        **common,
+        "ordered": spec_file.spec.deterministic,
+        "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
+        "thin": traits.thin,
+        # Apart from the keys before a window, which have a mask of their own.
+        "masked": traits.kv_tail or bool(traits.mask.right_edges),
+    }
+
+
+def barriers_of_tickets(takers: int, who: str) -> Iterator[Barrier]:
+    """Of the ring of tickets, which so many warps take one from."""
+    yield Barrier("ticket_full", TICKET_STAGES, 1, "1: the scheduler", who)
+    taken = f"{takers}: every warp that took it"
+    yield Barrier("ticket_empty", TICKET_STAGES, takers, taken, "scheduler")
+
+
+def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
+    """What the file does for its shapes. of_s: how S gets its statistic; products: of dS."""
+    yield "Three kernels: statistics of rows, dK and dV with sums of dQ, dQ of its sums."
+    yield (
+        "A CTA has a KV tile; the blocks of rows that see it come one after the other, of each"
+        " query head of its KV head in turn: dK and dV stay where they are summed."
+    )
+    if traits.mask.edges:
+        yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
+    yield of_s
+    yield from products
+    if traits.spec.deterministic:
+        yield (
+            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets: a"
+            " warpgroup waits for its turn, and the same inputs give the same bits."
+        )
+    else:
+        yield (
+            "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
+            " call to call; dK and dV have the same bits for the same inputs."
+        )
+    yield "dQ of a row without keys is 0, and so are dK and dV of a key that no row sees."

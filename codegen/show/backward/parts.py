@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tables and pictures of a backward kernel are made of, on any architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from ...planning.backward import statistic_of
+from ...planning.kernel_plan import DevicePlan, KernelPlan
+from ...planning.protocol import Signal, Step, Wait
+
+MAIN: Final = "main"
+WARPS: Final = 4  # of a warpgroup
+
+
+@dataclass(frozen=True)
+class Product:
+    """One of the five. a, b: where operands are. to: what the accumulator is, fp32 in registers.
+
+    shape: (m, n, k) of a warpgroup. times: how many such there are in a step, of all warpgroups.
+    in_smem: how many of the operands are read from shared memory.
+    """
+
+    name: str
+    a: str
+    b: str
+    to: str
+    shape: tuple[int, int, int]
+    times: int
+    in_smem: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """Of 16-bit operands that are read in a step."""
+        m, n, k = self.shape
+        return 2 * self.times * k * (n + m * (self.in_smem == 2))
+
+    @property
+    def flops(self) -> int:
+        """Of a step."""
+        m, n, k = self.shape
+        return 2 * self.times * m * n * k
+
+
+def numbers(plan: KernelPlan) -> Mapping[str, int]:
+    """The plan's numbers by name."""
+    return {each.name: int(each.value) for each in (*plan.chosen, *plan.derived)}
+
+
+def statistic(plan: KernelPlan) -> str:
+    """That of a row for S."""
+    return statistic_of(log2=plan.context["log2_statistic"])
+
+
+def main_of(plan: KernelPlan) -> DevicePlan:
+    """The kernel of the three that has the products."""
+    return next(each for each in plan.kernels if each.name == MAIN)
+
+
+def load(plan: KernelPlan, ring: str, what: str) -> Step:
+    """A load into a ring's stage, which was freed before."""
+    nbytes = numbers(plan)[f"{ring.upper()}_TX_BYTES"]
+    full = Signal(f"{ring}_full", 1, tx_bytes=nbytes)
+    return Step(f"load {what}", "tma", (Wait(f"{ring}_empty", earlier=True),), (full,))
+
+
+def take(warps: int) -> Step:
+    """The next tile, of which the ticket was drawn a ring ahead, is taken by so many warps."""
+    ready, freed = Wait("ticket_full", earlier=True), Signal("ticket_empty", warps)
+    return Step("take the next KV tile", "wait", (ready,), (freed,))
+
+
+def mma(name: str, *waits: Wait) -> Step:
+    """A product that is issued."""
+    return Step(name, "mma", waits, issues=name)
+
+
+def over(text: str, retires: tuple[str, ...], *freed: Signal) -> Step:
+    """A wait for asynchronous work, by name, and what is free then."""
+    return Step(text, "wait", (), freed, retires=retires)
