@@ -118,7 +118,7 @@ def picked(names: Iterable[str], count: int) -> list[str]:
 
 
 def rotated(table: Collection[str], count: int) -> list[str]:
-    """The same of a table of damages that takes seconds each; FMHA_GEN_ALL=1 runs all of it."""
+    """The same of a table whose rows take seconds each; FMHA_GEN_ALL=1 runs all of it."""
     return picked(table, len(table) if os.environ.get(ALL) == "1" else count)
 
 

@@ -35,6 +35,7 @@ TILE_Q: Final = 128  # columns of S^T: as many as P^T and dS^T have steps of an 
 WARPGROUPS: Final = 2  # that compute P and dS
 # By head_dim: of the warps that compute, of those that add; under these ptxas spills none.
 REGISTERS: Final = {64: (168, 112), 128: (152, 152)}
+LAUNCH_REGISTERS: Final = 128  # of a thread: 65536 among 512
 STAT_STAGES: Final = 2
 # Pipeline states, addresses, statistics: from what compiled unspilled.
 REGISTERS_BESIDE: Final = 24
@@ -211,10 +212,10 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         ("s", "S", "math", math, "math threads: P is stored"),
         ("dp", "dP", "math", math, "math threads: dS is stored"),
         ("dq", "dQ", "add", 128, "threads that add: dQ is in registers"),
-        ("dkv", "all of a tile", "math", math, "math threads: dV and dK are staged"),
     ):
         yield Barrier(f"{name}_full", 1, 1, f"1: commit, after {what}", who)
         yield Barrier(f"{name}_empty", 1, count, f"{count}: {freed}", "mma")
+    yield Barrier("dkv_full", 1, 1, "1: commit, after a tile's last MMA", "math")
     takers = 4 * WARPGROUPS + 4 + 2
     yield from backward.barriers_of_tickets(takers, "math, add, load and mma warps")
 
@@ -251,7 +252,7 @@ def _context(
             ("s", "mma -> math", "S^T, commit", "256 threads: P^T is in its place"),
             ("dp", "mma -> math", "dP^T, commit", "256 threads: dS^T is in its place"),
             ("dq", "mma -> add", "dQ, commit", "128 threads: it is in registers"),
-            ("dkv", "mma -> math", "dV, dK of a tile, commit", "256 threads: stored"),
+            ("dkv", "mma -> math", "dV, dK of a tile, commit", "s: P of the next tile"),
         ),
         f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory: {columns}"
         f" columns; dQ: {where}.",
@@ -265,6 +266,8 @@ def _context(
         "mma_warp": first["mma"],
         "log2_statistic": True,
         "dq_over_dp": dq_over_dp(spec),
+        # Than at launch, when all threads have as many.
+        "few_add_regs": REGISTERS[spec.head_dim.qk][1] < LAUNCH_REGISTERS,
         "dq_by_rows": False,
         "tile_q": sizes.tile_q,
         "tile_kv": sizes.tile_kv,

@@ -21,6 +21,8 @@ from fmha_gen.ops.cases import Case, tiles_of
 from fmha_gen.ops.forward import FORWARD
 from fmha_gen.ops.operation import Given
 
+from tests import support
+
 from . import kernels
 
 D64 = kernels.SMALL + "mask: causal\n"
@@ -120,7 +122,11 @@ ORDERED = {
     ),
 }
 KERNELS |= ORDERED
-CALLS = [(stem, case) for stem, (_, cases) in KERNELS.items() for case in cases]
+CALLS = {
+    f"{stem}-{case.name}": (stem, case)
+    for stem, (_, cases) in KERNELS.items()
+    for case in cases
+}
 # Asynchronous work is done late, and at random times beside warps in a random order.
 SCHEDULES = [rehearsal.schedules(1)[i] for i in (1, -1)]
 
@@ -181,12 +187,9 @@ def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
     return ran
 
 
-@pytest.mark.parametrize(
-    ("stem", "case"), CALLS, ids=[f"{a}-{b.name}" for a, b in CALLS]
-)
-def test_gradients_are_right_under_every_schedule(
-    stem: str, case: Case, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("call", support.rotated(CALLS, 12))
+def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> None:
+    stem, case = CALLS[call]
     fields, _ = KERNELS[stem]
     path = kernels.written(tmp_path, kernels.text_of(fields, stem), stem)
     ran = run(path, case, SCHEDULES)
@@ -239,7 +242,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 4))
 def test_damage_is_found(name: str, tmp_path: Path) -> None:
     old, new, words = DAMAGES[name]
     stem = "sm90_d64_bf16_causal_bwd"
@@ -275,7 +278,7 @@ SPLIT_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", SPLIT_DAMAGES)
+@pytest.mark.parametrize("name", support.rotated(SPLIT_DAMAGES, 2))
 def test_damage_of_split_products_is_found(name: str, tmp_path: Path) -> None:
     fields, (case,) = KERNELS[SPLIT]
     text = kernels.damaged(
@@ -284,6 +287,44 @@ def test_damage_of_split_products_is_found(name: str, tmp_path: Path) -> None:
     path = kernels.written(tmp_path, text, SPLIT)
     findings = [y for each in run(path, case, SCHEDULES[1:]) for y in each.findings]
     assert any(SPLIT_DAMAGES[name][2] in each for each in findings), findings[:3]
+
+
+# A wait or a fence between warps is gone, and what must be said then.
+SM100_DAMAGES = {
+    "dV before P is there": (
+        "            pipes.s.producer_acquire(p_state)\n",
+        "tensor",
+    ),
+    "dK before dS is there": ("            pipes.dp.producer_acquire(ds_state)\n", ""),
+    "dP over dQ that has not left": (
+        "                pipes.dq.producer_acquire(dq_state)\n",
+        "",
+    ),
+    "dV and dK stored before they are complete": (
+        "        pipes.dkv.consumer_wait(dkv_state)\n",
+        "tensor",
+    ),
+    "dS seen by the MMA's proxy only by chance": (
+        '            cute.arch.fence_proxy("async.shared", space="cta")\n'
+        "            before_signal()\n",
+        "fence",
+    ),
+    "statistics before they are there": (
+        "            pipes.stats.consumer_wait(stat_state)\n",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 3))
+def test_damage_on_sm100_is_found(name: str, tmp_path: Path) -> None:
+    fields, _ = KERNELS[ON_SM100]
+    gone, words = SM100_DAMAGES[name]
+    text = kernels.damaged(kernels.text_of(fields, ON_SM100), {gone: ""})
+    path = kernels.written(tmp_path, text, ON_SM100)
+    case = Case("damaged", 1, 1, 300, 300, sm_count=1)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any(words in each for each in findings), findings[:3]
 
 
 def test_who_does_not_wait_for_a_turn_is_found(tmp_path: Path) -> None:

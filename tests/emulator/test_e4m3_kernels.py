@@ -343,13 +343,13 @@ NO_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES, 5))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 3))
 def test_a_damage_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES[name]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
 
 
-@pytest.mark.parametrize("name", support.rotated(LINEAR_DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(LINEAR_DAMAGES, 2))
 def test_a_damage_of_the_line_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = LINEAR_DAMAGES[name]
     assert findings(damaged(tmp_path, LINEAR, right, wrong), tag)
@@ -361,7 +361,7 @@ def test_a_damage_of_slices_is_noticed(name: str, tmp_path: Path) -> None:
     assert findings(damaged(tmp_path, SLICED, right, wrong), tag)
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES_OF_OVERLAID, 4))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES_OF_OVERLAID, 2))
 def test_a_damage_of_shared_registers_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES_OF_OVERLAID[name]
     text = support.kernel_text(f"{OF_SM90}{OVERLAID}exp: linear\n")
@@ -487,7 +487,7 @@ UNDAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(UNDAMAGED, 5))
+@pytest.mark.parametrize("name", support.rotated(UNDAMAGED, 3))
 def test_what_is_not_damaged_holds(name: str) -> None:
     stem, tag = UNDAMAGED[name]
     assert findings(support.GENERATED / f"{stem}.py", tag) == []
@@ -616,7 +616,7 @@ def run_some(path: Path, tags: tuple[str, ...], least: int) -> None:
         assert kernel.run(schedules(0)[0]).findings == [], kernel.case
 
 
-@pytest.mark.parametrize("name", support.rotated(NOT_SHIPPED, 4))
+@pytest.mark.parametrize("name", support.rotated(NOT_SHIPPED, 2))
 def test_kernels_that_are_not_shipped(name: str, tmp_path: Path) -> None:
     specs, made = tmp_path / "specs", tmp_path / "generated"
     specs.mkdir()
@@ -625,7 +625,7 @@ def test_kernels_that_are_not_shipped(name: str, tmp_path: Path) -> None:
     run_some(made / "kernel.py", TAGS, 5)
 
 
-@pytest.mark.parametrize("name", support.rotated(PACKED_NOT_SHIPPED, 2))
+@pytest.mark.parametrize("name", support.rotated(PACKED_NOT_SHIPPED, 1))
 def test_packed_kernels_that_are_not_shipped(name: str, tmp_path: Path) -> None:
     text = support.kernel_text(PACKED_NOT_SHIPPED[name])
     run_some(written(tmp_path, text, "kernel"), PACKED_TAGS, 4)

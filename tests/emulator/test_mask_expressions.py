@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import support
 from fmha_gen.evidence.rehearsal import schedules
 from fmha_gen.ops.cases import Case
 from support import kernel_text
@@ -117,7 +118,7 @@ FAULTS = {  # kernel, case, what stands there once, what stands there then
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 8))
 def test_a_mask_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
     spec, tags = KERNELS[kernel]
     path = written(tmp_path, kernel_text(spec))
@@ -163,7 +164,7 @@ SAME = {  # as causal, where no K is longer than 300
 }
 
 
-@pytest.mark.parametrize("name", SAME)
+@pytest.mark.parametrize("name", support.rotated(SAME, 3))
 def test_what_hides_nothing_more_is_causal_bit_for_bit(
     name: str, tmp_path: Path
 ) -> None:

@@ -147,7 +147,7 @@ FAULTS_100 = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
 def test_pages_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     path = written(tmp_path, render.render_kernel(planned))
@@ -218,7 +218,7 @@ WALKED_100 = {
 
 
 @pytest.mark.parametrize("stem", [STEM, STEM_100])
-@pytest.mark.parametrize("fault", WALKED)
+@pytest.mark.parametrize("fault", support.rotated(WALKED, 2))
 def test_a_walk_finds_a_fault_of_the_schedule(
     stem: str, fault: str, tmp_path: Path
 ) -> None:
@@ -236,13 +236,13 @@ def test_a_walk_finds_a_fault_of_the_schedule(
     assert bool(schedule_findings(seen, tiles, spec, case)) == bool(fault)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 3))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
 
 
-@pytest.mark.parametrize("fault", FAULTS_100)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 3))
 def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS_100[fault]
     assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

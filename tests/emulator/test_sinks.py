@@ -72,7 +72,7 @@ def made(folder: Path, text: str) -> Path:
     return written(folder, render.render_kernel(planned))
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
 def test_sinks_of_all_levels(name: str, tmp_path: Path) -> None:
     path = made(tmp_path, SPECS[name])
     _, ready = rehearsals(path, {"sinks", "sinks_steep", "sinks_alone"})
@@ -80,7 +80,7 @@ def test_sinks_of_all_levels(name: str, tmp_path: Path) -> None:
     assert [each.run(SCHEDULE).findings for each in ready] == [[]] * 3
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 4))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = FAULTS[fault]
     found = findings(damaged(tmp_path, stem, right, wrong), tag)

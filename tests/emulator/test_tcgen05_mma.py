@@ -7,6 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
+import support
 from fmha_gen.emulator import numerics
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
@@ -158,12 +159,12 @@ def combinations():
         yield ctas, m, types, operands
 
 
-@pytest.mark.parametrize(
-    ("ctas", "m", "types", "operands"),
-    list(combinations()),
-    ids=lambda value: str(value).replace(" ", ""),
-)
-def test_products(ctas, m, types, operands):
+COMBINATIONS = {str(values).replace(" ", ""): values for values in combinations()}
+
+
+@pytest.mark.parametrize("name", support.rotated(COMBINATIONS, 120))
+def test_products(name):
+    ctas, m, types, operands = COMBINATIONS[name]
     got, want, findings = multiply(ctas, m, 32 * ctas, types, *operands)
     assert findings == []
     np.testing.assert_array_equal(got, want)

@@ -217,7 +217,7 @@ FAULTS_100 = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", support.rotated(SPECS, 5))
 def test_varlen_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     path = written(tmp_path, render.render_kernel(planned))
@@ -316,7 +316,10 @@ WALKED_100 = {
 
 @pytest.mark.parametrize(
     ("stem", "fault"),
-    [*((STEM, fault) for fault in WALKED), *((STEM_100, x) for x in WALKED_100)],
+    [
+        *((STEM, fault) for fault in support.rotated(WALKED, 3)),
+        *((STEM_100, fault) for fault in support.rotated(WALKED_100, 2)),
+    ],
 )
 def test_a_walk_finds_a_fault_of_the_schedule(
     stem: str, fault: str, tmp_path: Path
@@ -383,13 +386,13 @@ def dealt_out(
     return found
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 6))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag, MOST_STEPS)
 
 
-@pytest.mark.parametrize("fault", FAULTS_100)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 4))
 def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS_100[fault]
     assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

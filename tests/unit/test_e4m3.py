@@ -132,9 +132,8 @@ def test_what_sm100_does_not_have_is_refused_by_name(other: str) -> None:
     field, _, value = other.partition(": ")
     outer, _, inner = field.partition(".")
     said = f"{{{inner}: {value}}}" if inner else value
-    assert refusals(f"{ON_SM100}{outer}: {said}\n") == [
-        f"{other} is not generated for arch: sm100"
-    ]
+    (refusal,) = refusals(f"{ON_SM100}{outer}: {said}\n")
+    assert refusal.startswith(f"{other} is not generated for arch: sm100")
 
 
 def test_no_pair_of_ctas_takes_8_bits() -> None:

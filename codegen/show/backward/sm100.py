@@ -176,7 +176,6 @@ def _multiply_tile(plan: KernelPlan) -> Iterator[Step]:
     yield _issue("next S(0)", Wait("k_full"), Wait("q_full"), commits=("s_full",))
     ready = Wait("v_full"), Wait("do_full"), *of_dp
     yield _issue("next dP(0)", *ready, commits=("dp_full",))
-    yield Step("dV and dK have left", "wait", (Wait("dkv_empty"),))
 
 
 def _math_tile(plan: KernelPlan) -> Iterator[Step]:
@@ -185,7 +184,7 @@ def _math_tile(plan: KernelPlan) -> Iterator[Step]:
     yield over("dV has left", ("store dV",))
     yield Step("dK * scale in 16 bits, in the same place", "math")
     yield Step("store dK", "tma", issues="store dK")
-    yield over("dK has left", ("store dK",), Signal("dkv_empty", _THREADS))
+    yield over("dK has left", ("store dK",))
     yield take(WARPS)
     ready = Wait("s_full"), Wait("stats_full")
     text = "exp2; P(0) in 16 bits"
