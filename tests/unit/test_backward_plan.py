@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import support
 from fmha_gen.arch import sm90
@@ -147,9 +149,9 @@ def test_the_spec_of_a_file_has_the_fields_of_the_operation():
 
 def test_a_field_is_taken_refused_or_free():
     """A new field has to say what it is to the backward pass."""
-    free = {"op", "seqlen", "heads", "deterministic", "window", "softcap"}
+    free = {"arch", "op", "seqlen", "heads", "deterministic", "window", "softcap"}
     by_type = {"out_dtype", "v_layout", "descale", "exp"}  # of e4m3, which is refused
-    by_arch = {"cta_group", "schedule"}
+    by_arch = {"cta_group"}
     unread = {"params"}  # no expression reads any
     named = {path.partition(".")[0] for path in TAKES}
     assert named.isdisjoint(free | by_type | by_arch | unread)
@@ -161,9 +163,37 @@ def test_a_parameter_is_refused_since_no_expression_reads_it():
         planned("head_dim: 128\ndtype: bf16\nparams: {first: int32}")
 
 
-def test_blackwell_has_no_plan():
-    with pytest.raises(
-        SpecError, match="arch: sm100 is not generated for op: fmha_bwd"
-    ):
-        support.load_text("arch: sm100\nop: fmha_bwd\nhead_dim: 128\ndtype: bf16\n")
-    assert ("sm100", "fmha_bwd") not in plan.PLANNERS
+ON_SM100 = "arch: sm100\nop: fmha_bwd\ndtype: bf16\n"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "smem_bytes", "dq", "columns"),
+    [(64, 166912, 384, 448), (128, 232448, 128, 512)],
+)
+def test_a_plan_of_blackwell(
+    head_dim: int, smem_bytes: int, dq: int, columns: int
+) -> None:
+    """dQ has columns of its own as long as there are such."""
+    found = plan.resolve(support.load_text(f"{ON_SM100}head_dim: {head_dim}\n"))
+    main = found.kernels[1]
+    assert main.smem_bytes == smem_bytes
+    (part,) = (each for each in main.tmem if each.name == "dQ")
+    assert (part.first, part.count) == (dq, head_dim)
+    assert max(each.first + each.count for each in main.tmem) == columns
+    registers = sum(each.warpgroups * each.per_thread for each in main.registers)
+    assert registers <= 512 and main.registers_needed <= main.hungriest.per_thread
+
+
+@pytest.mark.parametrize(
+    ("fields", "refusal"),
+    [
+        ("head_dim: 96\n", "head_dim: 96 is not generated for op: fmha_bwd"),
+        ("head_dim: 256\n", "head_dim: 256 is not generated for op: fmha_bwd"),
+        ("head_dim: 64\ntile: {q: 64}\n", "tile.q: 64 is not generated for op"),
+        ("head_dim: 64\nschedule: single\n", "schedule: single is not generated"),
+        ("head_dim: 128\nstages: {q: 2, do: 3}\n", "shared memory needs"),
+    ],
+)
+def test_what_blackwell_does_not_have_is_refused(fields: str, refusal: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(refusal)):
+        plan.resolve(support.load_text(ON_SM100 + fields))
