@@ -392,27 +392,30 @@ def test_packed_halves(body):
 
 
 @pytest.mark.parametrize(
-    ("kind", "wide"),
+    ("instruction", "to_bits", "wide"),
     [
-        ("bf16", lambda bits: (bits.astype(np.uint32) << 16).view(np.float32)),
-        ("f16", lambda bits: bits.view(np.float16).astype(np.float32)),
+        (
+            "fma.rn.f32.bf16 %r20, %rs1, %rs2, %r11;",
+            lambda x: (x.view(np.uint32) >> 16).astype(np.uint16),
+            lambda bits: (bits.astype(np.uint32) << 16).view(np.float32),
+        ),
+        (
+            "fma.rn.f32.f16 %r20, %rs1, %rs2, %r11;",
+            lambda x: x.astype(np.float16).view(np.uint16),
+            lambda bits: bits.view(np.float16).astype(np.float32),
+        ),
     ],
     ids=["bf16", "f16"],
 )
-def test_halves_are_multiplied_in_fp32(kind, wide):
+def test_halves_are_multiplied_in_fp32(instruction, to_bits, wide):
     """As sm_100 does: the product is exact, and its sum with an fp32 is rounded once."""
-    body = f"mov.b32 {{%rs1, %rs2}}, %r10; fma.rn.f32.{kind} %r20, %rs1, %rs2, %r11;"
-    numbers = RNG.uniform(-4, 4, (2, LANES)).astype(np.float32)
-    halves = numbers.astype(np.float16).view(np.uint16)
-    if kind == "bf16":
-        halves = (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    halves = to_bits(RNG.uniform(-4, 4, (2, LANES)).astype(np.float32))
     c = RNG.uniform(-1, 1, LANES).astype(np.float32)
     packed = halves[0] | halves[1].astype(np.uint32) << 16
     a, b = (wide(each).astype(np.longdouble) for each in halves)
-    expected = (a * b + c).astype(np.float32)
-    np.testing.assert_array_equal(
-        value(body, packed, c.view(np.uint32)), expected.view(np.uint32)
-    )
+    expected = (a * b + c).astype(np.float32).view(np.uint32)
+    body = f"mov.b32 {{%rs1, %rs2}}, %r10; {instruction}"
+    np.testing.assert_array_equal(value(body, packed, c.view(np.uint32)), expected)
 
 
 @pytest.mark.parametrize(
