@@ -7,16 +7,17 @@ added to sums in global memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from ..arch.architecture import Architecture
 from ..features.backward import splits
 from ..ops.backward import KERNELS, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
-from .kernel_plan import Barrier, Number
+from .kernel_plan import Barrier, DevicePlan, KernelPlan, Number
 from .numbers import given, of_scores, tuned
 
 TICKET_STAGES: Final = 2  # the next tile is loaded while this one is computed
@@ -81,6 +82,36 @@ def choices(
     for q_stages, do_stages in ((2, 2), (2, 1), (1, 1)):
         for kv in (asked.kv,) if asked.kv else kv_stages:
             yield Sizes(*tile, asked.q or q_stages, asked.do or do_stages, kv)
+
+
+def plan_of(
+    spec_file: SpecFile,
+    architecture: Architecture,
+    main: DevicePlan,
+    chosen: tuple[Number, ...],
+    numbers: tuple[Number, ...],
+    statements: Iterable[str],
+    context: Mapping[str, Any],
+) -> KernelPlan:
+    """The plan of the three kernels, of which `main` is the second."""
+    bare = DevicePlan((), (), (), (), (), (), {})
+    return KernelPlan(
+        spec_file=spec_file,
+        architecture=architecture,
+        chosen=chosen,
+        derived=numbers,
+        kernels=(replace(bare, name="stats"), main, replace(bare, name="finish")),
+        statements=tuple(statements),
+        context=context,
+    )
+
+
+def tiles(sizes: Sizes) -> Iterator[tuple[str, str, int, str]]:
+    """Yield (name, formula, stages, what each holds) of the rings of tiles in shared memory."""
+    yield "sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"
+    yield "sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"
+    yield "sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"
+    yield "sV", "2 * TILE_KV * HEAD_DIM_V * KV_STAGES", sizes.kv_stages, "V"
 
 
 def largest_given(spec: Spec) -> tuple[str, ...]:

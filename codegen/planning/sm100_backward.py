@@ -9,7 +9,6 @@ until a tile ends; dQ of each block is loaded from it and added to sums in globa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from ..arch import sm100
@@ -19,6 +18,7 @@ from ..spec.model import Spec, SpecFile
 from . import backward
 from .backward import Sizes, Traits
 from .kernel_plan import (
+    WARPGROUP_THREADS,
     Barrier,
     Columns,
     DevicePlan,
@@ -35,11 +35,11 @@ TILE_Q: Final = 128  # columns of S^T: as many as P^T and dS^T have steps of an 
 WARPGROUPS: Final = 2  # that compute P and dS
 # By head_dim: of the warps that compute, of those that add; under these ptxas spills none.
 REGISTERS: Final = {64: (168, 112), 128: (152, 152)}
-LAUNCH_REGISTERS: Final = 128  # of a thread: 65536 among 512
+WARPS: Final = 4  # of a warpgroup
+LAUNCH_REGISTERS: Final = 128  # of a thread: 65536 among the 512 of four warpgroups
 STAT_STAGES: Final = 2
 # Pipeline states, addresses, statistics: from what compiled unspilled.
 REGISTERS_BESIDE: Final = 24
-FIRST_WARPS: Final = {"add": 8, "load": 12, "mma": 13, "scheduler": 14}
 CONSTANTS: Final = {
     **sm100.CONSTANTS,
     **backward.CONSTANTS,
@@ -65,8 +65,7 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     smem, barriers = _smem(traits), tuple(_barriers(traits))
     context = _context(spec_file, traits, chosen, numbers, total(smem))
     math, add = REGISTERS[spec.head_dim.qk]
-    others = sm100.REGISTERS // 128 - WARPGROUPS * math - add
-    bare = DevicePlan((), (), (), (), (), (), {})
+    others = 4 * LAUNCH_REGISTERS - WARPGROUPS * math - add
     main = DevicePlan(
         smem=smem,
         tmem=tuple(_tmem(spec)),
@@ -81,14 +80,9 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         register_parts={"dQ": spec.head_dim.qk, "others": REGISTERS_BESIDE},
         name="main",
     )
-    return KernelPlan(
-        spec_file=spec_file,
-        architecture=sm100.ARCHITECTURE,
-        chosen=chosen,
-        derived=numbers,
-        kernels=(replace(bare, name="stats"), main, replace(bare, name="finish")),
-        statements=tuple(_statements(traits)),
-        context=context,
+    architecture, statements = sm100.ARCHITECTURE, _statements(traits)
+    return backward.plan_of(
+        spec_file, architecture, main, chosen, numbers, statements, context
     )
 
 
@@ -125,7 +119,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "WARPGROUPS", "that compute", str(WARPGROUPS)
     yield "MATH_WARPS", "that compute", "WARPGROUP_WARPS * WARPGROUPS"
     yield "MATH_THREADS", "that compute", "WARPGROUP_THREADS * WARPGROUPS"
-    formula = "512 - WARPGROUPS * MATH_REGS - ADD_REGS"
+    formula = f"{4 * LAUNCH_REGISTERS} - WARPGROUPS * MATH_REGS - ADD_REGS"
     yield "OTHER_REGS", "per thread", formula
     yield "ADD_WARP", "the first of four", "MATH_WARPS"
     yield "LOAD_WARP", warp, "ADD_WARP + WARPGROUP_WARPS"
@@ -167,10 +161,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("padding", f"-({before}) % {align}", 1, ""),
         ("sStatS", f"4 * TILE_Q * {STAT_STAGES}", 1, ""),
         ("sStatD", f"4 * TILE_Q * {STAT_STAGES}", 1, ""),
-        ("sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"),
-        ("sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"),
-        ("sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"),
-        ("sV", "2 * TILE_KV * HEAD_DIM_V * KV_STAGES", sizes.kv_stages, "V"),
+        *backward.tiles(sizes),
         ("sdS", "2 * TILE_KV * TILE_Q", 1, "dS; dV, then dK of a tile"),
     ]
     numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))
@@ -193,7 +184,7 @@ def _tmem(spec: Spec) -> Iterator[Columns]:
 
 
 def _barriers(traits: Traits) -> Iterator[Barrier]:
-    sizes, math = traits.sizes, 128 * WARPGROUPS
+    sizes, math = traits.sizes, WARPGROUP_THREADS * WARPGROUPS
     for name, stages, what, last in (
         ("q", sizes.q_stages, "Q", "dK of the block"),
         ("do", sizes.do_stages, "DO", "dV of the block"),
@@ -204,19 +195,19 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier(f"{name}_full", stages, 1, full, "mma")
         freed = f"1: commit, after {last}"
         yield Barrier(f"{name}_empty", stages, 1, freed, "load")
-    full, warps = "1 + STATS_TX_BYTES by bulk copies", 4 * WARPGROUPS
+    full, warps = "1 + STATS_TX_BYTES by bulk copies", WARPS * WARPGROUPS
     yield Barrier("stats_full", STAT_STAGES, 1, full, "math")
     freed = f"{warps}: every math warp, once its dS is stored"
     yield Barrier("stats_empty", STAT_STAGES, warps, freed, "load")
     for name, what, who, count, freed in (
         ("s", "S", "math", math, "math threads: P is stored"),
         ("dp", "dP", "math", math, "math threads: dS is stored"),
-        ("dq", "dQ", "add", 128, "threads that add: dQ is in registers"),
+        ("dq", "dQ", "add", WARPGROUP_THREADS, "threads that add: dQ is in registers"),
     ):
         yield Barrier(f"{name}_full", 1, 1, f"1: commit, after {what}", who)
         yield Barrier(f"{name}_empty", 1, count, f"{count}: {freed}", "mma")
     yield Barrier("dkv_full", 1, 1, "1: commit, after a tile's last MMA", "math")
-    takers = 4 * WARPGROUPS + 4 + 2
+    takers = WARPS * (WARPGROUPS + 1) + 2
     yield from backward.barriers_of_tickets(takers, "math, add, load and mma warps")
 
 
@@ -229,16 +220,18 @@ def _context(
 ) -> dict[str, Any]:
     """Every name that the templates of sm100 backward kernels read, but the digests."""
     sizes, spec = traits.sizes, spec_file.spec
-    (columns,) = (each.value for each in numbers if each.name == "TMEM_COLUMNS")
-    statistic, first = backward.statistic_of(log2=True), FIRST_WARPS
+    known = {each.name: each.value for each in numbers}
+    add, load, mma, scheduler = (
+        known[f"{role}_WARP"] for role in ("ADD", "LOAD", "MMA", "SCHEDULER")
+    )
+    statistic = backward.statistic_of(log2=True)
     where = "where dP was" if dq_over_dp(spec) else "columns of its own"
     roles = (
         *backward.kernel_lines(statistic),
         "Roles: warps 0 to 7 turn S into P and dP into dS, a key per lane;"
-        f" warps {first['add']} to {first['load'] - 1} add dQ;",
-        f"warp {first['load']} loads by TMA; warp {first['mma']} owns the tensor memory and issues"
-        f" all MMAs; warp {first['scheduler']} draws",
-        "tickets for tiles.",
+        f" warps {add} to {add + WARPS - 1} add dQ;",
+        f"warp {load} loads by TMA; warp {mma} owns the tensor memory and issues all MMAs;",
+        f"warp {scheduler} draws tickets for tiles.",
         "Pipelines (what fills a stage; what frees it):",
         *_pipeline_lines(
             (
@@ -254,16 +247,16 @@ def _context(
             ("dq", "mma -> add", "dQ, commit", "128 threads: it is in registers"),
             ("dkv", "mma -> math", "dV, dK of a tile, commit", "s: P of the next tile"),
         ),
-        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory: {columns}"
-        f" columns; dQ: {where}.",
+        f"Shared memory: {smem_bytes} bytes per CTA, one CTA per SM. Tensor memory:"
+        f" {known['TMEM_COLUMNS']} columns; dQ: {where}.",
     )
     return {
         **backward.context(spec_file, traits, chosen, numbers, roles),
         # The DSL finds the arch: an sm_103 GPU takes this file, but no code for sm_100a.
         "names_arch": False,
         "tensor_memory": True,
-        "scheduler_warp": first["scheduler"],
-        "mma_warp": first["mma"],
+        "scheduler_warp": scheduler,
+        "mma_warp": mma,
         "log2_statistic": True,
         "dq_over_dp": dq_over_dp(spec),
         # Than at launch, when all threads have as many.

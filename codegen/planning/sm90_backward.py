@@ -10,7 +10,7 @@ of 64 keys, a tile has 64, of which one warpgroup computes S, P and dV, the othe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -74,7 +74,6 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
     numbers = tuple(derived(_derived(traits), chosen, _constants(spec)))
     smem, barriers = _smem(traits), tuple(_barriers(traits))
     context = _context(spec_file, traits, chosen, numbers, barriers, total(smem))
-    bare = DevicePlan((), (), (), (), (), (), {})
     main = DevicePlan(
         smem=smem,
         tmem=(),
@@ -88,14 +87,9 @@ def resolve(spec_file: SpecFile) -> KernelPlan:
         register_parts=_register_parts(spec, traits.sizes.tile_q),
         name="main",
     )
-    return KernelPlan(
-        spec_file=spec_file,
-        architecture=sm90.ARCHITECTURE,
-        chosen=chosen,
-        derived=numbers,
-        kernels=(replace(bare, name="stats"), main, replace(bare, name="finish")),
-        statements=tuple(_statements(traits)),
-        context=context,
+    architecture, statements = sm90.ARCHITECTURE, _statements(traits)
+    return backward.plan_of(
+        spec_file, architecture, main, chosen, numbers, statements, context
     )
 
 
@@ -247,10 +241,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
         *of_p,
-        ("sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"),
-        ("sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"),
-        ("sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"),
-        ("sV", "2 * TILE_KV * HEAD_DIM_V * KV_STAGES", sizes.kv_stages, "V"),
+        *backward.tiles(sizes),
         ("sdS", f"2 * TILE_KV * TILE_Q * {DS_STAGES}", DS_STAGES, "dS"),
     ]
     numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))

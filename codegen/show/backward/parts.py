@@ -17,9 +17,9 @@ WARPS: Final = 4  # of a warpgroup
 
 @dataclass(frozen=True)
 class Product:
-    """One of the five. a, b: where operands are. to: what the accumulator is, fp32 in registers.
+    """One of the five. a, b: where operands are. to: what the accumulator, in fp32, becomes.
 
-    shape: (m, n, k) of a warpgroup. times: how many such there are in a step, of all warpgroups.
+    shape: (m, n, k) of whoever issues it. times: how many such there are in a step.
     in_smem: how many of the operands are read from shared memory.
     """
 

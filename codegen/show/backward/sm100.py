@@ -6,30 +6,39 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Final
 
-from ...planning.kernel_plan import KernelPlan
+from ...planning.kernel_plan import WARPGROUP_THREADS, KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
-from ...planning.sm100_backward import FIRST_WARPS
 from .parts import WARPS, Product, load, main_of, numbers, over, take
 
 FLOPS: Final = 8192  # of an SM and a clock
 ACCUMULATORS: Final = "in tensor memory"
-_THREADS: Final = 128  # of a warpgroup
 
 
 def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     """Yield (role, warps, registers, what it does)."""
     math, add, others = (f"{each.per_thread:>9}" for each in main_of(plan).registers)
-    half = numbers(plan)["PART_COLUMNS"]
-    for index in range(numbers(plan)["WARPGROUPS"]):
+    known, first = numbers(plan), _first_warps(plan)
+    half = known["PART_COLUMNS"]
+    for index in range(known["WARPGROUPS"]):
         rows = f"rows {half * index} to {half * index + half - 1} of a block"
         does = f"P and dS of {rows}, a key per lane; half of dV's and dK's columns"
         yield f"math {index}", _four(WARPS * index), math, does
-    yield "add", _four(FIRST_WARPS["add"]), add, "adds dQ to its sums, a row per lane"
-    yield "load", str(FIRST_WARPS["load"]), others, "loads by TMA"
-    mma = "allocates the tensor memory, issues all products"
-    yield "mma", str(FIRST_WARPS["mma"]), others, mma
-    scheduler = "draws tickets for KV tiles, the longest of a section first"
-    yield "scheduler", str(FIRST_WARPS["scheduler"]), others, scheduler
+    yield "add", _four(first["add"]), add, "adds dQ to its sums, a row per lane"
+    for role, does in (
+        ("load", "loads by TMA"),
+        ("mma", "allocates the tensor memory, issues all products"),
+        ("scheduler", "draws tickets for KV tiles, the longest of a section first"),
+    ):
+        yield role, str(first[role]), others, does
+
+
+def _first_warps(plan: KernelPlan) -> dict[str, int]:
+    """The first warp, or the only one, of the roles beside math."""
+    known = numbers(plan)
+    return {
+        role: known[f"{role.upper()}_WARP"]
+        for role in ("add", "load", "mma", "scheduler")
+    }
 
 
 def _four(first: int) -> str:
@@ -82,7 +91,8 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
             if end
             else (_load_block, _multiply_block, _math_block, _add_block)
         )
-        warp = {name: f"warp {first}" for name, first in FIRST_WARPS.items()}
+        first = _first_warps(plan)
+        warp = {role: f"warp {number}" for role, number in first.items()}
         yield Lane("load", warp["load"], others.per_thread, tuple(loads(plan)))
         yield Lane("mma", warp["mma"], others.per_thread, tuple(products(plan)))
         if end:
@@ -92,7 +102,7 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         for index in range(math.warpgroups):
             warps = f"warps {_four(WARPS * index)}"
             yield Lane(f"math {index}", warps, math.per_thread, tuple(of_math(plan)))
-        warps = f"warps {_four(FIRST_WARPS['add'])}"
+        warps = f"warps {_four(first['add'])}"
         yield Lane("add", warps, add.per_thread, tuple(of_sums(plan)))
 
     title = "One block of rows: dV, dK and dQ of block n beside P of block n+1"
@@ -130,11 +140,11 @@ def _multiply_block(plan: KernelPlan) -> Iterator[Step]:
 def _math_block(plan: KernelPlan) -> Iterator[Step]:
     masks = "masks of S(n+1); " if plan.context["masked"] else ""
     dp_full = Wait("dp_full", earlier=True)
-    freed = Signal("stats_empty", WARPS), Signal("dp_empty", _THREADS)
+    freed = Signal("stats_empty", WARPS), Signal("dp_empty", WARPGROUP_THREADS)
     yield Step("dS(n) = P * (dP - D), also to sdS", "math", (dp_full,), freed)
     ready = Wait("s_full"), Wait("stats_full")
     text = f"{masks}exp2; P(n+1) in 16 bits"
-    yield Step(text, "math", ready, (Signal("s_empty", _THREADS),))
+    yield Step(text, "math", ready, (Signal("s_empty", WARPGROUP_THREADS),))
 
 
 def _add_block(plan: KernelPlan) -> Iterator[Step]:
@@ -142,7 +152,7 @@ def _add_block(plan: KernelPlan) -> Iterator[Step]:
 
 
 def _add(name: str) -> Iterator[Step]:
-    freed = Signal("dq_empty", _THREADS)
+    freed = Signal("dq_empty", WARPGROUP_THREADS)
     yield Step(f"load {name}", "math", (Wait("dq_full"),), (freed,))
     yield Step(f"add {name} to its sums", "math")
 
@@ -188,7 +198,7 @@ def _math_tile(plan: KernelPlan) -> Iterator[Step]:
     yield take(WARPS)
     ready = Wait("s_full"), Wait("stats_full")
     text = "exp2; P(0) in 16 bits"
-    yield Step(text, "math", ready, (Signal("s_empty", _THREADS),))
+    yield Step(text, "math", ready, (Signal("s_empty", WARPGROUP_THREADS),))
 
 
 def _add_tile(plan: KernelPlan) -> Iterator[Step]:
