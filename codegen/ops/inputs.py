@@ -19,6 +19,7 @@ from . import masks, operation_of, reference, scores
 from .backward import DOUT, forward_of, is_backward
 from .case import Case, Tiles
 from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, is_permuted, permute_v
+from .forward import HEADS
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
 from .paged import PAGES, is_paged, slots_of
@@ -260,12 +261,13 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
         dims, far = x.dims, _FAR_AXES[number % len(_FAR_AXES)]
         far = far if far in dims else next(iter(dims))
         # So few rows may be far apart, so many lie as far as that together. So do heads of the
-        # query: K, the second one, has few.
-        many = far == "s" or (far == "h" and number > 1)
+        # query, of which there are many.
+        many = far == "s" or (far == "h" and HEADS in x.tensor.axes)
         many |= far == "b" and x.tensor.axes[0] == PAGES
         parts = max(dims[far] - 1, 1) if many else 1
         step = distance // parts // x.guard * x.guard
         step += x.guard * (number + 1)
+        beyond = max(step * (dims[far] - 1) - distance, 0) if many else 0
         width = x.width if "d" in dims else 3
         strides, near = {"d": 1, far: step}, width + x.guard * (number + 1)
         for axis in reversed([axis for axis in dims if axis not in ("d", far)]):
@@ -273,7 +275,7 @@ def _far(tensors: list[_Sized], shared: list[_Sized], distance: int) -> Layout:
         storage = "".join(y.tensor.name for y in (shared if x in shared else [x]))
         offset = storages.get(storage, 0)
         placed[x.tensor.name] = x.placed(storage, offset, strides)
-        storages[storage] = offset + near
+        storages[storage] = offset + near + beyond
     for made in placed.values():
         last = sum((n - 1) * s for n, s in zip(made.shape, made.strides, strict=True))
         size = max(storages[made.storage], made.offset + last + 1)
