@@ -105,8 +105,8 @@ def test_the_steps_are_those_of_the_loop(stem: str) -> None:
         for phase in planned(stem).kernels[1].phases
     )
     of_block, of_tile = list(calls(loop.body, False)), list(calls(loop.body, True))
-    # dS is stored first, since what is shown begins with a tile's last block.
-    end = of_tile.index("signal ds_full")
+    # What is shown begins where the next tile is known, with a tile's last block.
+    end = of_tile.index("wait ticket_full")
     for role in ("math 0", "math 1"):
         assert said(block[role]) == of_block
         around = of_tile[end:] + of_tile[:end]

@@ -64,7 +64,8 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
     start, end = "starts at -LSE / scale, becomes P^T", "until the tile's end"
     return (
         Product(
-            "dQ = dS K", "sdS, transposed", "sK, transposed", to_sums, of_ds, both, 2
+            *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
+            *((keys, rows, v), both, 2),
         ),
         Product(
             *(
@@ -78,8 +79,7 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
             ),
         ),
         Product(
-            *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
-            *((keys, rows, v), both, 2),
+            "dQ = dS K", "sdS, transposed", "sK, transposed", to_sums, of_ds, both, 2
         ),
         Product(
             *(
@@ -156,9 +156,7 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
             yield Lane(f"math {index}", warps, math.per_thread, tuple(steps))
 
     block = (load(plan, "do", "dO(n), -D"), load(plan, "q", "Q(n+1), -LSE / scale"))
-    title = (
-        "One block of rows: dQ of block n-1 beside P of block n, then S of block n+1"
-    )
+    title = "One block of rows: dP beside P, dV and dQ of block n-1 beside dS, dK and S of n+1"
     if plan.context["splits_products"]:
         block = (
             load(plan, "q", "Q(n+1), -LSE / scale"),
@@ -182,36 +180,35 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
 
 def _block(plan: KernelPlan) -> Iterator[Step]:
     """Of a math warpgroup, as the loop has them."""
-    packed = plan.context["packed_products"]
-    add = Step("add dQ(n-1) to its sums", "math")
     masks = "masks of S(n); " if plan.context["masked"] else ""
-    yield mma("dQ(n-1)", Wait("ds_full", earlier=True))
+    of_ds = Step("dS(n) = P * dP, also to sdS", "math")
+    yield mma("dP(n)", Wait("do_full"))
     yield Step(f"{masks}exp2; P(n) in 16 bits", "math")
-    yield mma("dV(n)", Wait("do_full"))
-    yield over("dQ(n-1) is there", ("dQ(n-1)",))
-    if not packed:
-        yield add
-    yield mma("dP(n)")
+    yield mma("dV(n)")
+    if plan.context["packed_products"]:
+        yield mma("dQ(n-1)", Wait("ds_full", earlier=True))
+        yield over("dP(n) is there", ("dP(n)",))
+        yield of_ds
+    else:
+        yield Step("dS(n-1) is there", "wait", (Wait("ds_full", earlier=True),))
+        yield over("dP(n) is there", ("dP(n)",))
+        yield of_ds
+        yield mma("dQ(n-1)")
     freed = Signal("do_empty", WARPS)
-    yield over("dV(n), dP(n) are there", ("dV(n)", "dP(n)"), freed)
-    yield Step("dS(n) = P * dP, also to sdS", "math")
+    yield over("dV(n), dQ(n-1) are there", ("dV(n)", "dQ(n-1)"), freed)
     yield mma("dK(n)")
     yield Step(
         "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
     )
-    if packed:
-        yield add
+    yield Step("add dQ(n-1) to its sums", "math")
     yield mma("S(n+1)", Wait("q_full"))
     freed = Signal("q_empty", WARPS)
     yield over("dK(n), S(n+1) are there", ("dK(n)", "S(n+1)"), freed)
 
 
 def _tile(plan: KernelPlan) -> Iterator[Step]:
-    """From dS of a tile's last block to dP of the next one's first."""
+    """From dK of a tile's last block to its dQ, beside the next tile's first block."""
     yield mma("dK(last)")
-    yield Step(
-        "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
-    )
     yield take(WARPS)
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
     freed = Signal("q_empty", WARPS)
@@ -221,14 +218,17 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield over("dV has left", ("store dV",))
     yield Step("dK * scale in 16 bits, in the same place", "math")
     yield Step("store dK", "tma", issues="store dK")
-    yield mma(LAST, Wait("ds_full"))
-    yield Step("exp2; P(0) in 16 bits", "math")
-    yield mma("dV(0)", Wait("do_full"))
-    yield over(f"{LAST} is there", (LAST,), Signal("k_empty", WARPS))
     yield over("dK has left", ("store dK",), Signal("v_empty", 1))
-    yield mma("dP(0)", Wait("v_full"))
+    yield mma("dP(0)", Wait("v_full"), Wait("do_full"))
+    yield Step("exp2; P(0) in 16 bits", "math")
+    yield mma("dV(0)")
+    yield mma(LAST, Wait("ds_full", earlier=True))
+    yield over("dP(0) is there", ("dP(0)",))
+    yield Step("dS(0) = P * dP, also to sdS", "math")
     freed = Signal("do_empty", WARPS)
-    yield over("dV(0), dP(0) are there", ("dV(0)", "dP(0)"), freed)
+    yield over(f"dV(0), {LAST} are there", ("dV(0)", LAST), freed)
+    both = Signal("ds_full", WARPS), Signal("k_empty", WARPS)
+    yield Step("sdS is visible to tensor cores", "wait", (), both)
 
 
 # --- of warpgroups that have products of their own ----------------------------------------
