@@ -18,6 +18,7 @@ import pytest
 from fmha_gen.build import render
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.host import cache
+from fmha_gen.ops.operation import Operation
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec.model import SpecFile, load_specs
@@ -88,6 +89,13 @@ def shipped_plan(stem: str) -> KernelPlan:
 def constants(stem: str) -> dict[str, Any]:
     """Return the module-level constants of a shipped kernel; its text takes 20 ms to parse."""
     return read_constants((GENERATED / f"{stem}.py").read_text("utf-8"))
+
+
+@functools.cache
+def shipped(operation: Operation) -> tuple[str, ...]:
+    """The shipped kernels of one operation, for tests about what no other operation has."""
+    specs = load_specs([SPECS / f"{stem}.yaml" for stem in SHIPPED])
+    return tuple(each.stem for each in specs if each.spec.op == operation.name)
 
 
 @functools.cache
