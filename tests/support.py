@@ -99,13 +99,15 @@ def shipped(operation: Operation) -> tuple[str, ...]:
 
 
 @functools.cache
-def sample(arch: str) -> list[str]:
-    """Few shipped kernels with every structure, flag, head dim and cluster that the others have.
+def sample(arch: str, operation: Operation) -> list[str]:
+    """Few shipped kernels with every structure, flag, head dim and cluster that the others of the
+    operation have.
 
     For tests that take seconds a kernel, where a record stands for the others. A kernel compiles
     once for all tests that ask for its cases (tests/emulator/rehearsals.py): take them from here.
     """
-    kernels = {stem: _traits(stem) for stem in SHIPPED if stem.startswith(f"{arch}_")}
+    of_arch = [stem for stem in shipped(operation) if stem.startswith(f"{arch}_")]
+    kernels = {stem: _traits(stem) for stem in of_arch}
     chosen = [stem for stem in STRUCTURES if stem in kernels]
     left = set().union(*kernels.values()).difference(*map(kernels.get, chosen))
     while left:
