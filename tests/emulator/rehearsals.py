@@ -65,7 +65,7 @@ def rehearsals(
     spec, tiles = constants["SPEC"], tiles_of(constants)
     cases = emulated_cases(path) if cases is None else cases
     text, called = captured(path, cases)
-    programs, schedule = lower.lower_kernels(text), walk.prepare(ptx.parse(text))
+    programs = lower.lower_kernels(text)
     ready = []
     for case, each in zip(cases, called, strict=True):
         if tags is not None and tag_of(case) not in tags:
@@ -73,7 +73,7 @@ def rehearsals(
         stored = None
         if case.clusters is not None:
             (launch,) = each.launched
-            seen = walked(constants, case, launch, schedule)
+            seen = walked(constants, case, launch, walk.prepare(ptx.parse(text)))
             stored = rows_stored(seen, spec, case)
         problem = make_problem(spec, tiles, case)
         ready.append(
