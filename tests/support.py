@@ -18,6 +18,7 @@ import pytest
 from fmha_gen.build import render
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.host import cache
+from fmha_gen.ops.operation import Operation
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec.model import SpecFile, load_specs
@@ -91,13 +92,22 @@ def constants(stem: str) -> dict[str, Any]:
 
 
 @functools.cache
-def sample(arch: str) -> list[str]:
-    """Few shipped kernels with every structure, flag, head dim and cluster that the others have.
+def shipped(operation: Operation) -> tuple[str, ...]:
+    """The shipped kernels of one operation, for tests about what no other operation has."""
+    specs = load_specs([SPECS / f"{stem}.yaml" for stem in SHIPPED])
+    return tuple(each.stem for each in specs if each.spec.op == operation.name)
+
+
+@functools.cache
+def sample(arch: str, operation: Operation) -> list[str]:
+    """Few shipped kernels with every structure, flag, head dim and cluster that the others of the
+    operation have.
 
     For tests that take seconds a kernel, where a record stands for the others. A kernel compiles
     once for all tests that ask for its cases (tests/emulator/rehearsals.py): take them from here.
     """
-    kernels = {stem: _traits(stem) for stem in SHIPPED if stem.startswith(f"{arch}_")}
+    of_arch = [stem for stem in shipped(operation) if stem.startswith(f"{arch}_")]
+    kernels = {stem: _traits(stem) for stem in of_arch}
     chosen = [stem for stem in STRUCTURES if stem in kernels]
     left = set().union(*kernels.values()).difference(*map(kernels.get, chosen))
     while left:

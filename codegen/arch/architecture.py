@@ -50,7 +50,8 @@ class Architecture:
     gpu_family: str  # the GPUs that a kernel lets through, as its message says it
     smem_bytes: int  # dynamic shared memory that one CTA can have
     tmem_columns: int  # of 32 bits, per lane of an SM
-    mean_lines: int  # that shipped kernels may have, on average
+    # That shipped kernels of an operation, by a spec's name of it, may have on average.
+    mean_lines: dict[str, int]
     # What its tensor cores execute: a class for each width of elements, the usual one first.
     mma_classes: tuple[str, ...]
     # Counted in a compile's report: what the opcodes of a class start with. The other mma_classes

@@ -40,7 +40,7 @@ ARCHITECTURE: Final = Architecture(
     gpu_family="sm_10x",
     smem_bytes=SMEM_BYTES,
     tmem_columns=TMEM_COLUMNS,
-    mean_lines=1150,
+    mean_lines={"fmha_fwd": 1150, "fmha_bwd": 1500},
     mma_classes=("UTCHMMA", "UTCQMMA"),  # of 16-bit and of 8-bit elements
     sass_classes={
         "UTCHMMA": "UTCHMMA",

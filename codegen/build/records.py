@@ -127,18 +127,22 @@ def entry_of(record: Mapping[str, Any], rung: str) -> Mapping[str, Any]:
     return max(_entries(record, rung), key=error, default={})
 
 
+MAIN = "main"  # of several kernels the one that has the file's name alone
+
+
 def kernels(compiled: Mapping[str, Any], stem: str) -> dict[str, Mapping[str, Any]]:
     """What a compile says of each kernel, by its name without that of the file.
 
-    One kernel has no name but the file's: the name is empty.
+    One kernel has no name but the file's: the name is empty. Beside others it is the main one.
     """
     if "kernels" not in compiled:
         return {"": compiled}
     entries = [str(each["entry"]) for each in compiled["kernels"]]
     # The DSL numbers symbols by their order, which says nothing unless two are called alike.
-    names = [_NUMBER.sub("", each).removeprefix(stem).lstrip("_") for each in entries]
-    unlike = all(names) and len(set(names)) == len(names)
-    told = names if unlike else entries
+    names = [
+        _NUMBER.sub("", each).removeprefix(stem).lstrip("_") or MAIN for each in entries
+    ]
+    told = names if len(set(names)) == len(names) else entries
     return dict(zip(told, compiled["kernels"], strict=True))
 
 

@@ -12,15 +12,19 @@ from fmha_gen.build import captures, kernel_text, records
 from fmha_gen.evidence import emulate, rehearsal
 from fmha_gen.host.executor import Local
 from fmha_gen.host.processes import of_kind, read_events
+from fmha_gen.ops.backward import BACKWARD
 from fmha_gen.ops.cases import cases_for, tiles_of
+from fmha_gen.ops.forward import FORWARD
 from support import GENERATED
 
 from tests.emulator.rehearsals import check_launches, emulated_cases, rehearsals
 
+ARCHES = ("sm90", "sm100")
+OF_FORWARD = [stem for arch in ARCHES for stem in support.sample(arch, FORWARD)]
+# Three kernels a call, of which all cases are captured at once: some of them take turns.
+OF_BACKWARD = [stem for arch in ARCHES for stem in support.sample(arch, BACKWARD)]
 KERNELS = [
-    GENERATED / f"{stem}.py"
-    for arch in ("sm90", "sm100")
-    for stem in support.sample(arch)
+    GENERATED / f"{stem}.py" for stem in (*OF_FORWARD, *support.rotated(OF_BACKWARD, 3))
 ]
 SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
 SCHEDULES = rehearsal.schedules(4)  # the orderly ones, and a random one per completion

@@ -30,6 +30,7 @@ def test_damage_is_noticed(stem):
 
 
 GROUPS, FULL, ONE_OF_DO = BACKWARD
+SHIPPED_100 = "sm100_d64_bf16_causal_bwd"
 # Of backward kernels, of which few mutants ran (decision 0009): one for each kind of damage.
 OF_BACKWARD = {
     'cute.arch.fence_proxy("async.shared", space="cta"): dropped': GROUPS,
@@ -46,6 +47,14 @@ OF_BACKWARD = {
     "atom#1: one more": GROUPS,
     "red.#1: removed": GROUPS,
     "cp.async.bulk.shared#1: 16 bytes fewer": GROUPS,
+    "tcgen05.wait::st#1: removed": SHIPPED_100,
+    "tcgen05.wait::st#2: removed": SHIPPED_100,
+    "pipes.s.producer_acquire(p_state): dropped": SHIPPED_100,
+    "pipes.dp.producer_acquire(ds_state): dropped": SHIPPED_100,
+    "pipes.do.consumer_release(do_state): dropped": SHIPPED_100,
+    "cute.autovec_copy(zeros, gSums[None, i * STATS_THREADS + thread]):"
+    " sums are not cleared": SHIPPED_100,
+    "STATS_TX_BYTES = 1024  # [bytes per stage] = 2 * STAT_BYTES: half the bytes": SHIPPED_100,
 }
 
 

@@ -14,6 +14,7 @@ from xml.etree import ElementTree
 import pytest
 import support
 from fmha_gen.cli import app
+from fmha_gen.ops import backward as operation
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import DevicePlan, KernelPlan
 from fmha_gen.show import backward
@@ -22,12 +23,15 @@ from fmha_gen.show.picture.svg import SIZES, Panel, document, width_of
 from typer.testing import CliRunner
 
 SVG = "{http://www.w3.org/2000/svg}"
-BACKWARD = {
-    "sm90_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
+# Beside the shipped ones: two rows of heads, fixed lengths.
+MADE_UP = {
     "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
     "sm90_d128_fp16_bwd_s1024": "head_dim: 128\ndtype: fp16\nseqlen: 1024\n",
 }
-each_shipped = pytest.mark.parametrize("stem", [*support.SHIPPED, *BACKWARD])
+each_shipped = pytest.mark.parametrize("stem", [*support.SHIPPED, *MADE_UP])
+each_backward = pytest.mark.parametrize(
+    "stem", [*support.shipped(operation.BACKWARD), *MADE_UP]
+)
 
 
 class Box(NamedTuple):
@@ -48,10 +52,10 @@ class Box(NamedTuple):
 
 @functools.cache
 def planned(stem: str) -> KernelPlan:
-    """The plan of a shipped kernel, or of a backward one with what is shown of it."""
-    if stem not in BACKWARD:
-        return support.shipped_plan(stem)
-    text = f"arch: sm90\nop: fmha_bwd\n{BACKWARD[stem]}"
+    """The plan of a kernel, of a backward one with what is shown of it."""
+    if stem in support.SHIPPED:
+        return backward.shown(support.shipped_plan(stem))
+    text = f"arch: sm90\nop: fmha_bwd\n{MADE_UP[stem]}"
     return backward.shown(plan.resolve(support.load_text(text, stem)))
 
 
@@ -213,17 +217,19 @@ def test_an_arrow_goes_down_to_another_row(stem: str) -> None:
             assert places == sorted(set(places))
 
 
-@pytest.mark.parametrize("stem", BACKWARD)
+@each_backward
 def test_a_backward_kernel_has_its_products_and_kernels(stem: str) -> None:
     words = [each.what for each in texts(drawn(stem))]
     for product in backward.products(planned(stem)):
         assert " x ".join(map(str, product.shape)) in words
-    for each in ("dV += P^T dO", "sdS, for both warpgroups", "sums of dQ, fp32"):
+    places = backward.places(planned(stem))
+    for each in ("dV += P^T dO", places.ds, "sums of dQ, fp32"):
         assert each in words
+    assert f"{places.results}: the next two rows" in words
     assert [words.count(each) for each in ("stats", "finish")] == [1, 1]
 
 
-@pytest.mark.parametrize("stem", BACKWARD)
+@each_backward
 def test_arrows_of_products_are_over_no_text(stem: str) -> None:
     """Boxes that an arrow leaves or comes to are touched, and no others."""
     (panel,) = page.flow(planned(stem), main_of(stem))

@@ -9,9 +9,11 @@ from typing import get_args
 
 import numpy as np
 import pytest
+import support
+from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build.calls import arguments
 from fmha_gen.evidence import tensors
-from fmha_gen.ops import backward_cases
+from fmha_gen.ops import backward_cases, masks
 from fmha_gen.ops.backward import BACKWARD, defined_by
 from fmha_gen.ops.case import Gradient, residues
 from fmha_gen.ops.cases import (
@@ -22,6 +24,7 @@ from fmha_gen.ops.cases import (
     cases_for,
     launches_for,
     smallest_ragged,
+    tiles_of,
     walks_for,
 )
 from fmha_gen.ops.inputs import place_tensors, values
@@ -31,17 +34,6 @@ from fmha_gen.ops.reference import attention
 from fmha_gen.ops.rounding import rounded
 from right_gradients import compute
 from right_kernel import rounded as rounded_by_bits
-
-KERNELS = [
-    *itertools.product(
-        ("none", "causal"), (1, 3, 8), ((64, 128), (128, 64)), ["dynamic"]
-    ),
-    *(("causal", 1, (64, 128), 300), ("none", 1, (64, 128), 4096)),
-]
-each_kernel = pytest.mark.parametrize(
-    ("mask", "group", "tile_and_dim", "length"), KERNELS
-)
-
 
 NO_WINDOW = {"left": "none", "right": "none"}
 
@@ -58,32 +50,59 @@ def spec_of(
     }
 
 
-def taken(mask, group, tile_and_dim, length):
-    (tile_q, head_dim), tiles = tile_and_dim, Tiles(tile_and_dim[0], 128, (1, 1))
-    spec = spec_of(mask, group, head_dim, length)
-    assert tiles.q == tile_q
-    return spec, tiles, cases_for(spec, tiles)
+MADE_UP = {
+    f"{mask}_gqa{group}_t{rows}_d{dim}_s{length}": (
+        spec_of(mask, group, dim, length),
+        Tiles(rows, 128, (1, 1)),
+    )
+    for mask, group, (rows, dim), length in (
+        *itertools.product(
+            ("none", "causal"), (1, 3, 8), ((64, 128), (128, 64)), ["dynamic"]
+        ),
+        *(("causal", 1, (64, 128), 300), ("none", 1, (64, 128), 4096)),
+    )
+}
+SHIPPED = {
+    stem: (support.constants(stem)["SPEC"], tiles_of(support.constants(stem)))
+    for stem in support.shipped(BACKWARD)
+}
+KERNELS = {**MADE_UP, **SHIPPED}
+each_kernel = pytest.mark.parametrize(("spec", "tiles"), KERNELS.values(), ids=KERNELS)
+
+
+def test_there_are_shipped_kernels_of_each_architecture():
+    assert {spec["arch"] for spec, _ in SHIPPED.values()} == {*ARCHITECTURES}
 
 
 @each_kernel
-def test_a_case_is_small_enough_for_the_emulator(mask, group, tile_and_dim, length):
-    _, tiles, cases = taken(mask, group, tile_and_dim, length)
-    shown = [case for case in cases if case.emulated]
+def test_a_case_is_small_enough_for_the_emulator(spec, tiles):
+    shown = [case for case in cases_for(spec, tiles) if case.emulated]
+    # A window's cases have all its keys: a long one has many tiles.
+    longest = 3 + math.ceil((masks.of_spec(spec).left or 0) / tiles.kv)
+    group = spec["q_per_kv"]
     for case in shown:
         blocks = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.kv)
         assert case.blocks == case.batch * case.kv_heads * group * blocks
         assert case.blocks <= backward_cases.MOST_PAIRS and case.clusters is None
-        assert math.ceil(case.kv / tiles.kv) <= 3 and math.ceil(case.q / tiles.q) <= 5
-    assert bool(shown) == (length != 4096)
-    assert sum(case.blocks for case in shown) <= max(160 * group, 400)
+        assert math.ceil(case.kv / tiles.kv) <= longest
+        assert math.ceil(case.q / tiles.q) <= 5
+    assert bool(shown) == (spec["seqlen"]["q"] != 4096)
+    assert sum(case.blocks for case in shown) <= max(160 * group, 600)
+
+
+@pytest.mark.parametrize(("spec", "tiles"), MADE_UP.values(), ids=MADE_UP)
+def test_fixed_lengths_are_kept_and_names_are_unique(spec, tiles):
+    """Of shipped kernels test_cases.py says it."""
+    cases = cases_for(spec, tiles)
     names = [case.name for case in cases]
     assert len(names) == len(set(names))
-    assert all(length in ("dynamic", case.q) for case in cases)
+    assert all(spec["seqlen"]["q"] in ("dynamic", case.q) for case in cases)
 
 
 @each_kernel
-def test_every_kind_of_problem(mask, group, tile_and_dim, length):
-    _, tiles, cases = taken(mask, group, tile_and_dim, length)
+def test_every_kind_of_problem(spec, tiles):
+    cases, length = cases_for(spec, tiles), spec["seqlen"]["q"]
+    mask, group = spec["mask"], spec["q_per_kv"]
     shown = [case for case in cases if case.emulated]
     if length == 4096:
         assert {case.gradient for case in cases} >= {"zeros", "one_row", "large"}
@@ -121,7 +140,8 @@ def test_every_kind_of_problem(mask, group, tile_and_dim, length):
         found = {(case.kv - case.q) % m for case in shown}
         assert found >= {*residues(m)}
         assert {(case.kv - case.q) % n for case in shown} >= {n // 2, n - 2, n - 1}
-    many = [case for case in big if backward_cases.work_tiles(case, tiles) > 2 * 132]
+    sms = ARCHITECTURES[spec["arch"]].sm_count
+    many = [case for case in big if backward_cases.work_tiles(case, tiles) > 2 * sms]
     assert len(many) >= 3
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ from collections.abc import Iterator
 import pytest
 import support
 from fmha_gen.build import render
-from fmha_gen.planning.kernel_plan import KernelPlan
+from fmha_gen.ops.forward import FORWARD
+from fmha_gen.planning.kernel_plan import DevicePlan, KernelPlan
 from fmha_gen.planning.protocol import Lane, Phase, arrows
+from fmha_gen.show import backward
 
 # A kernel for each structure: cluster, pair, one stage of Q or O, one to three warpgroups.
 STEMS = (
@@ -50,6 +53,8 @@ OF_NO_STEP = {"skip_blocks"}  # functions about blocks that only other warpgroup
 ONCE = {"tmem"}
 
 each_shipped = pytest.mark.parametrize("stem", support.SHIPPED)
+# Of the backward pass tests/backward/test_shown.py knows what fills a stage.
+each_forward = pytest.mark.parametrize("stem", support.shipped(FORWARD))
 each_structure = pytest.mark.parametrize("stem", STEMS)
 
 
@@ -86,6 +91,14 @@ def test_the_steps_between_tiles_are_what_is_around_the_loops(stem: str) -> None
             before += first if plan.arch == "sm90" else first[:2]
         again = plan.context["persistent"]
         assert said(lane) == (after + before if again else before + after), lane.role
+
+
+@functools.cache
+def protocol(stem: str) -> DevicePlan:
+    """What is explained and drawn of the kernel of a call that has barriers."""
+    plan = backward.shown(support.shipped_plan(stem))
+    (found,) = (each for each in plan.kernels if each.barriers)
+    return found
 
 
 @functools.cache
@@ -185,9 +198,9 @@ class Code:
 
 @each_shipped
 def test_arrivals_add_up_to_what_a_barrier_counts(stem: str) -> None:
-    plan = support.shipped_plan(stem)
-    counts = {barrier.name: barrier.count for barrier in plan.kernels[0].barriers}
-    for phase in plan.kernels[0].phases:
+    counts = {barrier.name: barrier.count for barrier in protocol(stem).barriers}
+    assert protocol(stem).phases
+    for phase in protocol(stem).phases:
         for (place, _), arrivals in arrived(phase).items():
             name = place.partition("[")[0]
             assert arrivals == counts[name], place
@@ -215,7 +228,7 @@ def test_counts_are_those_of_the_constants_and_of_the_words(stem: str) -> None:
     plan = support.shipped_plan(stem)
     numbers = {each.name: each.value for each in (*plan.chosen, *plan.derived)}
     checked = 0
-    for barrier in plan.kernels[0].barriers:
+    for barrier in protocol(stem).barriers:
         words = re.match(r"(\d+) \* (\d+)|\d+", barrier.arrivals)
         assert words
         assert barrier.count == eval(words.group())  # digits and a star
@@ -223,29 +236,27 @@ def test_counts_are_those_of_the_constants_and_of_the_words(stem: str) -> None:
         if barrier.name.endswith("_empty") and releases in numbers:
             assert barrier.count == numbers[releases]
             checked += 1
-    assert checked >= (3 if plan.arch == "sm90" else 1)  # others are always one commit
+    # Others are always one commit, and those of the backward pass are in words alone.
+    of_forward = 3 if plan.arch == "sm90" else 1
+    assert checked >= (1 if plan.context["backward"] else of_forward)
 
 
 @each_shipped
 def test_every_barrier_is_waited_for_and_signalled(stem: str) -> None:
-    plan = support.shipped_plan(stem)
     steps = [
-        s
-        for phase in plan.kernels[0].phases
-        for lane in phase.lanes
-        for s in lane.steps
+        s for phase in protocol(stem).phases for lane in phase.lanes for s in lane.steps
     ]
     waited = {wait.barrier for step in steps for wait in step.waits}
     signalled = {signal.barrier for step in steps for signal in step.signals}
     alone = {wait.barrier for step in steps for wait in step.waits if wait.arrivals}
-    names = {barrier.name for barrier in plan.kernels[0].barriers} - ONCE
+    names = {barrier.name for barrier in protocol(stem).barriers} - ONCE
     assert waited == names
     assert signalled | alone == names
 
 
 @each_shipped
 def test_no_step_waits_for_itself_and_none_for_nothing(stem: str) -> None:
-    for phase in support.shipped_plan(stem).kernels[0].phases:
+    for phase in protocol(stem).phases:
         found = arrows(phase)
         targets = {(arrow.target, arrow.wait.place) for arrow in found}
         graph = graphlib.TopologicalSorter[tuple[int, int]]()
@@ -261,7 +272,7 @@ def test_no_step_waits_for_itself_and_none_for_nothing(stem: str) -> None:
         graph.prepare()  # raises CycleError
 
 
-@each_shipped
+@each_forward
 def test_transaction_bytes_are_the_constants_and_the_loads(stem: str) -> None:
     plan = support.shipped_plan(stem)
     numbers = {each.name: each.value for each in (*plan.chosen, *plan.derived)}
@@ -294,10 +305,11 @@ def tx_bytes_of(plan: KernelPlan, tensor: str) -> int:
 def test_the_slices_of_a_cluster_make_whole_tiles(stem: str) -> None:
     plan = support.shipped_plan(stem)
     pair = plan.spec_file.spec.cta_group > 1
-    ctas = range(plan.context["cluster_size"])
-    assert {load.cta for load in plan.kernels[0].loads} == set(ctas)
-    for tensor in "QKV":
-        loads = [load for load in plan.kernels[0].loads if load.tensor == tensor]
+    ctas = range(math.prod(plan.spec_file.spec.cluster))
+    assert {load.cta for load in protocol(stem).loads} == set(ctas)
+    assert {load.tensor for load in protocol(stem).loads} >= {*"QKV"}
+    for tensor in {load.tensor for load in protocol(stem).loads}:
+        loads = [load for load in protocol(stem).loads if load.tensor == tensor]
         for cta in ctas:
             together = pair and tensor != "Q"
             received = [each for each in loads if together or cta in each.receivers]
@@ -314,13 +326,12 @@ def test_the_slices_of_a_cluster_make_whole_tiles(stem: str) -> None:
 
 @each_shipped
 def test_stages_of_shared_memory_are_those_of_the_barriers(stem: str) -> None:
-    plan = support.shipped_plan(stem)
-    stages = {barrier.name: barrier.stages for barrier in plan.kernels[0].barriers}
-    rings = {"sQ": "q", "sK": "k", "sV": "v", "sKV": "kv", "sO": "out"}
+    stages = {barrier.name: barrier.stages for barrier in protocol(stem).barriers}
+    rings = {"sQ": "q", "sK": "k", "sV": "v", "sKV": "kv", "sO": "out", "sdO": "do"}
     if "out_full" not in stages:  # of e4m3 O has a buffer that is no ring
         del rings["sO"]
-    regions = [region for region in plan.kernels[0].smem if region.name in rings]
-    assert len(regions) == 3
+    regions = [region for region in protocol(stem).smem if region.name in rings]
+    assert len(regions) == len({load.tensor for load in protocol(stem).loads})
     for region in regions:
         assert region.stages == stages[f"{rings[region.name]}_full"]
         assert region.nbytes % region.stages == 0

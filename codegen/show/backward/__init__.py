@@ -19,7 +19,8 @@ from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...planning.protocol import Load
 from . import sm90, sm100
 from .parts import MAIN as MAIN
-from .parts import Product, numbers, statistic
+from .parts import Places, Product, numbers
+from .parts import statistic as statistic
 
 # Of an SM and a clock.
 SMEM_BYTES: Final = 128
@@ -82,6 +83,12 @@ def role_rows(plan: KernelPlan, kernel: DevicePlan) -> Iterator[tuple[str, ...]]
 def products(plan: KernelPlan) -> tuple[Product, ...]:
     """The five, in the order of a step."""
     found: tuple[Product, ...] = _own(plan).products(plan)
+    return found
+
+
+def places(plan: KernelPlan) -> Places:
+    """Where results are in a step."""
+    found: Places = _own(plan).places(plan)
     return found
 
 

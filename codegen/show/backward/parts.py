@@ -44,6 +44,19 @@ class Product:
         return 2 * self.times * m * n * k
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where results are in a step. results: S, dP and what they become, dV, dK and dQ.
+
+    p: how P comes to dP. ds: where dS is for dQ. shared: what is in shared memory, by name.
+    """
+
+    results: str
+    p: str
+    ds: str
+    shared: str
+
+
 def numbers(plan: KernelPlan) -> Mapping[str, int]:
     """The plan's numbers by name."""
     return {each.name: int(each.value) for each in (*plan.chosen, *plan.derived)}

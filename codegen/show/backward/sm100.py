@@ -8,7 +8,7 @@ from typing import Final
 
 from ...planning.kernel_plan import WARPGROUP_THREADS, KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
-from .parts import WARPS, Product, load, main_of, numbers, over, take
+from .parts import WARPS, Places, Product, load, main_of, numbers, over, take
 
 FLOPS: Final = 8192  # of an SM and a clock
 ACCUMULATORS: Final = "in tensor memory"
@@ -74,6 +74,11 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
             *((keys, rows, v), 1, 2),
         ),
     )
+
+
+def places(plan: KernelPlan) -> Places:
+    """Where results are in a step."""
+    return Places("tensor memory", "P", "sdS", "sdS")
 
 
 def stored_tiles(plan: KernelPlan) -> int:

@@ -10,7 +10,7 @@ from ...arch import sm90
 from ...planning.kernel_plan import KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
 from ...planning.sm90_backward import SCHEDULER_WARP, SLICE_COLUMNS
-from .parts import WARPS, Product, load, main_of, mma, numbers, over, take
+from .parts import WARPS, Places, Product, load, main_of, mma, numbers, over, take
 
 FLOPS: Final = 4096  # of an SM and a clock
 ACCUMULATORS: Final = "in registers"
@@ -96,6 +96,14 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
             *("S^T = K Q^T", f"sK, {own}", "sQ", start, (keys, rows, qk), both, 2),
         ),
     )
+
+
+def places(plan: KernelPlan) -> Places:
+    """Where results are in a step."""
+    splits, ds = plan.context["splits_products"], "sdS, for both warpgroups"
+    if splits:
+        return Places("registers", "by sP", ds, "sP and sdS")
+    return Places("registers", "P", ds, "sdS")
 
 
 def _split_products(plan: KernelPlan) -> tuple[Product, ...]:
@@ -275,7 +283,7 @@ def _block_of_dk(plan: KernelPlan) -> Iterator[Step]:
 
 
 def _tile_of_dv(plan: KernelPlan) -> Iterator[Step]:
-    waits: tuple[Wait, ...] = (Wait("ds_full"),)
+    waits: tuple[Wait, ...] = (Wait("ds_full", earlier=True),)
     for i in range(_slices(plan)[0]):
         name = f"{LAST}, slice {i}"
         yield mma(name, *waits)

@@ -129,7 +129,7 @@ class _Drawing:
         return each.target[0] > each.source[0]
 
     def _make_rows(self) -> list[_Row]:
-        found = []
+        found: list[_Row] = []
         top = _HEADER
         for number in range(1 + max(self._row.values())):
             steps = [self._step(at) for at, row in self._row.items() if row == number]
@@ -139,10 +139,23 @@ class _Drawing:
             lines = max(len(_wrapped(step.text)) for step in steps)
             box = top + 6 + tracks * _TRACK + waits * _LINE + 3
             height = lines * _TEXT_LINE + 8
+            for first, name in self._ends_in(number):
+                # As long as its name.
+                start = found[first].box if first < number else box
+                height = max(height, start + width_of(name, "small") + 8 - box)
             bottom = box + height + 3 + signals * _LINE + 4
             found.append(_Row(top, box, height, bottom))
             top = bottom
         return found
+
+    def _ends_in(self, row: int) -> Iterator[tuple[int, str]]:
+        """What is known to be over in a row: the row where it was issued, its name."""
+        for number, lane in enumerate(self._phase.lanes):
+            issued = {x.issues: i for i, x in enumerate(lane.steps) if x.issues}
+            for index, step in enumerate(lane.steps):
+                if self._row[number, index] == row:
+                    for name in step.retires:
+                        yield self._row[number, issued[name]], name
 
     def _make_columns(self) -> list[_Column]:
         """Lanes from left to right, each with the gutter left of it; the last with both."""

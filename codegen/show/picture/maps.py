@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ...planning.kernel_plan import DevicePlan, Region
-from .svg import Panel, line, rect, text
+from .svg import Panel, line, rect, text, width_of
 
 WIDTH: Final = 372.0
 _TOP: Final = 58.0
@@ -45,6 +45,10 @@ class _Part:
     @property
     def end(self) -> int:
         return self.start + self.size
+
+    def meets(self, other: _Part) -> bool:
+        """They have something in common."""
+        return self.start < other.end and other.start < self.end
 
 
 def shared_memory(kernel: DevicePlan, limit: int) -> Panel | None:
@@ -98,8 +102,11 @@ def _kind(name: str) -> str:
 def _map(
     title: str, heads: tuple[str, str], parts: Sequence[_Part], limit: int
 ) -> Panel:
-    """All parts from top to bottom, each beside its numbers; a part inside another is inset."""
+    """All parts from top to bottom, each beside its numbers; a part over others is inset."""
     left, width = _BAR
+    levels = _levels(parts)
+    edges = [left + width * (1 - 0.5**level) for level in range(max(levels) + 1)]
+    edges.append(left + width)
     first, second, name = _COLUMNS
     body = [
         text(0, 16, title, "head"),
@@ -109,12 +116,18 @@ def _map(
     middles = [_TOP + (part.start + part.size / 2) * _SCALE / limit for part in parts]
     rows = _spread(middles)
     for index, (part, middle) in enumerate(zip(parts, middles, strict=True)):
-        inside = index > 0 and part.start < parts[index - 1].end
-        x = left + width / 2 if inside else left
+        level = levels[index]
+        x, right = edges[level], left + width
+        if level and any(
+            deeper > level and part.meets(over)
+            for over, deeper in zip(parts, levels, strict=True)
+        ):
+            right = edges[level + 1]
         y, height = _TOP + part.start * _SCALE / limit, part.size * _SCALE / limit
-        body.append(rect(x, y, left + width - x, height, f"box {part.kind}"))
-        if inside:
-            body.append(text(x + 6, middle + 4, part.name[:1], "strong"))
+        body.append(rect(x, y, right - x, height, f"box {part.kind}"))
+        if level:
+            letters = part.name.partition(" ")[0].partition("^")[0]
+            body.append(text(x + 6, middle + 4, letters, "strong"))
         elif height >= _ROW:
             # A part that another one is in has its letter in what that leaves.
             short = part.name.partition(":")[0].partition(" ")[0]
@@ -139,9 +152,19 @@ def _map(
     bottom = _TOP + _SCALE
     body.append(text(left, bottom + 14, str(limit), "mono muted"))
     words = "; ".join(f"{part.name} at {part.start}, {part.size}" for part in parts)
-    return Panel(
-        title, f"To scale, from the top: {words}.", WIDTH, bottom + 24, tuple(body)
-    )
+    told = f"To scale, from the top: {words}."
+    longest = max(width_of(part.name, "mono") for part in parts)
+    wide = max(WIDTH, name + longest)
+    return Panel(title, told, wide, bottom + 24, tuple(body))
+
+
+def _levels(parts: Sequence[_Part]) -> list[int]:
+    """Of each part how many others, one over the other, it is over: those before it."""
+    levels: list[int] = []
+    for index, part in enumerate(parts):
+        under = [levels[i] for i in range(index) if parts[i].meets(part)]
+        levels.append(max(under, default=-1) + 1)
+    return levels
 
 
 def _spread(wanted: Sequence[float]) -> list[float]:

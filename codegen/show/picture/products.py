@@ -20,19 +20,20 @@ _Boxes = dict[tuple[int, int], tuple[str, str, str]]
 
 
 def products(plan: KernelPlan) -> Panel:
-    """From shared memory at the top, by registers of a math warpgroup, to global memory."""
+    """From shared memory at the top, by where products are summed, to global memory."""
+    places = backward.places(plan)
     title = "The five products, and where P, dS and dQ go"
     shapes = {
         each.name.partition(" ")[0]: " x ".join(map(str, each.shape))
         for each in backward.products(plan)
     }
     boxes: _Boxes = {
-        (0, 0): ("k", "K, Q, -LSE / scale", "sK, sQ, sStatS"),
+        (0, 0): ("k", f"K, Q, {backward.statistic(plan)}", "sK, sQ, sStatS"),
         (1, 0): ("v", "V, dO, -D", "sV, sdO, sStatD"),
         (2, 0): ("k", "K, transposed", "sK"),
         (0, 1): ("s", "S^T, then P^T = exp2", shapes["S^T"]),
         (1, 1): ("p", "dP^T, then dS^T = P dP", shapes["dP^T"]),
-        (2, 1): ("p", "dS, transposed", "sdS, for both warpgroups"),
+        (2, 1): ("p", "dS, transposed", places.ds),
         (0, 2): ("mma", "dV += P^T dO", shapes["dV"]),
         (1, 2): ("mma", "dK += dS^T Q", shapes["dK"]),
         (2, 2): ("mma", "dQ = dS K", shapes["dQ"]),
@@ -49,12 +50,12 @@ def products(plan: KernelPlan) -> Panel:
             text(x + 8, y + 19, name, "strong"),
             text(x + 8, y + 36, more, "small"),
         ]
-    splits = plan.context["splits_products"]
     for source, target, words in _ARROWS:
-        body += _between(source, target, "by sP" if splits and words == "P" else words)
-    handed = "top row, sP and sdS" if splits else "top row and sdS"
-    body.append(text(0, 440, f"shared memory: {handed}", "small muted"))
-    body.append(text(0, 454, "registers: the next two rows", "small muted"))
+        body += _between(source, target, places.p if words == "P" else words)
+    top = "top row, " if " and " in places.shared else "top row and "
+    body.append(text(0, 440, f"shared memory: {top}{places.shared}", "small muted"))
+    results = f"{places.results}: the next two rows"
+    body.append(text(0, 454, results, "small muted"))
     body.append(text(0, 468, "global memory: below them", "small muted"))
     words = "; ".join(f"{name}: {more}" for _, name, more in boxes.values())
     return Panel(title, f"{words}.", WIDTH, 476.0, tuple(body))

@@ -34,7 +34,9 @@ _IN_WORDS: Final = (
     "validated",
 )  # the rungs that have no table of their own
 
-OF_BACKWARD: Final = ("0059",)
+# The backward pass, of each architecture; what adds to global memory in an order.
+OF_BACKWARD: Final = {"sm90": ("0059",), "sm100": ("0059", "0062")}
+OF_ORDERED: Final = ("0060",)
 
 _ROOT: Final = "../"  # from a kernel's page
 
@@ -190,7 +192,7 @@ def _reasons(found: KernelPlan) -> tuple[str, ...]:
     """The decisions that such kernels are as they are by."""
     arch, spec = ARCHITECTURES[found.arch], found.spec_file.spec
     if is_backward(spec):
-        return OF_BACKWARD
+        return OF_BACKWARD[found.arch] + OF_ORDERED * spec.deterministic
     return arch.decisions_of_pairs if spec.cta_group == 2 else arch.decisions
 
 
