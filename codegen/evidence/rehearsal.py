@@ -244,11 +244,20 @@ class Rehearsal:
             max_steps=self.max_steps or STEPS + STEPS_OF_BLOCK * self.case.blocks,
         )
 
+    def shift(self, name: str) -> NDArray[np.float64]:
+        """What an output's elements may be off by for their sums, as of `Bounded`."""
+        shift: NDArray[np.float64] = getattr(self.truth(self._wanted()), name).shift
+        return shift
+
+    def _wanted(self) -> NDArray[np.bool_] | None:
+        """Rows that the clusters which run should store; None for all."""
+        if self.expected is not None:
+            return self.expected
+        return rows_to_store(self.spec, self.case)
+
     def _compare(self, result: RunEvent, writes: Writes) -> None:
         operation, outputs = operation_of(self.spec), self.problem.outputs
-        wanted = self.expected
-        if wanted is None:
-            wanted = rows_to_store(self.spec, self.case)
+        wanted = self._wanted()
         result.of_rows = count_of_rows(self.spec, self.case)
         result.rows = result.of_rows if wanted is None else int(wanted.sum())
         if result.rows == 0:
@@ -295,8 +304,8 @@ def rehearse(
             ):
                 if output.name in unordered:
                     numbers = output.of_bits(bits), output.of_bits(expected)
-                    dtype = output.placed.dtype
-                    text = nearly_same(output.name, what, *numbers, dtype)
+                    of_type = output.placed.dtype, rehearsal.shift(output.name)
+                    text = nearly_same(output.name, what, *numbers, *of_type)
                 else:
                     text = same_bits(output.name, what, bits, expected)
                 if text:

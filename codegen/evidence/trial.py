@@ -130,13 +130,19 @@ class Guarded:
         return bits(self.view).clone()
 
     def differs(
-        self, what: str, found: torch.Tensor, expected: torch.Tensor, unordered: bool
+        self,
+        what: str,
+        found: torch.Tensor,
+        expected: torch.Tensor,
+        shift: torch.Tensor | None,
     ) -> str:
-        """Finding when bits are not those of a launch before; unordered: not nearly so."""
-        if not unordered:
+        """Finding when bits are not those of a launch before; of sums without an order, which have
+        a shift, when numbers are not nearly those.
+        """
+        if shift is None:
             return same_bits(self.name, what, found, expected)
         one, other = (x.view(self.view.dtype).double() for x in (found, expected))
-        return nearly_same(self.name, what, one, other, self.dtype)
+        return nearly_same(self.name, what, one, other, self.dtype, shift)
 
     def outside(self) -> str:
         """Finding when a guard was written."""
@@ -282,7 +288,6 @@ def _check_case(
     tensors = make_tensors(spec, tiles, case, device.name)
     given = [bits(x).clone() for x in tensors.given]
     outputs, operation = tensors.outputs, operation_of(spec)
-    unordered = operation.unordered(spec)
     leading, *others = (tensors.inputs[x.name] for x in operation.reads if not x.when)
     function = getattr(kernel, operation.function)
     scales = {x.name: x.value(spec) * case.scale_factor for x in operation.scalars}
@@ -303,22 +308,24 @@ def _check_case(
         """Whether the outputs still hold the first launch's bits; if not, says so."""
         device.synchronize()
         found = [
-            output.differs(what, output.snapshot(), expected, output.name in unordered)
+            output.differs(what, output.snapshot(), expected, shifts.get(output.name))
             for output, expected in zip(outputs, first, strict=True)
         ]
         result.findings += filter(None, found)
         return not any(found)
 
-    def judged() -> Mapping[str, Verdict]:
+    def judged() -> tuple[Mapping[str, Verdict], Any]:
         call = Given(spec, {**tensors.inputs, **numbers}, *scales.values())
         written = {x.name: x.view.double() for x in outputs}
-        return operation.judge(call, written, operation.truth(call), tiles.kv)
+        truth = operation.truth(call)
+        return operation.judge(call, written, truth, tiles.kv), truth
 
     poison()
     launch()
     device.synchronize()
     first = [output.snapshot() for output in outputs]
-    verdicts = judged()
+    verdicts, truth = judged()
+    shifts = {name: getattr(truth, name).shift for name in operation.unordered(spec)}
     result.shown.note(verdicts)
     result.findings += filter(None, (each.finding for each in verdicts.values()))
 
@@ -347,7 +354,7 @@ def _check_case(
     if case.layout == "plain":
         returned = function(leading, *others, **options)
         device.synchronize()
-        result.findings += _judge_returned(spec, returned, outputs, first)
+        result.findings += _judge_returned(spec, returned, outputs, first, shifts)
 
     watched = (*outputs, *tensors.scratch)
     result.findings += filter(None, (written.outside() for written in watched))
@@ -363,7 +370,7 @@ def _check_case(
         device.synchronize()
         result.findings += [
             f"under graph replay with other lengths: {each.finding}"
-            for each in judged().values()
+            for each in judged()[0].values()
             if each.finding
         ]
     return result
@@ -385,11 +392,12 @@ def _judge_returned(
     returned: Any,
     outputs: Sequence[Guarded],
     expected: Sequence[torch.Tensor],
+    shifts: Mapping[str, torch.Tensor],
 ) -> Iterator[str]:
     """What a kernel returns when it allocates: its outputs, a tuple where there are several."""
     operation = operation_of(spec)
     found = returned if isinstance(returned, tuple) else (returned,)
-    name, unordered = operation.function, operation.unordered(spec)
+    name = operation.function
     if len(found) != len(outputs):
         yield f"{name} returned {len(found)} tensors, not {len(outputs)}"
         return
@@ -401,7 +409,7 @@ def _judge_returned(
             )
         else:
             what = "when the kernel allocates it"
-            differs = output.differs(what, bits(x), wanted, output.name in unordered)
+            differs = output.differs(what, bits(x), wanted, shifts.get(output.name))
             yield from filter(None, [differs])
 
 

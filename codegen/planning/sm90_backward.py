@@ -134,10 +134,11 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
     of_dq = tile_q * spec.head_dim.qk // (sm90.WARPGROUP_ROWS * 2 * WARPGROUPS)
     packed = Traits(spec, Sizes(tile_q, tile_kv(spec), 0, 0, 0)).packed_products
-    if packed:
-        sloped = {"P sloped": of_p} if spec.softcap != "none" else {}
-        worst = {"dQ": of_dq, "dP": of_scores, "P": of_p, **sloped}
-    else:  # dQ comes when dP has gone
+    if packed and spec.softcap == "none":
+        worst = {"dQ": of_dq, "dP": of_scores, "P": of_p}
+    elif packed:  # P and P sloped come where S was, dQ when dP has gone
+        worst = {"S": of_scores, "dP": of_scores}
+    else:
         worst = {"P in fp32": of_scores, "P": of_p, "dP": of_scores}
     kept = {"dK": spec.head_dim.qk // 2, "dV": spec.head_dim.v // 2}
     return {**kept, **worst, "others": REGISTERS_BESIDE[packed]}

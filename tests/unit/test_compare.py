@@ -11,6 +11,7 @@ from fmha_gen.ops.cases import STEEP, Case, Tiles
 from fmha_gen.ops.compare import (
     judge_lse,
     judge_output,
+    nearly_same,
     outside_touched,
     rows_named,
     same_bits,
@@ -322,6 +323,22 @@ def test_bits_are_compared_as_integers():
     assert (
         same_bits("out", "in launch 2", after, before)
         == "1 of 3 elements of out differ in launch 2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("shift", "holds"), [(0.0, False), (1e-5, False), (2.0**-9, True)]
+)
+def test_sums_in_another_order_differ_by_what_cancels(shift, holds):
+    """A small result of large terms is off by a last place of these, not of its own."""
+    expected = np.full((1, 64, 1, 64), 2.0**-8)
+    found = expected.copy()
+    found[0, 3, 0, 5] += 2.0**-10
+    text = nearly_same(
+        "dq", "in launch 2", found, expected, "bf16", np.full(found.shape, shift)
+    )
+    assert text == (
+        "" if holds else "1 elements of dq differ in launch 2 by more than a last place"
     )
 
 

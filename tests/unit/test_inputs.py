@@ -327,6 +327,23 @@ def test_far_tensors_are_beyond_what_32_bits_hold():
     assert len(set(offsets)) == 3
 
 
+@pytest.mark.parametrize("stem", support.SHIPPED)
+def test_no_element_of_far_tensors_is_of_two(stem):
+    """Where inputs share a storage, of whatever operation."""
+    constants = support.constants(stem)
+    spec, tiles = constants["SPEC"], tiles_of(constants)
+    for case in (x for x in cases_for(spec, tiles) if x.layout == "far"):
+        places: dict[str, list[np.ndarray]] = {}
+        for x in place_tensors(spec, case, tiles).tensors.values():
+            found = np.full(1, x.offset)
+            for n, step in zip(x.shape, x.strides, strict=True):
+                found = (found[:, None] + np.arange(n) * step).ravel()
+            places.setdefault(x.storage, []).append(found)
+        for of_storage in places.values():
+            together = np.concatenate(of_storage)
+            assert len(np.unique(together)) == len(together), case.name
+
+
 def test_far_tensors_fit_a_gpu_together():
     """Sinks, and with them the LSE, lie apart along the query's heads, of which there are many."""
     spec = {**SPEC, "q_per_kv": 8, "sink": True}

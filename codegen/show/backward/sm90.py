@@ -190,20 +190,25 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
     """Of a math warpgroup, as the loop has them."""
     masks = "masks of S(n); " if plan.context["masked"] else ""
     of_ds = Step("dS(n) = P * dP, also to sdS", "math")
+    beside: tuple[str, ...] = ("dV(n)", "dQ(n-1)")
     yield mma("dP(n)", Wait("do_full"))
     yield Step(f"{masks}exp2; P(n) in 16 bits", "math")
     yield mma("dV(n)")
-    if plan.context["packed_products"]:
+    if plan.context["packed_products"] and not plan.context["capped"]:
         yield mma("dQ(n-1)", Wait("ds_full", earlier=True))
         yield over("dP(n) is there", ("dP(n)",))
         yield of_ds
     else:
         yield Step("dS(n-1) is there", "wait", (Wait("ds_full", earlier=True),))
-        yield over("dP(n) is there", ("dP(n)",))
+        if plan.context["capped"]:
+            beside = ("dQ(n-1)",)
+            yield over("dP(n), dV(n) are there", ("dP(n)", "dV(n)"))
+        else:
+            yield over("dP(n) is there", ("dP(n)",))
         yield of_ds
         yield mma("dQ(n-1)")
-    freed = Signal("do_empty", WARPS)
-    yield over("dV(n), dQ(n-1) are there", ("dV(n)", "dQ(n-1)"), freed)
+    are = "are" if beside[1:] else "is"
+    yield over(f"{', '.join(beside)} {are} there", beside, Signal("do_empty", WARPS))
     yield mma("dK(n)")
     yield Step(
         "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
