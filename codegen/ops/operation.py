@@ -217,8 +217,8 @@ class Workspace:
 
     One-dimensional, contiguous, at a multiple of 16 bytes. It comes after the outputs; what it
     holds before a call and after one means nothing. axes: whose sizes `size` of a generated file
-    takes, in this order: the first axes of the first two inputs. elements: that a call needs; more are not touched. about: as of a
-    `Tensor`.
+    takes, in this order: the first axes of the first two inputs. elements: that a call needs; more
+    are not touched. about: as of a `Tensor`.
     """
 
     name: str

@@ -80,7 +80,7 @@ def load(plan: KernelPlan, ring: str, what: str) -> Step:
 
 
 def take(warps: int) -> Step:
-    """The next tile, whose ticket was drawn while this one was computed, is taken by so many warps."""
+    """So many warps take the next tile, whose ticket was drawn while this one was computed."""
     ready, freed = Wait("ticket_full", earlier=True), Signal("ticket_empty", warps)
     return Step("take the next KV tile", "wait", (ready,), (freed,))
 
