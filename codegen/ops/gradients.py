@@ -110,7 +110,7 @@ def truth(
     whatever the type. wanted: as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
-    inputs = _Inputs(q, k, v, dout, scale, mask, cap, wanted)
+    inputs, xp = _Inputs(q, k, v, dout, scale, mask, cap, wanted), namespace(q)
     of_ds = max(ROUNDINGS_OF_DS[dtype], 2 if rounds_p else 1)
     of = _Rounded(ROUNDINGS[dtype], of_ds)
     for keys in inputs.kv_heads():
@@ -123,9 +123,10 @@ def truth(
             of_q = _Sums()
             of_q.add(ds, errors.of_ds, errors.shift, seen, keys.k)
             # One error of D is that of all keys of a row.
-            of_q.variance = of_q.variance + errors.of_sums * (bent @ keys.k) ** 2
+            of_d = xp.abs(bent @ keys.k) + errors.bent @ xp.abs(keys.k)
+            of_q.variance = of_q.variance + errors.of_sums * of_d**2
             of_q.put(made.dq, rows.place, inputs.scale, keys.k.shape[0], of.unit)
-            of_pairs = errors.of_ds + errors.of_sums * bent * bent
+            of_pairs = errors.of_ds + errors.of_sums * (bent + errors.bent) ** 2
             of_k.add(*_turned(ds, of_pairs, errors.shift, seen), rows.q)
             of_v.add(*_turned(w, errors.of_p, errors.shift_of_p, seen), rows.dout)
         count = q.shape[1] * inputs.group
@@ -246,7 +247,8 @@ class _Inputs:
 class _Errors(NamedTuple):
     """[rows, kv]: variances of dS and of P in 16 bits, and what fp32 may make of them, to one side.
 
-    of_sums: the variance of D, by O's rounding, [rows, 1].
+    of_sums: the variance of D, by O's rounding, [rows, 1]. bent: of P times what a cap leaves of a
+    slope, which D's error is multiplied by.
     """
 
     of_ds: Array
@@ -254,6 +256,7 @@ class _Errors(NamedTuple):
     of_sums: Array
     shift: Array
     shift_of_p: Array
+    bent: Array
 
 
 def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
@@ -294,6 +297,7 @@ def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
             + (1.0 + factor) * (xp.abs(x) + of_x) * of_bend
         ),
         w * factor,
+        (1.0 + factor) * w * of_bend,
     )
 
 
