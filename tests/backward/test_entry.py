@@ -200,6 +200,8 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any], str]] = {
         *("q", {"strides": [64 * 70, 64, 0, 1]}),
         "q: has strides that TMA cannot take",
     ),
+    "dout of more batches": ("dout", {"shape": [3, 70, 4, 64]}, "q: "),
+    "q of more rows": ("q", {"shape": [2, 71, 4, 64]}, "q: "),
     "lse of another type": ("lse", {"dtype": "bf16"}, "lse: "),
     "out of other rows": ("out", {"shape": [2, 69, 4, 64]}, "out: "),
     "dk as if of all heads": ("dk", {"shape": [2, 40, 4, 64]}, "dk: "),
