@@ -127,7 +127,7 @@ REPLACEMENTS = (
         r"\2\1",
     ),
     (
-        "gives dO back before dV and dP are done",
+        "gives dO back before dV and dQ are done",
         r"^( +warpgroup\.wait_group\(0\)\n)( +rings\.do\.consumer_release\(do_state\)\n)",
         r"\2\1",
     ),

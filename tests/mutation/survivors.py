@@ -103,7 +103,7 @@ ACCEPTED = (
         for kernels, name, text in (
             (BACKWARD, r"stat_s = -Float32\.inf: rows beyond the end count", _BEYOND),
             (BACKWARD, r"stat_s = .*: rows without keys count", _MASKED),
-            (TWO_OF_DO, r".*: gives dO back before dV and dP are done", _AFTER_Q),
+            (TWO_OF_DO, r".*: gives dO back before dV and dQ are done", _AFTER_Q),
             (CAUSAL_BACKWARD, r".*: keys beyond the end are seen", _TAIL_OF_CAUSAL),
         )
     ),

@@ -118,8 +118,8 @@ OF_BACKWARD = {
     r"cute\.arch\.fence_proxy\(.*: dropped": 3,  # before dS is full, and of zeros, and of dK, dV
     r"the other stage of dS": 2,
     r"gives Q back before dK and S are done": 1,
-    r"gives dO back before dV and dP are done": 1,
-    r"warpgroup\.wait_group\(1\): one group more stays in flight": 1,
+    r"gives dO back before dV and dQ are done": 1,
+    r"warpgroup\.wait_group\([12]\): one group more stays in flight": 1,
     r"rows beyond the end count": 1,
     r"rows beyond the end have an LSE": 1,
     r"rows without keys count": 1,

@@ -35,9 +35,9 @@ SHIPPED_100 = "sm100_d64_bf16_causal_bwd"
 OF_BACKWARD = {
     'cute.arch.fence_proxy("async.shared", space="cta"): dropped': GROUPS,
     "ds_stage = dq_state.index: the other stage of dS": GROUPS,
-    "warpgroup.wait_group(1): one group more stays in flight": GROUPS,
+    "warpgroup.wait_group(2): one group more stays in flight": GROUPS,
     "warpgroup.wait_group(0): gives Q back before dK and S are done": GROUPS,
-    "warpgroup.wait_group(0): gives dO back before dV and dP are done": ONE_OF_DO,
+    "warpgroup.wait_group(0): gives dO back before dV and dQ are done": ONE_OF_DO,
     "beyond = key + ROW_STEP * r >= problem.seqlen_kv: keys beyond the end are seen": FULL,
     "if position < seqlen_q:: rows beyond the end have an LSE": FULL,
     "cute.arch.griddepcontrol_wait(): dropped": GROUPS,
