@@ -20,9 +20,8 @@ from .context import common_context
 from .kernel_plan import Barrier, DevicePlan, KernelPlan, Number
 from .numbers import given, of_scores, tuned
 
-TICKET_STAGES: Final = (
-    1  # a ticket is drawn once the loads of the tile before are issued
-)
+# A ticket is drawn once the loads of the tile before are issued.
+TICKET_STAGES: Final = 1
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
 SECTION_BYTES: Final = 32 * 2**20
 STATS_THREADS: Final = 256

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -83,6 +83,13 @@ def take(warps: int) -> Step:
     """So many warps take the next tile, whose ticket was drawn while this one was computed."""
     ready, freed = Wait("ticket_full", earlier=True), Signal("ticket_empty", warps)
     return Step("take the next KV tile", "wait", (ready,), (freed,))
+
+
+def take_for_loads() -> Iterator[Step]:
+    """The load warp's way to the next tile: it gives a ticket back once its loads are issued."""
+    freed = Signal("ticket_empty", 1)
+    yield Step("all loads of the tile are issued", "wait", (), (freed,))
+    yield Step("read the next ticket", "wait", (Wait("ticket_full", earlier=True),))
 
 
 def mma(name: str, *waits: Wait) -> Step:

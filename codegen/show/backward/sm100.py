@@ -8,7 +8,17 @@ from typing import Final
 
 from ...planning.kernel_plan import WARPGROUP_THREADS, KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
-from .parts import WARPS, Places, Product, load, main_of, numbers, over, take
+from .parts import (
+    WARPS,
+    Places,
+    Product,
+    load,
+    main_of,
+    numbers,
+    over,
+    take,
+    take_for_loads,
+)
 
 FLOPS: Final = 8192  # of an SM and a clock
 ACCUMULATORS: Final = "in tensor memory"
@@ -163,7 +173,7 @@ def _add(name: str) -> Iterator[Step]:
 
 
 def _load_tile(plan: KernelPlan) -> Iterator[Step]:
-    yield take(1)
+    yield from take_for_loads()
     yield _load_once(plan, "k", "next K")
     yield load(plan, "q", "next Q(0)")
     yield _load_statistics(plan, "block 0")

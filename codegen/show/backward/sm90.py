@@ -10,7 +10,18 @@ from ...arch import sm90
 from ...planning.kernel_plan import KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
 from ...planning.sm90_backward import SCHEDULER_WARP, SLICE_COLUMNS
-from .parts import WARPS, Places, Product, load, main_of, mma, numbers, over, take
+from .parts import (
+    WARPS,
+    Places,
+    Product,
+    load,
+    main_of,
+    mma,
+    numbers,
+    over,
+    take,
+    take_for_loads,
+)
 
 FLOPS: Final = 4096  # of an SM and a clock
 ACCUMULATORS: Final = "in registers"
@@ -175,7 +186,7 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         )
     yield Phase(title, tuple(lanes(block, (), end=False)))
     tile = (
-        take(1),
+        *take_for_loads(),
         load(plan, "k", "next K"),
         load(plan, "q", "next Q(0)"),
         load(plan, "v", "next V"),
