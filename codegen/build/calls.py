@@ -8,7 +8,9 @@ strides, offsets, scales and SMs. Nothing runs: no memory is at the addresses of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, get_args
 
@@ -130,6 +132,11 @@ def probes(text: str) -> list[launch.Call]:
     constants = read_constants(text)
     spec, tiles = constants["SPEC"], tiles_of(constants)
     return [arguments(spec, case, tiles) for case in _probed(spec, tiles)]
+
+
+def digest(calls: Sequence[launch.Call]) -> str:
+    """The sha256 of calls: where it is another, so is the digest of what the same text launches."""
+    return hashlib.sha256(json.dumps(calls).encode()).hexdigest()
 
 
 def _probed(spec: Mapping[str, Any], tiles: Tiles) -> Iterator[Case]:

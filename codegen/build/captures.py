@@ -31,7 +31,7 @@ from ..emulator.tma import MAP_BYTES
 from ..errors import EnvironmentProblem
 from ..host import cache
 from . import toolchain
-from .calls import probes
+from .calls import digest, probes
 from .toolchain import Compiler
 
 # What decides a capture, apart from the kernel's text and the DSL.
@@ -184,8 +184,8 @@ def compile_kernel(text: str, stem: str, arch: str) -> toolchain.CompileReport:
     )
     if not found.called:
         return report
-    digest = launch_digest(ptx.parse_kernels(found.ptx), found.called)
-    return replace(report, launch_sha256=digest)
+    launched = launch_digest(ptx.parse_kernels(found.ptx), found.called)
+    return replace(report, launch_sha256=launched, calls_sha256=digest(calls))
 
 
 def launch_digest(kernels: Mapping[str, ptx.Module], called: Sequence[Called]) -> str:

@@ -2,12 +2,13 @@
 """The evidence of one kernel: `records/<stem>.json`, by rung; on GPUs an entry per GPU model.
 
 `compiled` is about a text, and says what that text compiles to: the digests of its device code
-(the PTX), of what `fmha` launches it with (`launch`), and of its host section (`host`). Of several
-kernels it has a list, `kernels`; the fields of one stand beside the others. What ran,
-in the emulator or on a GPU, is about the device code and the launch. An entry names the text that
-ran, and holds for that text and for every other with the same two digests: a better name or
-comment costs nothing, a changed instruction everything. What an entry says of the host section
-alone, refusals and host times, holds while that digest is the same, too (decision 0030).
+(the PTX), of what `fmha` launches it with (`launch`) when certain `calls` are made, and of its host
+section (`host`). Of several kernels it has a list, `kernels`; the fields of one stand beside the
+others. What ran, in the emulator or on a GPU, is about the device code and the launch. An entry
+names the text that ran, and holds for that text and for every other with the same two digests: a
+better name or comment costs nothing, a changed instruction everything. What an entry says of the
+host section alone, refusals and host times, holds while that digest is the same, too (decision
+0030).
 """
 
 from __future__ import annotations

@@ -124,6 +124,7 @@ class CompileReport:
     kernels: tuple[KernelReport, ...]
     ptx_sha256: str
     launch_sha256: str = ""  # see `captures.launch_digest`; empty where it is not known
+    calls_sha256: str = ""  # of the calls that it is about, see `calls.digest`
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json` takes: a list `kernels`, or the fields of the only one."""
