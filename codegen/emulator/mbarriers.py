@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .barriers import MBarrier
 from .lanes import (
@@ -119,18 +118,17 @@ class MBarriers:
         be another CTA's, as `.shared::cluster` says.
         """
         cluster = self._group.cluster
+        there = base[mask]
+        is_one = not np.count_nonzero(there != there[:1])  # mbarrier for all lanes
         for number in warps_of(mask):
             warp = self._group.warps[number]
             self._group.here(index, number)
             agent = warp.agent
-            lanes = np.flatnonzero(mask & WARP_MASKS[number])
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
-            several = len(lanes) > 1
-            addresses = (np.unique(base[lanes]) if several else base[lanes]).tolist()
-            for address in addresses:
-                chosen = mask if len(addresses) == 1 else mask & (base == address)
-                arriving = lanes[base[lanes] == address]
+            of_warp = there if is_one else base[mask & WARP_MASKS[number]]
+            for address in (int(there[0]),) if is_one else np.unique(of_warp).tolist():
+                chosen = mask if is_one else mask & (base == address)
                 barrier = self.find(address + offset, number, chosen)
                 away = cluster.locate(address + offset)[0] is not self._group.cta
                 if away and not remote:
@@ -146,11 +144,11 @@ class MBarriers:
                 clock = None
                 if agent:
                     clock = agent.release(self._group.lanes(number, chosen))
-                arrivals = _total(count, arriving)
+                arrivals = _total(count, number, chosen)
                 # An expect_tx alone releases nothing: it only moves the count.
                 barrier.arrive(
                     arrivals,
-                    _total(transactions, arriving),
+                    _total(transactions, number, chosen),
                     clock if arrivals else None,
                 )
                 cluster.progress += 1
@@ -170,8 +168,8 @@ class MBarriers:
         place is held back until the phase completes, as the hardware may; a test_wait never is.
         """
         first = int(mask.argmax())
-        same = (base == base[first]) & (parity == parity[first])
-        if not (mask & ~same).any():
+        other = (base != base[first]) | (parity != parity[first])
+        if not np.count_nonzero(mask & other):
             return self._wait_together(
                 index, int(base[first]) + offset, int(parity[first]), polls, mask
             )
@@ -238,8 +236,9 @@ class MBarriers:
                 agent.fence_initialisations(self._group.lanes(number, mask))
 
 
-def _total(amount: Any, lanes: NDArray[Any]) -> int:
-    """Of these lanes; amount: of each lane, or one number for all."""
+def _total(amount: Any, number: int, mask: Mask) -> int:
+    """Of a warp's lanes in the mask; amount: of each lane, or one number for all."""
+    part = mask[WARP * number : WARP * (number + 1)]
     if isinstance(amount, int):
-        return amount * len(lanes)
-    return int(amount[lanes].sum(dtype=np.int64))
+        return amount * part.tobytes().count(1)
+    return int(amount[WARP * number : WARP * (number + 1)][part].sum(dtype=np.int64))

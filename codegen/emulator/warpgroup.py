@@ -178,7 +178,7 @@ class Warpgroup:
         running = mask
         if self._starved is not NONE:
             running = mask & ~self._starved
-            whole = block.aligned < ALIGNED_GROUP or bool((running == mask).all())
+            whole = block.aligned < ALIGNED_GROUP or running.tobytes() == mask.tobytes()
             if not whole or not some(running):
                 return None
         if block.aligned:
@@ -211,7 +211,7 @@ class Warpgroup:
         return passed if passed is not None and some(passed) else None
 
     def _run(self, block: Block, mask: Mask, running: Mask) -> None:
-        whole = running is self.live or bool((running == self.live).all())
+        whole = running is self.live or running.tobytes() == self.live.tobytes()
         program = self.program
         function = program.whole(block) if whole else program.masked(block)
         function(self, self.registers, running)

@@ -187,7 +187,7 @@ def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
     return ran
 
 
-@pytest.mark.parametrize("call", support.rotated(CALLS, 12))
+@pytest.mark.parametrize("call", support.rotated(CALLS, 7))
 def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> None:
     stem, case = CALLS[call]
     fields, _ = KERNELS[stem]
@@ -242,7 +242,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES, 4))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 3))
 def test_damage_is_found(name: str, tmp_path: Path) -> None:
     old, new, words = DAMAGES[name]
     stem = "sm90_d64_bf16_causal_bwd"
@@ -316,7 +316,7 @@ SM100_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 2))
 def test_damage_on_sm100_is_found(name: str, tmp_path: Path) -> None:
     fields, _ = KERNELS[ON_SM100]
     gone, words = SM100_DAMAGES[name]

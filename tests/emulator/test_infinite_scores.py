@@ -39,7 +39,7 @@ def hidden_keys(kv: int, block: int) -> list[np.ndarray]:
     ]
 
 
-@pytest.mark.parametrize("stem", support.rotated(KERNELS, 3))
+@pytest.mark.parametrize("stem", support.rotated(KERNELS, 1))
 def test_keys_of_minus_infinity_weigh_nothing(stem: str) -> None:
     path = support.GENERATED / f"{stem}.py"
     (ragged,) = (each for each in emulated_cases(path) if tag_of(each) == "ragged")

@@ -120,7 +120,7 @@ FAULTS = {  # kernel, case, what stands there once, what stands there then
 }
 
 
-@pytest.mark.parametrize("name", rotated(SPECS, 3))
+@pytest.mark.parametrize("name", rotated(SPECS, 2))
 def test_lists_beside_other_fields(name: str, tmp_path: Path) -> None:
     path = written(tmp_path, kernel_text(SPECS[name]))
     tags = [f"lists_{kind}" for kind in ("shuffled", "some_tiles", "all", "behind")]

@@ -100,7 +100,7 @@ FAULTS = {  # kernel, case, what stands there, what stands there then
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 6))
 def test_a_mask_reads_its_inputs(kernel: str, tmp_path: Path) -> None:
     path = written(tmp_path, kernel_text(KERNELS[kernel]))
     cases = [case for case in emulated_cases(path) if tag_of(case) in TAGS]

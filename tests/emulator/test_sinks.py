@@ -72,7 +72,7 @@ def made(folder: Path, text: str) -> Path:
     return written(folder, render.render_kernel(planned))
 
 
-@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
+@pytest.mark.parametrize("name", support.rotated(SPECS, 2))
 def test_sinks_of_all_levels(name: str, tmp_path: Path) -> None:
     path = made(tmp_path, SPECS[name])
     _, ready = rehearsals(path, {"sinks", "sinks_steep", "sinks_alone"})

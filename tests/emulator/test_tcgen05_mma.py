@@ -162,7 +162,7 @@ def combinations():
 COMBINATIONS = {str(values).replace(" ", ""): values for values in combinations()}
 
 
-@pytest.mark.parametrize("name", support.rotated(COMBINATIONS, 120))
+@pytest.mark.parametrize("name", support.rotated(COMBINATIONS, 60))
 def test_products(name):
     ctas, m, types, operands = COMBINATIONS[name]
     got, want, findings = multiply(ctas, m, 32 * ctas, types, *operands)

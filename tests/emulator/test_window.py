@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from fmha_gen.evidence.rehearsal import schedules
-from support import kernel_text
+from support import kernel_text, rotated
 
 from .rehearsals import emulated_cases, findings, rehearsals, tag_of, written
 
@@ -116,7 +116,7 @@ FAULTS = {  # kernel, case, what stands there once, what stands there then
 }
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", rotated(KERNELS, 7))
 def test_a_window_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
     spec, tags = KERNELS[kernel]
     path = written(tmp_path, kernel_text(spec))
@@ -126,7 +126,7 @@ def test_a_window_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
         assert ready.run(schedules(0)[0]).findings == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", rotated(FAULTS, 6))
 def test_a_fault_at_an_edge_is_found(fault: str, tmp_path: Path) -> None:
     kernel, tag, right, wrong = FAULTS[fault]
     text = kernel_text(KERNELS[kernel][0])

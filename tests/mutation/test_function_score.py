@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+import support
 from fmha_gen.emulator.launch import CaptureError
 from fmha_gen.ops.cases import cases_for, walks_for
 
@@ -48,7 +49,9 @@ def only(monkeypatch):
     return choose
 
 
-@pytest.mark.parametrize(("stem", "group", "what", "tag", "finding"), SAMPLE)
+@pytest.mark.parametrize(
+    ("stem", "group", "what", "tag", "finding"), support.rotated(SAMPLE, 4)
+)
 def test_damage_to_the_function_is_noticed(stem, group, what, tag, finding, only):
     subject = FunctionSubject(stem)
     only(subject.path, tag)
