@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2.meta
 import pytest
@@ -23,6 +23,8 @@ from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
 from fmha_gen.spec.model import SpecFile, load_specs
 from packaging.requirements import Requirement
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[1]
 SPECS = ROOT / "specs"
@@ -116,18 +118,17 @@ def sample(arch: str, operation: Operation) -> list[str]:
     return chosen
 
 
-def picked(names: Iterable[str], count: int) -> list[str]:
+def picked(names: Iterable[T], count: int) -> list[T]:
     """So many of the names, others after each change of the package or of a generated kernel."""
 
-    def place(name: str) -> str:
-        return hashlib.sha256(f"{_state()}{name}".encode()).hexdigest()
+    places = {
+        hashlib.sha256(f"{_state()}{name}".encode()).hexdigest(): name for name in names
+    }
+    chosen = {*sorted(places)[:count]}
+    return [name for place, name in places.items() if place in chosen]
 
-    found = list(names)
-    chosen = sorted(found, key=place)[:count]
-    return [name for name in found if name in chosen]
 
-
-def rotated(table: Collection[str], count: int) -> list[str]:
+def rotated(table: Collection[T], count: int) -> list[T]:
     """The same of a table whose rows take seconds each; FMHA_GEN_ALL=1 runs all of it."""
     return picked(table, len(table) if os.environ.get(ALL) == "1" else count)
 

@@ -135,7 +135,7 @@ def probes(text: str) -> list[launch.Call]:
 
 
 def digest(calls: Sequence[launch.Call]) -> str:
-    """The sha256 of calls: where it is another, so is the digest of what the same text launches."""
+    """The sha256 of calls, by which a record names those that its digest of launches is about."""
     return hashlib.sha256(json.dumps(calls).encode()).hexdigest()
 
 

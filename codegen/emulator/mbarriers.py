@@ -119,16 +119,16 @@ class MBarriers:
         """
         cluster = self._group.cluster
         there = base[mask]
-        is_one = not np.count_nonzero(there != there[:1])  # mbarrier for all lanes
+        together = not np.count_nonzero(there != there[:1])  # at one mbarrier
         for number in warps_of(mask):
             warp = self._group.warps[number]
             self._group.here(index, number)
             agent = warp.agent
             # Together, so that arrivals of one instruction that fall into two phases are too many
             # for the first: who waits for it would otherwise wait for a part of the warp.
-            of_warp = there if is_one else base[mask & WARP_MASKS[number]]
-            for address in (int(there[0]),) if is_one else np.unique(of_warp).tolist():
-                chosen = mask if is_one else mask & (base == address)
+            of_warp = there[:1] if together else base[mask & WARP_MASKS[number]]
+            for address in (of_warp if together else np.unique(of_warp)).tolist():
+                chosen = mask if together else mask & (base == address)
                 barrier = self.find(address + offset, number, chosen)
                 away = cluster.locate(address + offset)[0] is not self._group.cta
                 if away and not remote:
