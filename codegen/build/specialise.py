@@ -40,6 +40,7 @@ _KEPT_PIECES: Final = 8192
 _FORMULA: Final = re.compile(r"#(?: \[[^\]]*\])? = (.*)")
 # A test at the top of a file.
 _BLOCK: Final = re.compile(r"^(if|while) ", re.MULTILINE)
+INDENT: Final = 4
 _GOES_ON: Final = re.compile(r"(elif|else|except|finally)\b")
 _DOCSTRING: Final = re.compile(r'(?:#.*\n)*"""[^"]*(?:"{1,2}[^"]+)*"""\n')
 # What of a string, or of anything that is not usual, could begin a line.
@@ -385,6 +386,9 @@ class _Fold:
         new = self._block(node)
         if not new:
             start = text.start_of(text.first_line(node))
+        elif _line_of(text, node).startswith("elif"):  # behind a test that is not known
+            inner = re.sub(r"^(?=.)", " " * INDENT, new, flags=re.MULTILINE)
+            new = f"{' ' * node.col_offset}else:\n{inner}"
         return _Edit(start, end, new)
 
     def _block(self, node: ast.If | ast.While) -> str:

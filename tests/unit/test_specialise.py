@@ -55,6 +55,17 @@ def body(text: str, **flags: bool) -> str:
             "return f(x, y, z=1)",
             "return f(y, z=1)",
         ),
+        # A test of flags behind one that is not known.
+        (
+            "if x:\n    y = 1\nelif F:\n    y = 2\n    y += 1\nreturn y",
+            "if x:\n    y = 1\nelse:\n    y = 2\n    y += 1\nreturn y",
+            "if x:\n    y = 1\nreturn y",
+        ),
+        (
+            "if x:\n    y = 1\nelif F:\n    y = 2\nelse:\n    y = 3\nreturn y",
+            "if x:\n    y = 1\nelse:\n    y = 2\nreturn y",
+            "if x:\n    y = 1\nelse:\n    y = 3\nreturn y",
+        ),
         # Branches in branches.
         (
             "if F:\n    if x:\n        y = 1\n    else:\n        y = 2\nreturn y",
