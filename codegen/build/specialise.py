@@ -18,6 +18,7 @@ import ast
 import contextlib
 import functools
 import re
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
@@ -40,7 +41,7 @@ _KEPT_PIECES: Final = 8192
 _FORMULA: Final = re.compile(r"#(?: \[[^\]]*\])? = (.*)")
 # A test at the top of a file.
 _BLOCK: Final = re.compile(r"^(if|while) ", re.MULTILINE)
-INDENT: Final = 4
+_INDENT: Final = " " * 4
 _GOES_ON: Final = re.compile(r"(elif|else|except|finally)\b")
 _DOCSTRING: Final = re.compile(r'(?:#.*\n)*"""[^"]*(?:"{1,2}[^"]+)*"""\n')
 # What of a string, or of anything that is not usual, could begin a line.
@@ -387,7 +388,7 @@ class _Fold:
         if not new:
             start = text.start_of(text.first_line(node))
         elif _line_of(text, node).startswith("elif"):  # behind a test that is not known
-            inner = re.sub(r"^(?=.)", " " * INDENT, new, flags=re.MULTILINE)
+            inner = textwrap.indent(new, _INDENT)
             new = f"{' ' * node.col_offset}else:\n{inner}"
         return _Edit(start, end, new)
 
