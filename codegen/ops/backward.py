@@ -40,19 +40,14 @@ STATISTICS: Final = 2
 TICKETS: Final = 1
 
 
-def turns_of(arch: str) -> int:
-    """Turns of a block of rows, where sums have an order: one of each warpgroup that adds to it."""
-    return 2 if arch == "sm90" else 1
-
-
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
     """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns with
     each block where sums have an order.
     """
     blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    turns = turns_of(spec["arch"]) * blocks if spec["deterministic"] else 0
-    return blocks * cut.q * width + TICKETS + turns
+    turns = turns_of(spec["arch"], **spec["head_dim"]) if spec["deterministic"] else 0
+    return blocks * cut.q * width + TICKETS + turns * blocks
 
 
 WORKSPACE: Final = Workspace(
@@ -68,6 +63,18 @@ def splits_products(qk: int, v: int) -> bool:
     for the registers of one. qk, v: head_dim.
     """
     return max(qk, v) > 128
+
+
+def hands_turns(arch: str, qk: int, v: int) -> bool:
+    """Whether warps of their own watch and pass turns, where sums have an order. qk, v: head_dim."""
+    return arch == "sm90" and not splits_products(qk, v)
+
+
+def turns_of(arch: str, qk: int, v: int) -> int:
+    """Turns of a block of rows, where sums have an order: one of all that add to it, where that is
+    one warpgroup or others watch for them; else one of each warpgroup.
+    """
+    return 2 if arch == "sm90" and splits_products(qk, v) else 1
 
 
 def is_backward(spec: Spec) -> bool:

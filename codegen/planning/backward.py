@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import KERNELS, turns_of
+from ..ops.backward import KERNELS, hands_turns, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -64,6 +64,13 @@ class Traits(shared.Traits):
     def splits_products(self) -> bool:
         """The warpgroups have the same keys and different products: see `splits`."""
         return splits(self.spec)
+
+    @property
+    def hands_turns(self) -> bool:
+        """Warps of their own watch and pass the turns that math warps add dQ in."""
+        head_dim = self.spec.head_dim
+        handed = hands_turns(self.spec.arch, head_dim.qk, head_dim.v)
+        return self.spec.deterministic and handed
 
     @property
     def thin(self) -> bool:
@@ -163,8 +170,12 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "DQ_GROUPS", "of four sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
     if traits.spec.deterministic:
-        turns = str(turns_of(traits.spec.arch))
-        yield "TURNS", "of a block of rows: of each warpgroup that adds", turns
+        head_dim = traits.spec.head_dim
+        turns = turns_of(traits.spec.arch, head_dim.qk, head_dim.v)
+        adds = (
+            "of all that add" if traits.hands_turns else "of each warpgroup that adds"
+        )
+        yield "TURNS", f"of a block of rows: {adds}", str(turns)
     yield from of_scores(traits)
     yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
     lanes = "HEAD_DIM_V // HALVES"
@@ -207,6 +218,7 @@ def context(
     return {
         **common,
         "ordered": spec_file.spec.deterministic,
+        "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "thin": traits.thin,
         # Apart from the keys before a window, which have a mask of their own.
@@ -233,9 +245,14 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
     yield of_s
     yield from products
     if traits.spec.deterministic:
+        waits = (
+            "two warps watch and pass the turns of its blocks"
+            if traits.hands_turns
+            else "a warpgroup waits for its turn"
+        )
         yield (
-            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets: a"
-            " warpgroup waits for its turn, and the same inputs give the same bits."
+            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets:"
+            f" {waits}, and the same inputs give the same bits."
         )
     else:
         yield (

@@ -40,6 +40,8 @@ SLICE_COLUMNS: Final = 64
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
 # Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
+WATCH_WARP: Final = 1
+PASS_WARP: Final = 2
 SCHEDULER_WARP: Final = 3
 CONSTANTS: Final = {**sm90.CONSTANTS, **backward.CONSTANTS, "DS_STAGES": DS_STAGES}
 
@@ -201,7 +203,12 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
     yield from backward.tx_bytes(with_statistics=True)
-    yield "TICKET_RELEASES", "warps that free it: of loads, of math", "1 + MATH_WARPS"
+    if traits.hands_turns:
+        freed = "warps that free it: of loads, of turns, of math"
+        yield "TICKET_RELEASES", freed, "3 + MATH_WARPS"
+    else:
+        freed = "warps that free it: of loads, of math"
+        yield "TICKET_RELEASES", freed, "1 + MATH_WARPS"
     yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
     if traits.splits_products:
@@ -226,6 +233,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {backward.TICKET_STAGES}"
     )
     of_p = []
+    if traits.hands_turns:
+        pairs = f"{pairs} + 2 * {DS_STAGES}"
     if traits.splits_products:
         pairs = f"{pairs} + 1"
         of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
@@ -269,7 +278,16 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
     arrivals = 4 if traits.splits_products else warps
     yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
-    yield from backward.barriers_of_tickets(warps + 1, "load and math warps")
+    if not traits.hands_turns:
+        yield from backward.barriers_of_tickets(warps + 1, "load and math warps")
+        return
+    handed = "1: warp 1, once the tiles before have added"
+    yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
+    seen = "1: warp 2, once both warpgroups have added"
+    yield Barrier("turn_empty", DS_STAGES, 1, seen, "warp 1")
+    added = f"{warps}: every math warp, once it has added"
+    yield Barrier("added_full", DS_STAGES, warps, added, "warp 2")
+    yield from backward.barriers_of_tickets(warps + 3, "all but the scheduler")
 
 
 def _context(
@@ -291,7 +309,7 @@ def _context(
     width = max(map(len, fills.values()))
     roles = (
         *backward.kernel_lines(statistic),
-        f"Roles: warp 0 loads by TMA; warp {SCHEDULER_WARP} draws tickets for tiles; {math}.",
+        *_role_lines(traits, math),
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
             f"  {name:2}  {fill:{width}}  {told[f'{name}_empty']}"
@@ -312,6 +330,19 @@ def _context(
         "dq_by_rows": not traits.splits_products
         and traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
     }
+
+
+def _role_lines(traits: Traits, math: str) -> Iterator[str]:
+    """The lines of the header that say which warp does what."""
+    draws = f"warp {SCHEDULER_WARP} draws tickets for tiles"
+    if not traits.hands_turns:
+        yield f"Roles: warp 0 loads by TMA; {draws}; {math}."
+        return
+    yield (
+        f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} watches for the turns to add dQ in,"
+        f" warp {PASS_WARP} passes"
+    )
+    yield f"them on; {draws}; {math}."
 
 
 def _statements(traits: Traits) -> Iterator[str]:

@@ -111,6 +111,24 @@ ORDERED = {
         D64 + "deterministic: true\n",
         (Case("turns", 1, 1, 100, 300, sm_count=3),),
     ),
+    # Turns by falling keys, of several heads, and of tiles that no row sees.
+    "sm90_d64_bf16_bwd_w20x10_gqa2_det": (
+        kernels.SMALL + "window: {left: 20, right: 10}\nheads: {q_per_kv: 2}\n"
+        "deterministic: true\n",
+        (
+            Case("late", 1, 1, 130, 70, sm_count=1),
+            Case("hidden", 1, 1, 9, 300, sm_count=3),
+            Case("turns", 1, 1, 200, 300, sm_count=2),
+        ),
+    ),
+    "sm90_d64_bf16_bwd_w70x_det": (
+        kernels.SMALL + "window: {left: 70}\ndeterministic: true\n",
+        (Case("left", 1, 1, 80, 300, sm_count=2),),
+    ),
+    "sm90_d96_fp16_bwd_det": (
+        "head_dim: 96\ndtype: fp16\ndeterministic: true\n",
+        (Case("thin", 1, 2, 70, 200, sm_count=3),),
+    ),
     "sm90_d192x128_bf16_bwd_det": (
         "head_dim: {qk: 192, v: 128}\ndtype: bf16\nwindow: {left: 40, right: 3}\n"
         "deterministic: true\n",

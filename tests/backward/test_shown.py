@@ -32,6 +32,9 @@ FIELDS = {
     "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
     "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
     "sm90_d128_bf16_bwd_det": "head_dim: 128\ndtype: bf16\ndeterministic: true\n",
+    "sm90_d192x128_bf16_bwd_det": (
+        "head_dim: {qk: 192, v: 128}\ndtype: bf16\ndeterministic: true\n"
+    ),
     "sm100_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
     "sm100_d64_fp16_bwd_det": "head_dim: 64\ndtype: fp16\ndeterministic: true\n",
 }
@@ -75,6 +78,8 @@ def calls(body: Sequence[ast.stmt], of_tile: bool) -> Iterator[str]:
             yield from calls(node.body, of_tile)
         elif "take_work(" in (text := ast.unparse(node)):
             yield from ("wait ticket_full", "signal ticket_empty")
+        elif "add_when_handed(" in text:
+            yield from ("wait turn_full", "signal added_full")
         else:
             for ring, call in CALL.findall(text):
                 yield SAID[call].format(ring)
@@ -111,6 +116,32 @@ def test_the_steps_are_those_of_the_loop(stem: str) -> None:
         assert said(block[role]) == of_block
         around = of_tile[end:] + of_tile[:end]
         assert said(tile[role]) == around
+
+
+@pytest.mark.parametrize(
+    ("role", "name"), [("watcher", "watch_turns"), ("passer", "pass_turns")]
+)
+def test_the_steps_of_turns_are_those_of_their_loops(role: str, name: str) -> None:
+    stem = "sm90_d128_bf16_bwd_det"
+    (function,) = (
+        node
+        for node in ast.parse(render.render_kernel(planned(stem))).body
+        if isinstance(node, ast.FunctionDef) and node.name == name
+    )
+    (tiles,) = (node for node in function.body if isinstance(node, ast.While))
+    (place,) = (i for i, x in enumerate(tiles.body) if isinstance(x, ast.For))
+    blocks = tiles.body[place]
+    assert isinstance(blocks, ast.For)
+    block, tile = (
+        {lane.role: lane for lane in phase.lanes}
+        for phase in planned(stem).kernels[1].phases
+    )
+    of_block = [*calls(blocks.body, True)]
+    assert said(block[role]) == of_block
+    # Who passes is shown with the last block, who watches with the first one of the next tile.
+    take = [*calls(tiles.body[place + 1 :], True)]
+    in_order = [*take, *of_block] if role == "watcher" else [*of_block, *take]
+    assert said(tile[role]) == in_order
 
 
 @pytest.mark.parametrize("stem", SPLIT)

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Final
 
 from ...features.backward import is_backward
-from ...ops.backward import STATISTICS, turns_of
+from ...ops.backward import STATISTICS
 from ...ops.operation import BYTES
 from ...planning.backward import DOES, STATS_THREADS
 from ...planning.kernel_plan import DevicePlan, KernelPlan
@@ -138,7 +138,7 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
     q = known.get("SEQLEN_Q")
     blocks = f"ceil({q or 'seqlen_q'} / {rows})"
     of_row = BYTES["fp32"] * (qk + STATISTICS)
-    ordered, turns = plan.spec_file.spec.deterministic, turns_of(plan.arch)
+    ordered, turns = plan.spec_file.spec.deterministic, known.get("TURNS", 0)
     of_turns = f" + {turns} * batch * heads * {blocks}" if ordered else ""
     yield (
         f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"

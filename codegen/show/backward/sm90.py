@@ -9,7 +9,12 @@ from typing import Final
 from ...arch import sm90
 from ...planning.kernel_plan import KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
-from ...planning.sm90_backward import SCHEDULER_WARP, SLICE_COLUMNS
+from ...planning.sm90_backward import (
+    PASS_WARP,
+    SCHEDULER_WARP,
+    SLICE_COLUMNS,
+    WATCH_WARP,
+)
 from .parts import (
     WARPS,
     Places,
@@ -33,7 +38,14 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     kernel = main_of(plan)
     of = {each.role: each.per_thread for each in kernel.registers}
     yield "producer", "0", f"{of['producer']:>9}", "loads by TMA"
-    scheduler = "draws tickets for KV tiles, the longest of a section first"
+    handed = plan.context["hands_turns"]
+    if handed:
+        watches = "watches for the turns to add dQ of a block, and hands them to math"
+        yield "watcher", f"{WATCH_WARP}", f"{of['producer']:>9}", watches
+        passes = "passes a turn to the next tile, once both warpgroups have added"
+        yield "passer", f"{PASS_WARP}", f"{of['producer']:>9}", passes
+    first = "last" if handed and plan.context["right_edge"] else "longest"
+    scheduler = f"draws tickets for KV tiles, the {first} of a section first"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
     slices = _slices(plan)
@@ -162,6 +174,10 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         produce: tuple[Step, ...], draw: tuple[Step, ...], end: bool
     ) -> Iterator[Lane]:
         yield Lane("producer", "warp 0", beside, produce)
+        if plan.context["hands_turns"]:
+            of_turns = [*_turns(end=end)]
+            yield Lane("watcher", f"warp {WATCH_WARP}", beside, of_turns[0])
+            yield Lane("passer", f"warp {PASS_WARP}", beside, of_turns[1])
         if draw:
             yield Lane("scheduler", f"warp {SCHEDULER_WARP}", beside, draw)
         for index in range(math.warpgroups):
@@ -224,7 +240,7 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
     yield Step(
         "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
     )
-    yield Step("add dQ(n-1) to its sums", "math")
+    yield _add(plan, "dQ(n-1)")
     yield mma("S(n+1)", Wait("q_full"))
     freed = Signal("q_empty", WARPS)
     yield over("dK(n), S(n+1) are there", ("dK(n)", "S(n+1)"), freed)
@@ -253,6 +269,29 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield over(f"dV(0), {LAST} are there", ("dV(0)", LAST), freed)
     both = Signal("ds_full", WARPS), Signal("k_empty", WARPS)
     yield Step("sdS is visible to tensor cores", "wait", (), both)
+    if plan.context["hands_turns"]:
+        yield _add(plan, LAST)
+
+
+def _add(plan: KernelPlan, name: str) -> Step:
+    """Sums of dQ, in turn where other warps hand out turns."""
+    text = f"add {name} to its sums"
+    if not plan.context["hands_turns"]:
+        return Step(text, "math")
+    added = Signal("added_full", WARPS)
+    return Step(text, "math", (Wait("turn_full", earlier=True),), (added,))
+
+
+def _turns(*, end: bool) -> Iterator[tuple[Step, ...]]:
+    """Of the warp that watches for turns, then of the one that passes them."""
+    handed, added = ("next block 0", LAST) if end else ("block n", "dQ(n-1)")
+    free, given = Wait("turn_empty", earlier=True), Signal("turn_full", 1)
+    taken = (take(1),) if end else ()
+    yield *taken, Step(f"hand over the turn of {handed}", "wait", (free,), (given,))
+    seen = Step(
+        f"{added} is added", "wait", (Wait("added_full"),), (Signal("turn_empty", 1),)
+    )
+    yield seen, Step("count it, once its sums are in L2", "math"), *taken
 
 
 # --- of warpgroups that have products of their own ----------------------------------------
