@@ -66,7 +66,7 @@ def splits_products(qk: int, v: int) -> bool:
 
 
 def hands_turns(arch: str, qk: int, v: int) -> bool:
-    """Whether warps of their own watch and pass turns, where sums have an order. qk, v: head_dim."""
+    """Whether warps of their own watch and pass turns, where there are any. qk, v: head_dim."""
     return arch == "sm90" and not splits_products(qk, v)
 
 

@@ -345,9 +345,39 @@ def test_damage_on_sm100_is_found(name: str, tmp_path: Path) -> None:
     assert any(words in each for each in findings), findings[:3]
 
 
-def test_who_does_not_wait_for_a_turn_is_found(tmp_path: Path) -> None:
+# What of turns is found as nobody can go on: of two warps that hand them to those that add.
+TURN_DAMAGES = {
+    "counted before all have added": (
+        "            rings.added.consumer_wait(turn_state)\n"
+    ),
+    "handed over before the stage is free": (
+        "            rings.turn.producer_acquire(turn_state)\n"
+    ),
+    "a stage kept": "                rings.turn.consumer_release(turn_state)\n",
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(TURN_DAMAGES, 1))
+def test_damage_of_turns_is_found(name: str, tmp_path: Path) -> None:
+    stem, (fields, _) = next(iter(ORDERED.items()))
+    gone = {TURN_DAMAGES[name]: ""}
+    text = kernels.damaged(kernels.text_of(fields, stem), gone)
+    case = Case("damaged", 1, 1, 330, 300, sm_count=2)
+    ran = run(kernels.written(tmp_path, text, stem), case, SCHEDULES[:1])
+    assert any("deadlock" in each for each in ran[0].findings)
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("while added < turn:", "while added < 0:"),
+        ("    rings.turn.consumer_wait(state)\n", ""),
+    ],
+)
+def test_who_does_not_wait_for_a_turn_is_found(
+    right: str, wrong: str, tmp_path: Path
+) -> None:
     stem, (fields, (case,)) = next(iter(ORDERED.items()))
-    changes = {"while added < turn:": "while added < 0:"}
-    text = kernels.damaged(kernels.text_of(fields, stem), changes)
+    text = kernels.damaged(kernels.text_of(fields, stem), {right: wrong})
     ran = run(kernels.written(tmp_path, text, stem), case, rehearsal.schedules(4))
     assert len({each.bits["workspace"] for each in ran}) > 1

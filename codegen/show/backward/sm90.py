@@ -44,8 +44,8 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         yield "watcher", f"{WATCH_WARP}", f"{of['producer']:>9}", watches
         passes = "passes a turn to the next tile, once both warpgroups have added"
         yield "passer", f"{PASS_WARP}", f"{of['producer']:>9}", passes
-    first = "last" if handed and plan.context["right_edge"] else "longest"
-    scheduler = f"draws tickets for KV tiles, the {first} of a section first"
+    order = "last" if handed and plan.context["right_edge"] else "longest"
+    scheduler = f"draws tickets for KV tiles, the {order} of a section first"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
     slices = _slices(plan)
