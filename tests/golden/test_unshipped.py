@@ -30,7 +30,7 @@ CONSTANT = {
     "sm90": {"NAMES_ARCH", "PERSISTENT", "TENSOR_MEMORY", "UNEVEN"},
     "sm100": {
         *("DQ_BY_ROWS", "LOG2_STATISTIC", "NAMES_ARCH", "TENSOR_MEMORY", "THIN"),
-        *("PACK_GQA", "PARTS_OF_BLOCKS", "V_PERMUTED"),
+        *("HANDS_TURNS", "PACK_GQA", "PARTS_OF_BLOCKS", "V_PERMUTED"),
     },
 }
 
