@@ -65,14 +65,9 @@ def splits_products(qk: int, v: int) -> bool:
     return max(qk, v) > 128
 
 
-def hands_turns(arch: str, qk: int, v: int) -> bool:
-    """Whether warps of their own watch and pass turns, where there are any. qk, v: head_dim."""
-    return arch == "sm90" and not splits_products(qk, v)
-
-
 def turns_of(arch: str, qk: int, v: int) -> int:
-    """Turns of a block of rows, where sums have an order: one of all that add to it, where that is
-    one warpgroup or others watch for them; else one of each warpgroup.
+    """Turns of a block of rows, where sums have an order: one of all that add to it, or one of each
+    warpgroup where warpgroups wait for their turns themselves. qk, v: head_dim.
     """
     return 2 if arch == "sm90" and splits_products(qk, v) else 1
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import KERNELS, hands_turns, turns_of
+from ..ops.backward import KERNELS, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -67,10 +67,9 @@ class Traits(shared.Traits):
 
     @property
     def hands_turns(self) -> bool:
-        """Warps of their own watch and pass the turns that math warps add dQ in."""
-        head_dim = self.spec.head_dim
-        handed = hands_turns(self.spec.arch, head_dim.qk, head_dim.v)
-        return self.spec.deterministic and handed
+        """Two producer warps watch and pass the turns in which math warps add dQ."""
+        ordered, on_hopper = self.spec.deterministic, self.spec.arch == "sm90"
+        return ordered and on_hopper and not self.splits_products
 
     @property
     def thin(self) -> bool:

@@ -278,16 +278,16 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
     arrivals = 4 if traits.splits_products else warps
     yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
-    if not traits.hands_turns:
-        yield from backward.barriers_of_tickets(warps + 1, "load and math warps")
-        return
-    handed = "1: warp 1, once the tiles before have added"
-    yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
-    seen = "1: warp 2, once both warpgroups have added"
-    yield Barrier("turn_empty", DS_STAGES, 1, seen, "warp 1")
-    added = f"{warps}: every math warp, once it has added"
-    yield Barrier("added_full", DS_STAGES, warps, added, "warp 2")
-    yield from backward.barriers_of_tickets(warps + 3, "all but the scheduler")
+    takers, who = warps + 1, "load and math warps"
+    if traits.hands_turns:
+        takers, who = warps + 3, "all but the scheduler"
+        handed = "1: warp 1, once the tiles before have added"
+        yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
+        seen = "1: warp 2, once both warpgroups have added"
+        yield Barrier("turn_empty", DS_STAGES, 1, seen, "warp 1")
+        added = f"{warps}: every math warp, once it has added"
+        yield Barrier("added_full", DS_STAGES, warps, added, "warp 2")
+    yield from backward.barriers_of_tickets(takers, who)
 
 
 def _context(

@@ -345,7 +345,7 @@ def test_damage_on_sm100_is_found(name: str, tmp_path: Path) -> None:
     assert any(words in each for each in findings), findings[:3]
 
 
-# What of turns is found as nobody can go on: of two warps that hand them to those that add.
+# Damages of the warps that watch and pass turns, each of which ends in a deadlock.
 TURN_DAMAGES = {
     "counted before all have added": (
         "            rings.added.consumer_wait(turn_state)\n"
