@@ -35,18 +35,23 @@ GIVEN_LSE: Final = replace(
 DQ: Final = replace(Q, name="dq")
 DK: Final = replace(K, name="dk")
 DV: Final = replace(V, name="dv")
-# Rows of two statistics, -LSE / scale and -D, behind those of the sums of dQ.
+# Rows of two statistics, of S and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
+# Rows of heads in which the first tile stores dQ: decision 0059.
+SHORT_HEAD: Final = 1024
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
     """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns with
-    each block where sums have an order.
+    each block where tiles are counted.
     """
     blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    turns = turns_of(spec["arch"], **spec["head_dim"]) if spec["deterministic"] else 0
+    head_dim, sides = spec["head_dim"].values(), spec["seqlen"].values()
+    fixed = (x if isinstance(x, int) else None for x in sides)
+    counted = spec["deterministic"] or first_stores(spec["arch"], *head_dim, *fixed)
+    turns = turns_of(spec["arch"], *head_dim) if counted else 0
     return blocks * cut.q * width + TICKETS + turns * blocks
 
 
@@ -63,6 +68,16 @@ def splits_products(qk: int, v: int) -> bool:
     for the registers of one. qk, v: head_dim.
     """
     return max(qk, v) > 128
+
+
+def first_stores(arch: str, qk: int, v: int, q: int | None, kv: int | None) -> bool:
+    """Whether the first tile that comes to a block of rows stores its dQ, for which others wait.
+
+    Short heads are done sooner without zeros; in long ones the wait of each step costs more.
+    qk, v: head_dim; q, kv: lengths that are fixed, else None.
+    """
+    short = None not in (q, kv) and max(q or 0, kv or 0) <= SHORT_HEAD
+    return arch == "sm90" and short and not splits_products(qk, v)
 
 
 def turns_of(arch: str, qk: int, v: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import KERNELS, turns_of
+from ..ops.backward import KERNELS, first_stores, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -36,13 +36,6 @@ REASONS: Final[Mapping[str, str]] = {
     "DO_STAGES": "2 where it fits: as of Q",
     "KV_STAGES": "2 where it fits: the next tile's K and V are loaded while this one's are in use",
 }
-
-DOES: Final = (
-    "{statistic} and -D of each row, and zeros where dQ is summed",
-    "dK and dV; adds to the sums of dQ",
-    "dQ of its sums",
-)
-"""What each of the kernels does."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +63,18 @@ class Traits(shared.Traits):
         """Two producer warps watch and pass the turns in which math warps add dQ."""
         ordered, on_hopper = self.spec.deterministic, self.spec.arch == "sm90"
         return ordered and on_hopper and not self.splits_products
+
+    @property
+    def first_stores(self) -> bool:
+        """The first tile that comes to a block of rows stores its dQ: nothing is added to zeros."""
+        spec = self.spec
+        sides, head_dim = (self.seqlen_q, self.seqlen_kv), spec.head_dim
+        return first_stores(spec.arch, head_dim.qk, head_dim.v, *sides)
+
+    @property
+    def watched(self) -> bool:
+        """Two producer warps watch who adds to a block of rows."""
+        return self.hands_turns or self.first_stores
 
     @property
     def thin(self) -> bool:
@@ -168,12 +173,10 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
     groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
     yield "DQ_GROUPS", "of four sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
-    if traits.spec.deterministic:
+    if traits.spec.deterministic or traits.first_stores:
         head_dim = traits.spec.head_dim
         turns = turns_of(traits.spec.arch, head_dim.qk, head_dim.v)
-        adds = (
-            "of all that add" if traits.hands_turns else "of each warpgroup that adds"
-        )
+        adds = "of all that add" if traits.watched else "of each warpgroup that adds"
         yield "TURNS", f"of a block of rows: {adds}", str(turns)
     yield from of_scores(traits)
     yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
@@ -195,12 +198,27 @@ def statistic_of(*, log2: bool) -> str:
     return "-LSE * log2(e)" if log2 else "-LSE / scale"
 
 
-def kernel_lines(statistic: str) -> Iterator[str]:
+def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
     """The lines of the header that say what the kernels do. statistic: that of S."""
     yield "Kernels, in their order, by what is behind the file's name in theirs:"
-    width = max(map(len, KERNELS))
-    for suffix, does in zip(KERNELS, DOES, strict=True):
-        yield f"  {suffix:{width}}  {does.format(statistic=statistic)}"
+    width, edges = max(map(len, KERNELS)), bool(traits.mask.right_edges)
+    does = what_kernels_do(
+        statistic, first_stores=traits.first_stores, right_edges=edges
+    )
+    for suffix, what in zip(KERNELS, does, strict=True):
+        yield f"  {suffix:{width}}  {what}"
+
+
+def what_kernels_do(
+    statistic: str, *, first_stores: bool, right_edges: bool
+) -> tuple[str, str, str]:
+    """Of each kernel, what it does. statistic: that of S; with right edges some rows see no key."""
+    sums, zeros = "adds to the sums of dQ", ", and zeros where dQ is summed"
+    if first_stores:
+        sums = "stores the sums of dQ, then adds to them"
+        zeros = ", and zeros where no tile stores dQ" if right_edges else ""
+    first = f"{statistic} and -D of each row{zeros}"
+    return first, f"dK and dV; {sums}", "dQ of its sums"
 
 
 def context(
@@ -217,6 +235,8 @@ def context(
     return {
         **common,
         "ordered": spec_file.spec.deterministic,
+        "counted": spec_file.spec.deterministic or traits.first_stores,
+        "first_stores": traits.first_stores,
         "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "thin": traits.thin,

@@ -227,7 +227,7 @@ def _context(
     statistic = backward.statistic_of(log2=True)
     where = "where dP was" if dq_over_dp(spec) else "columns of its own"
     roles = (
-        *backward.kernel_lines(statistic),
+        *backward.kernel_lines(traits, statistic),
         "Roles: warps 0 to 7 turn S into P and dP into dS, a key per lane;"
         f" warps {add} to {add + WARPS - 1} add dQ;",
         f"warp {load} loads by TMA; warp {mma} owns the tensor memory and issues all MMAs;",
@@ -257,6 +257,7 @@ def _context(
         "tensor_memory": True,
         "scheduler_warp": scheduler,
         "mma_warp": mma,
+        "statistic": statistic,
         "log2_statistic": True,
         "dq_over_dp": dq_over_dp(spec),
         # Than at launch, when all threads have as many.

@@ -63,6 +63,14 @@ class Traits(backward.Traits):
         return self.spec.dtype == "bf16"
 
     @property
+    def adds_statistic(self) -> bool:
+        """Scores of base 2 get -LSE * log2(e) when they are exponentiated.
+
+        Else S starts at -LSE / scale: beside P in fp32 no registers are left for statistics.
+        """
+        return self.softcap is not None or self.packed_products
+
+    @property
     def dq_slices_of_dv(self) -> int:
         """Slices of dQ's columns of the warpgroup that computes dV; the other has those left."""
         return self.spec.head_dim.qk // SLICE_COLUMNS // 2
@@ -203,7 +211,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
     yield from backward.tx_bytes(with_statistics=True)
-    if traits.hands_turns:
+    if traits.watched:
         freed = "warps that free it: of loads, of turns, of math"
         yield "TICKET_RELEASES", freed, "3 + MATH_WARPS"
     else:
@@ -233,16 +241,19 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {backward.TICKET_STAGES}"
     )
     of_p = []
-    if traits.hands_turns:
+    words = [("sTickets", f"4 * {backward.TICKET_STAGES}", 1, "")]
+    if traits.watched:
         pairs = f"{pairs} + 2 * {DS_STAGES}"
+    if traits.first_stores:
+        words.append(("sTurns", f"4 * {DS_STAGES}", 1, ""))
     if traits.splits_products:
         pairs = f"{pairs} + 1"
         of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
-    barriers, tickets = f"2 * 8 * ({pairs})", f"4 * {backward.TICKET_STAGES}"
+    words.insert(0, ("barriers", f"2 * 8 * ({pairs})", 1, ""))
+    in_use = " + ".join(formula for _, formula, _, _ in words)
     rows = [
-        ("barriers", barriers, 1, ""),
-        ("sTickets", tickets, 1, ""),
-        ("padding", f"-({barriers} + {tickets}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
+        *words,
+        ("padding", f"-({in_use}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
         ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
         *of_p,
@@ -279,9 +290,11 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     arrivals = 4 if traits.splits_products else warps
     yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
     takers, who = warps + 1, "load and math warps"
-    if traits.hands_turns:
+    if traits.watched:
         takers, who = warps + 3, "all but the scheduler"
-        handed = "1: warp 1, once the tiles before have added"
+        handed = "1: warp 1, once the first tile has stored"
+        if traits.hands_turns:
+            handed = "1: warp 1, once the tiles before have added"
         yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
         seen = "1: warp 2, once both warpgroups have added"
         yield Barrier("turn_empty", DS_STAGES, 1, seen, "warp 1")
@@ -303,12 +316,12 @@ def _context(
     if traits.splits_products:
         math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
-    log2 = traits.softcap is not None
+    log2 = traits.adds_statistic
     statistic = backward.statistic_of(log2=log2)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (
-        *backward.kernel_lines(statistic),
+        *backward.kernel_lines(traits, statistic),
         *_role_lines(traits, math),
         "Pipelines (what TMA fills a stage with; the arrivals that free it):",
         *(
@@ -322,8 +335,10 @@ def _context(
         "names_arch": True,
         "tensor_memory": False,
         "scheduler_warp": SCHEDULER_WARP,
+        "statistic": statistic,
         # Else S starts at its statistic, divided by the scale.
         "log2_statistic": log2,
+        "watched": traits.watched,
         "packed_products": traits.packed_products,
         "splits_products": traits.splits_products,
         "two_slices_of_dv": traits.dq_slices_of_dv == 2,
@@ -335,8 +350,15 @@ def _context(
 def _role_lines(traits: Traits, math: str) -> Iterator[str]:
     """The lines of the header that say which warp does what."""
     draws = f"warp {SCHEDULER_WARP} draws tickets for tiles"
-    if not traits.hands_turns:
+    if not traits.watched:
         yield f"Roles: warp 0 loads by TMA; {draws}; {math}."
+        return
+    if not traits.hands_turns:
+        yield (
+            f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} waits until the first tile has stored"
+            f" dQ, warp {PASS_WARP} says"
+        )
+        yield f"when this one has; {draws}; {math}."
         return
     yield (
         f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} watches for the turns to add dQ in,"
@@ -348,9 +370,14 @@ def _role_lines(traits: Traits, math: str) -> Iterator[str]:
 def _statements(traits: Traits) -> Iterator[str]:
     if traits.softcap is None:
         of_s = (
-            "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S), dS = P * dP."
-            " Rows beyond the last one, and rows without keys, start at -inf."
+            "P = exp(scale * S - LSE). dP starts at -D, in the accumulators: dS = P * dP. -LSE of"
+            " rows beyond the last one, and of rows without keys, is -inf."
         )
+        if not traits.adds_statistic:
+            of_s = (
+                "S starts at -LSE / scale and dP at -D, in the accumulators: P = exp(S),"
+                " dS = P * dP. Rows beyond the last one, and rows without keys, start at -inf."
+            )
     else:
         of_s = (
             "P = exp(SOFTCAP * t - LSE) with t = tanh(scale * QK^T / SOFTCAP). dP starts at -D, in"

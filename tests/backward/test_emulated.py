@@ -69,6 +69,11 @@ KERNELS = {
         "head_dim: 128\ndtype: bf16\nmask: causal\nseqlen: 256\n",
         (Case("fixed", 1, 1, 256, 256, sm_count=2),),
     ),
+    # Short heads: the first tile stores dQ. Rows without keys; heads of a group.
+    "sm90_d64_bf16_causal_bwd_s200x130_gqa2": (
+        D64 + "heads: {q_per_kv: 2}\nseqlen: {q: 200, kv: 130}\n",
+        (Case("first", 1, 1, 200, 130, sm_count=3),),
+    ),
 }
 ON_SM100 = "sm100_d128_bf16_causal_bwd"
 KERNELS |= {
@@ -124,6 +129,10 @@ ORDERED = {
     "sm90_d64_bf16_bwd_w70x_det": (
         kernels.SMALL + "window: {left: 70}\ndeterministic: true\n",
         (Case("left", 1, 1, 80, 300, sm_count=2),),
+    ),
+    "sm90_d64_bf16_causal_bwd_s300_det": (
+        D64 + "deterministic: true\nseqlen: 300\n",
+        (Case("stored", 1, 1, 300, 300, sm_count=3),),
     ),
     "sm90_d96_fp16_bwd_det": (
         "head_dim: 96\ndtype: fp16\ndeterministic: true\n",
@@ -268,6 +277,45 @@ def test_damage_is_found(name: str, tmp_path: Path) -> None:
     assert text.count(old) == 1, name
     path = kernels.written(tmp_path, text.replace(old, new), stem)
     case = Case("damaged", 1, 1, 150, 200, sm_count=1)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any(words in each for each in findings), findings[:3]
+
+
+FIRST_DAMAGES = {
+    "a tile adds before the first one has stored": (
+        "                        counted = cute.arch.load(\n",
+        "                        counted = STORED + cute.arch.load(\n",
+        "race",
+    ),
+    "stored is told before it is": (
+        "            rings.added.consumer_wait(turn_state)\n",
+        "",
+        "race",
+    ),
+    "the first tile adds": (
+        "    if rings.sTurns[state.index] == 0:\n",
+        "    if rings.sTurns[state.index] < 0:\n",
+        "read-before-write",
+    ),
+    "no zeros where no tile comes": (
+        "    if (block + 1) * TILE_Q <= first_row:\n",
+        "    if block < 0:\n",
+        "read-before-write",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(FIRST_DAMAGES, 2))
+def test_damage_of_the_first_tile_s_store_is_found(name: str, tmp_path: Path) -> None:
+    old, new, words = FIRST_DAMAGES[name]
+    # Three tiles that begin at the same block; with a mask, two, and a block that neither sees.
+    q, kv, mask = (260, 190, "causal") if "zeros" in name else (130, 380, "none")
+    stem = f"sm90_d64_bf16_{mask}_bwd"
+    fields = f"{kernels.SMALL}mask: {mask}\nseqlen: {{q: {q}, kv: {kv}}}\n"
+    text = kernels.text_of(fields, stem)
+    assert text.count(old) == 1, name
+    path = kernels.written(tmp_path, text.replace(old, new), stem)
+    case = Case("damaged", 1, 1, q, kv, sm_count=3)
     findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
     assert any(words in each for each in findings), findings[:3]
 

@@ -51,7 +51,7 @@ def test_the_header_has_every_tensor_the_workspace_and_the_kernels() -> None:
         "lse:       [batch, heads, seqlen_q] fp32, natural log",
         "dv:        [batch, seqlen_kv, heads / 2, 64] bf16",
         "workspace: [workspace_size(batch, seqlen_q, heads)] fp32",
-        "  _stats   -LSE / scale and -D of each row, and zeros where dQ is summed",
+        "  _stats   -LSE * log2(e) and -D of each row, and zeros where dQ is summed",
         "  _finish  dQ of its sums",
     ):
         assert line in said, line

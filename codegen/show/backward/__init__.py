@@ -14,7 +14,7 @@ from typing import Final
 from ...features.backward import is_backward
 from ...ops.backward import STATISTICS
 from ...ops.operation import BYTES
-from ...planning.backward import DOES, STATS_THREADS
+from ...planning.backward import STATS_THREADS, what_kernels_do
 from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...planning.protocol import Load
 from . import sm90, sm100
@@ -68,8 +68,13 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     known, blocks = numbers(plan), "blocks of rows of all query heads"
     ctas = (blocks, "at most one per SM, which draw tiles", blocks)
     threads = (STATS_THREADS, known["THREADS"], known["MATH_THREADS"])
-    for each, of, count, does in zip(plan.kernels, ctas, threads, DOES, strict=True):
-        yield each.name, of, f"{count:>7}", does.format(statistic=statistic(plan))
+    does = what_kernels_do(
+        statistic(plan),
+        first_stores=plan.context["first_stores"],
+        right_edges=bool(plan.context["right_edges"]),
+    )
+    for each, of, count, what in zip(plan.kernels, ctas, threads, does, strict=True):
+        yield each.name, of, f"{count:>7}", what
 
 
 def role_rows(plan: KernelPlan, kernel: DevicePlan) -> Iterator[tuple[str, ...]]:
@@ -138,12 +143,12 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
     q = known.get("SEQLEN_Q")
     blocks = f"ceil({q or 'seqlen_q'} / {rows})"
     of_row = BYTES["fp32"] * (qk + STATISTICS)
-    ordered, turns = plan.spec_file.spec.deterministic, known.get("TURNS", 0)
-    of_turns = f" + {turns} * batch * heads * {blocks}" if ordered else ""
+    counted, turns = plan.context["counted"], known.get("TURNS", 0)
+    of_turns = f" + {turns} * batch * heads * {blocks}" if counted else ""
     yield (
         f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"
         f" + 1{of_turns}) B, {of_row} B a row: sums of dQ, {statistic(plan)} and -D of whole"
-        f" blocks; a ticket{'; turns' if ordered else ''}."
+        f" blocks; a ticket{'; turns' if counted else ''}."
     )
 
 

@@ -24,6 +24,7 @@ from .parts import (
     mma,
     numbers,
     over,
+    statistic,
     take,
     take_for_loads,
 )
@@ -39,10 +40,15 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     of = {each.role: each.per_thread for each in kernel.registers}
     yield "producer", "0", f"{of['producer']:>9}", "loads by TMA"
     handed = plan.context["hands_turns"]
-    if handed:
-        watches = "watches for the turns to add dQ of a block, and hands them to math"
+    if plan.context["watched"]:
+        watches = "waits until the first tile has stored dQ of a block, and tells math"
+        passes = "tells other CTAs, once both warpgroups have stored"
+        if handed:
+            watches = (
+                "watches for the turns to add dQ of a block, and hands them to math"
+            )
+            passes = "passes a turn to the next tile, once both warpgroups have added"
         yield "watcher", f"{WATCH_WARP}", f"{of['producer']:>9}", watches
-        passes = "passes a turn to the next tile, once both warpgroups have added"
         yield "passer", f"{PASS_WARP}", f"{of['producer']:>9}", passes
     order = "last" if handed and plan.context["right_edge"] else "longest"
     scheduler = f"draws tickets for KV tiles, the {order} of a section first"
@@ -84,7 +90,7 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
     own, both = f"{keys} rows", known["WARPGROUPS"]
     of_ds = (keys, qk if by_rows else qk // 2, known["TILE_KV"])
     to_sums = f"{half}, added to the sums"
-    start, end = "starts at -LSE / scale, becomes P^T", "until the tile's end"
+    start, end = _start_of_s(plan), "until the tile's end"
     return (
         Product(
             *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
@@ -121,6 +127,12 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
     )
 
 
+def _start_of_s(plan: KernelPlan) -> str:
+    if plan.context["log2_statistic"]:
+        return "becomes P^T"
+    return f"starts at {statistic(plan)}, becomes P^T"
+
+
 def places(plan: KernelPlan) -> Places:
     """Where results are in a step."""
     splits, ds = plan.context["splits_products"], "sdS, for both warpgroups"
@@ -134,7 +146,7 @@ def _split_products(plan: KernelPlan) -> tuple[Product, ...]:
     known = numbers(plan)
     rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
     keys, end = known["TILE_KV"], "until the tile's end"
-    start = "starts at -LSE / scale, becomes P^T"
+    start = _start_of_s(plan)
     of_slice, slices = (rows, SLICE_COLUMNS, keys), qk // SLICE_COLUMNS
     to_sums = f"{SLICE_COLUMNS} columns of it at a time, added to the sums"
     return (
@@ -174,8 +186,8 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         produce: tuple[Step, ...], draw: tuple[Step, ...], end: bool
     ) -> Iterator[Lane]:
         yield Lane("producer", "warp 0", beside, produce)
-        if plan.context["hands_turns"]:
-            of_turns = [*_turns(end=end)]
+        if plan.context["watched"]:
+            of_turns = [*_turns(plan, end=end)]
             yield Lane("watcher", f"warp {WATCH_WARP}", beside, of_turns[0])
             yield Lane("passer", f"warp {PASS_WARP}", beside, of_turns[1])
         if draw:
@@ -190,11 +202,14 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
                 steps = _tile(plan) if end else _block(plan)
             yield Lane(f"math {index}", warps, math.per_thread, tuple(steps))
 
-    block = (load(plan, "do", "dO(n), -D"), load(plan, "q", "Q(n+1), -LSE / scale"))
+    block = (
+        load(plan, "do", "dO(n), -D"),
+        load(plan, "q", f"Q(n+1), {statistic(plan)}"),
+    )
     title = "One block of rows: dP beside P, dV and dQ of block n-1 beside dS, dK and S of n+1"
     if plan.context["splits_products"]:
         block = (
-            load(plan, "q", "Q(n+1), -LSE / scale"),
+            load(plan, "q", f"Q(n+1), {statistic(plan)}"),
             load(plan, "do", "dO(n+1), -D"),
         )
         title = (
@@ -269,29 +284,40 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield over(f"dV(0), {LAST} are there", ("dV(0)", LAST), freed)
     both = Signal("ds_full", WARPS), Signal("k_empty", WARPS)
     yield Step("sdS is visible to tensor cores", "wait", (), both)
-    if plan.context["hands_turns"]:
+    if plan.context["watched"]:
         yield _add(plan, LAST)
 
 
 def _add(plan: KernelPlan, name: str) -> Step:
-    """Sums of dQ, in turn where other warps hand out turns."""
+    """Sums of dQ, in turn, or behind the first tile's, where other warps watch."""
     text = f"add {name} to its sums"
-    if not plan.context["hands_turns"]:
+    if not plan.context["watched"]:
         return Step(text, "math")
+    if plan.context["first_stores"]:
+        text = f"store {name}, or add it to what the first tile has stored"
     added = Signal("added_full", WARPS)
     return Step(text, "math", (Wait("turn_full", earlier=True),), (added,))
 
 
-def _turns(*, end: bool) -> Iterator[tuple[Step, ...]]:
-    """Of the warp that watches for turns, then of the one that passes them."""
+def _turns(plan: KernelPlan, *, end: bool) -> Iterator[tuple[Step, ...]]:
+    """Of the warp that watches who adds, then of the one that says that this tile has."""
     handed, added = ("next block 0", LAST) if end else ("block n", "dQ(n-1)")
     free, given = Wait("turn_empty", earlier=True), Signal("turn_full", 1)
     taken = (take(1),) if end else ()
-    yield *taken, Step(f"hand over the turn of {handed}", "wait", (free,), (given,))
+    waits, counts = (
+        f"{handed}: the first tile has stored",
+        "say so, if it was the first",
+    )
+    if plan.context["hands_turns"]:
+        waits, counts = (
+            f"hand over the turn of {handed}",
+            "count it, once its sums are in L2",
+        )
+    yield *taken, Step(waits, "wait", (free,), (given,))
     seen = Step(
         f"{added} is added", "wait", (Wait("added_full"),), (Signal("turn_empty", 1),)
     )
-    yield seen, Step("count it, once its sums are in L2", "math"), *taken
+    yield seen, Step(counts, "math"), *taken
 
 
 # --- of warpgroups that have products of their own ----------------------------------------
