@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import KERNELS, first_stores, turns_of
+from ..ops.backward import KERNELS, SHORT_HEAD, first_stores, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -277,5 +277,10 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
         yield (
             "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
             " call to call; dK and dV have the same bits for the same inputs."
+        )
+    if traits.first_stores:
+        yield (
+            f"Lengths are fixed and at most {SHORT_HEAD}: the first tile that comes to a block of"
+            " rows stores its dQ, the others wait until it has, and nothing is added to zeros."
         )
     yield "dQ of a row without keys is 0, and so are dK and dV of a key that no row sees."
