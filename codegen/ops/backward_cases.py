@@ -20,6 +20,9 @@ Spec = Mapping[str, Any]
 # (KV tile, row block) pairs of all query heads that a case may have in the emulator: 3 x 5 of
 # three heads.
 MOST_PAIRS: Final = 48
+# The same where both lengths are fixed, which no case can shorten: four heads of 1024 rows in
+# blocks of 64, so that batches, rows and heads are told apart.
+MOST_PAIRS_OF_FIXED: Final = 512
 LONG_WINDOW: Final = 4  # KV tiles
 # Scores of inputs of 1e4 times this are near 1e4: of 1e8, whose LSE fp32 rounds to 8, P would be
 # off by powers of e, whoever computes it.
@@ -76,6 +79,12 @@ class _Made:
         fixed = self.spec["seqlen"][side]
         return max(rows, 1) if fixed == DYNAMIC else int(fixed)
 
+    @property
+    def most_pairs(self) -> int:
+        """Of a case in the emulator."""
+        is_dynamic = DYNAMIC in self.spec["seqlen"].values()
+        return MOST_PAIRS if is_dynamic else MOST_PAIRS_OF_FIXED
+
     def case(
         self,
         tag: str,
@@ -95,7 +104,7 @@ class _Made:
         while True:
             found = self.on_gpu(tag, q, kv, batch, kv_heads, **options)
             count = pairs(found, self.spec, self.tiles)
-            if count <= MOST_PAIRS:
+            if count <= self.most_pairs:
                 return replace(found, sm_count=ctas, blocks=count)
             if kv_heads > 1:
                 kv_heads = 1

@@ -139,7 +139,7 @@ REPLACEMENTS = (
     ),
     (
         "rows without keys count",
-        r"cutlass\.select_\(has_keys, (-of_row \* inverse_scale), of_row\)",
+        r"cutlass\.select_\(has_keys, (-of_row \* (?:inverse_scale|LOG2_E)), of_row\)",
         r"\1",
     ),
     (

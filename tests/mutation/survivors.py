@@ -67,8 +67,9 @@ _PERMIT = (
 _LEADER = """The leader is CTA 0."""
 _BEYOND = """S of such a row is that of zeros, and P is 1: but dO beyond the end arrives as zeros
 and D there is 0, so that it adds 0 to dV and dK, and its dQ is not stored."""
-_MASKED = """Rows without keys are causal ones, and the mask sets each of their scores to -inf
-where a block of theirs is visited at all, whatever it started at."""
+_MASKED = """The mask sets each score of a row without keys to -inf after it started at the
+statistic, whatever that is. Where the statistic is added last, it is noticed."""
+_NO_ROW = """Without a mask every row sees a key."""
 _AFTER_Q = """The producer loads Q of a block before its dO, and Q's stage, of as many as dO has, is
 given back at the end of the step. With one stage of dO it is noticed."""
 _TAIL_OF_CAUSAL = (
@@ -102,7 +103,12 @@ ACCEPTED = (
         Accepted(kernels, "source", name, "equivalent", " ".join(text.split()))
         for kernels, name, text in (
             (BACKWARD, r"stat_s = -Float32\.inf: rows beyond the end count", _BEYOND),
-            (BACKWARD, r"stat_s = .*: rows without keys count", _MASKED),
+            (
+                r"sm90_d64_fp16_causal_bwd",
+                r"stat_s = .*: rows without keys count",
+                _MASKED,
+            ),
+            (r"sm90_d64_bf16_bwd", r"stat_s = .*: rows without keys count", _NO_ROW),
             (TWO_OF_DO, r".*: gives dO back before dV and dQ are done", _AFTER_Q),
             (CAUSAL_BACKWARD, r".*: keys beyond the end are seen", _TAIL_OF_CAUSAL),
         )

@@ -40,6 +40,7 @@ OF_BACKWARD = {
     "warpgroup.wait_group(0): gives dO back before dV and dQ are done": ONE_OF_DO,
     "beyond = key + ROW_STEP * r >= problem.seqlen_kv: keys beyond the end are seen": FULL,
     "if position < seqlen_q:: rows beyond the end have an LSE": FULL,
+    "stat_s = cutlass.select_(has_keys, -of_row * LOG2_E, of_row): rows without keys count": GROUPS,
     "cute.arch.griddepcontrol_wait(): dropped": GROUPS,
     "cute.arch.griddepcontrol_wait() #2: dropped": GROUPS,
     "mTicket[0] = 0: tickets are not set back": GROUPS,
@@ -62,7 +63,9 @@ OF_BACKWARD = {
 def test_damage_of_a_backward_kernel_is_noticed(number):
     name = support.picked(OF_BACKWARD, 2)[number]
     # Keys beyond the end have K and V of zeros: they show where their P overflows.
-    subject = Subject(OF_BACKWARD[name], "low" if "keys beyond" in name else "waves")
+    cases = {"keys beyond": "low", "without keys": "few_keys"}
+    only = next((case for what, case in cases.items() if what in name), "waves")
+    subject = Subject(OF_BACKWARD[name], only)
     (kind, mutant), *others = (
         (kind, mutant)
         for kind in ("ptx", "source")
