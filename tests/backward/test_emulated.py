@@ -13,7 +13,7 @@ from fmha_gen.build.calls import arguments, scale_of
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
-from fmha_gen.emulator.scheduler import Schedule
+from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 from fmha_gen.evidence import rehearsal
 from fmha_gen.evidence.tensors import Problem, make_problem
 from fmha_gen.ops.backward import BACKWARD, forward_of
@@ -413,6 +413,21 @@ def test_damage_of_turns_is_found(name: str, tmp_path: Path) -> None:
     case = Case("damaged", 1, 1, 330, 300, sm_count=2)
     ran = run(kernels.written(tmp_path, text, stem), case, SCHEDULES[:1])
     assert any("deadlock" in each for each in ran[0].findings)
+
+
+def test_a_lane_that_is_a_round_behind_is_found(tmp_path: Path) -> None:
+    """It looks at a stage once lane 0 has filled it and it is free again."""
+    stem, (q, kv) = "sm90_d64_bf16_bwd", (1024, 256)
+    fields = f"{kernels.SMALL}seqlen: {{q: {q}, kv: {kv}}}\n"
+    waits = (
+        "            # A lane that still looks at the stage would miss that it was full and is free"
+        " again.\n            cute.arch.sync_warp()\n"
+    )
+    text = kernels.damaged(kernels.text_of(fields, stem), {waits: ""})
+    case = Case("damaged", 1, 2, q, kv, sm_count=2)
+    starving = Schedule(5, Order.STARVATION, Completion.EAGER)
+    (ran,) = run(kernels.written(tmp_path, text, stem), case, [starving])
+    assert "deadlock" in ran.findings[0]
 
 
 @pytest.mark.parametrize(
