@@ -26,6 +26,7 @@ from ..ops.e4m3 import (
     E4M3,
     OWN_FIELDS,
     V_PERMUTED,
+    has_block_factors,
     is_e4m3,
     is_permuted,
     natural_v,
@@ -220,6 +221,7 @@ UNEQUAL: Final = "causal mask of unequal lengths"
 WINDOW: Final = "window"
 EXPRESSION: Final = "mask expression"
 BESIDE_DOCUMENTS: Final = "mask expression beside documents"
+BLOCK_FACTORS: Final = "factors by block"
 OF_SEQUENCES: Final = "mask expression of packed sequences"
 SEQUENCES: Final = "packed sequences"
 PAGES: Final = "paged K and V"
@@ -270,6 +272,8 @@ def asks(problem: Problem) -> Iterator[str]:
     band, further = problem.band, problem.further
     if is_e4m3(problem.spec):  # which has fields of its own
         yield E4M3
+        if has_block_factors(problem.spec):
+            yield BLOCK_FACTORS
         further = {name: x for name, x in further.items() if name not in OWN_FIELDS}
     if band is None:
         beside = BESIDE_DOCUMENTS if "documents" in further else EXPRESSION

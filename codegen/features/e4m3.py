@@ -32,12 +32,14 @@ VLayout = Annotated[
     ),
 ]
 Descale = Annotated[
-    Literal["none", "head"],
+    Literal["none", "head", "block"],
     Accepts(
-        "factors of Q, K and V; head: fp32 [batch, heads_kv] each, arguments of fmha()",
+        "factors of Q, K and V, fp32 arguments of fmha(); head: [batch, heads_kv] each; block: one"
+        " for 128 rows of a head",
         words={
             r"tensor|(per_?)?head": "write head; one number for all is a tensor with strides of 0",
-            r"(per_?)?(block|token|row|channel)": f"write head: others are {NOT_YET}",
+            r"(per_?)?block|block_?(wise|scaled?)": "write block",
+            r"(per_?)?(token|row|channel)": f"write block: others are {NOT_YET}",
         },
     ),
 ]
@@ -59,6 +61,11 @@ def is_e4m3(spec: Spec) -> bool:
     return spec.dtype == E4M3
 
 
+def has_block_factors(spec: Spec) -> bool:
+    """Return whether each block of rows of Q, K and V has a factor of its own."""
+    return spec.descale == "block"
+
+
 def output_type(spec: Spec) -> str:
     """Return the element type of O."""
     return spec.out_dtype if is_e4m3(spec) else spec.dtype
@@ -72,6 +79,14 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
+_BUT_BLOCKS: Final = ("none", "head")  # of `descale`
+_CONTRACTS: Final = {
+    "none": "",
+    "head": "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
+    "batch and KV head, positive numbers.",
+    "block": "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
+    "batch, head and block of 128 rows, positive numbers.",
+}
 OUT_DTYPE: Final = Feature(
     "out_dtype",
     keys={r"(o|out|output)_?(type|dtype|precision)": "write out_dtype: bf16 or fp16"},
@@ -100,21 +115,33 @@ V_LAYOUT: Final = Feature(
 )
 DESCALE: Final = Feature(
     "descale",
-    tokens={r"descales?": lambda spec: ["" if spec.descale == "none" else "descale"]},
+    tokens={
+        r"descales?": lambda spec: ["" if spec.descale == "none" else "descale"],
+        r"blockwise": lambda spec: ["blockwise" if has_block_factors(spec) else ""],
+    },
     keys={
         r"([qkv]_)?(de|dequant_?)?scales?": (
-            "write descale: head; q_descale, k_descale and v_descale are arguments of fmha()"
+            "write descale: head, or block; q_descale, k_descale and v_descale are arguments of"
+            " fmha()"
         )
     },
-    relations=[Relation(["none"], {"dtype": SIXTEEN_BITS})],
-    flags=lambda spec: {"descale": spec.descale != "none"},
-    title=lambda spec: "descales" if spec.descale != "none" else "",
-    contract=lambda spec: (
-        "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
-        "batch and KV head, positive numbers."
-        if spec.descale != "none"
-        else ""
+    relations=[
+        Relation(["none"], {"dtype": SIXTEEN_BITS}),
+        Relation(_BUT_BLOCKS, {"arch": ["sm100"]}),
+        Relation(_BUT_BLOCKS, {"batch": ["varlen"]}),
+        Relation(_BUT_BLOCKS, {"pack_gqa": [True]}),
+        Relation(_BUT_BLOCKS, {"head_dim": [256]}),
+        Relation(_BUT_BLOCKS, {"exp": ["linear"]}),
+        Relation(_BUT_BLOCKS, {"tile.kv": [160, 96]}),
+    ],
+    flags=lambda spec: {
+        "descale": spec.descale != "none",
+        "block_descale": has_block_factors(spec),
+    },
+    title=lambda spec: {"none": "", "head": "descales"}.get(
+        spec.descale, "descales by block"
     ),
+    contract=lambda spec: _CONTRACTS[spec.descale],
 )
 EXP: Final = Feature(
     "exp",

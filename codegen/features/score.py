@@ -25,7 +25,7 @@ from ..expressions.values import check_range
 from ..ops import scores
 from .bias import BIAS_DTYPES, has_bias
 from .blocks import has_lists
-from .e4m3 import E4M3
+from .e4m3 import E4M3, has_block_factors
 from .feature import Accepts, Feature, Relation, refusal
 from .params import as_said, known_to_scores
 
@@ -114,8 +114,11 @@ def tests_exponents(spec: Spec) -> bool:
     """Return whether rows are rescaled where exponents are too large, not scores.
 
     Scores that do not order like QK^T leave no other way, unless they are there before the test:
-    those with a bias are. Hopper compares bits, for which a limit must not be negative.
+    those with a bias are. Hopper compares bits, for which a limit must not be negative. Where
+    blocks have factors of their own, each would need a limit of its own.
     """
+    if has_block_factors(spec):
+        return True
     score = score_of(spec)
     if has_bias(spec):
         return spec.arch == "sm90"

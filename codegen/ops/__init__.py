@@ -8,9 +8,12 @@ from typing import Final
 from .backward import BACKWARD
 from .e4m3 import (
     E4M3_FORWARD,
+    OF_BLOCKS,
     OF_PERMUTED,
+    OF_PERMUTED_BLOCKS,
     PACKED_E4M3,
     PAGED_E4M3,
+    has_block_factors,
     is_e4m3,
     is_permuted,
 )
@@ -36,5 +39,7 @@ def operation_of(spec: Spec) -> Operation:
     if is_packed(spec):
         return PACKED_E4M3 if in_8_bits else PACKED_FORWARD
     if in_8_bits:
+        if has_block_factors(spec):
+            return OF_PERMUTED_BLOCKS if is_permuted(spec) else OF_BLOCKS
         return OF_PERMUTED if is_permuted(spec) else E4M3_FORWARD
     return operation

@@ -16,7 +16,8 @@ from typing import Any, Final
 
 from . import forward
 from .compare import Verdict
-from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS_KV, LSE, OUT, SEQLEN_KV, K, Q, V
+from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS, HEADS_KV, LSE, OUT
+from .forward import SEQLEN_KV, SEQLEN_Q, K, Q, V
 from .operation import OF_OUTPUT, Array, Axis, Given, Sizes, Spec, Tensor
 from .paged import paging
 from .reference import Truth, truth
@@ -26,12 +27,18 @@ from .varlen import packing
 E4M3: Final = "e4m3"
 LARGEST: Final = 448.0
 KEY_GROUP: Final = 16
+DESCALE_ROWS: Final = 128  # of Q, K or V that share a factor by blocks
 OWN_FIELDS: Final = ("out_dtype", "v_layout", "descale", "exp")
 
 
 def is_e4m3(spec: Spec) -> bool:
     """Whether Q, K and V of a SPEC have 8 bits."""
     return bool(spec["dtype"] == E4M3)
+
+
+def has_block_factors(spec: Spec) -> bool:
+    """Whether each block of rows of Q, K and V has a factor of its own."""
+    return spec.get("descale") == "block"
 
 
 def is_permuted(spec: Spec) -> bool:
@@ -110,17 +117,42 @@ V_PERMUTED: Final = Tensor(
 )
 
 
-def _descale(name: str) -> Tensor:
-    return Tensor(
-        *(f"{name}_descale", (BATCH, HEADS_KV), "fp32"),
-        tma=False,
-        words="positive",
-        when="descale",
-        about=lambda spec: f"is a factor of {name}; its strides may be 0",
+def _blocks(side: str, of_rows: Axis) -> Axis:
+    """The blocks of rows of Q, or of K and V, that have a factor each."""
+
+    def fixed(spec: Spec) -> int | None:
+        rows = of_rows.fixed(spec)
+        return None if rows is None else -(-rows // DESCALE_ROWS)
+
+    return Axis(
+        *(f"blocks_{side}", "n", "n"),
+        size=lambda spec, sizes: -(-of_rows.size(spec, sizes) // DESCALE_ROWS),
+        fixed=fixed,
+        follows=of_rows.name,
+        told=lambda spec: (
+            "" if fixed(spec) else f"ceil({of_rows.name} / {DESCALE_ROWS})"
+        ),
     )
 
 
-DESCALES: Final = tuple(_descale(name) for name in "qkv")
+def _descale(name: str, *axes: Axis) -> Tensor:
+    of_what = f"{DESCALE_ROWS} rows of {name}" if len(axes) > 2 else name
+    return Tensor(
+        *(f"{name}_descale", axes, "fp32"),
+        tma=False,
+        words="positive",
+        when="descale",
+        about=lambda spec: f"is a factor of {of_what}; its strides may be 0",
+    )
+
+
+DESCALES: Final = tuple(_descale(name, BATCH, HEADS_KV) for name in "qkv")
+BLOCKS_Q: Final = _blocks("q", SEQLEN_Q)
+BLOCKS_KV: Final = _blocks("kv", SEQLEN_KV)
+DESCALES_OF_BLOCKS: Final = (
+    _descale("q", BATCH, HEADS, BLOCKS_Q),
+    *(_descale(name, BATCH, HEADS_KV, BLOCKS_KV) for name in "kv"),
+)
 
 
 def in_16_bits(spec: Spec) -> dict[str, Any]:
@@ -140,7 +172,11 @@ def _dequantised(given: Given) -> Given:
             factors = float64(found.pop(f"{name}_descale"))
             batch, seqlen, _, head_dim = found[name].shape
             groups = (batch, seqlen, factors.shape[1], -1, head_dim)
-            scaled = found[name].reshape(groups) * factors[:, None, :, None, None]
+            of_rows = factors[:, None]
+            if has_block_factors(given.spec):
+                blocks = [row // DESCALE_ROWS for row in range(seqlen)]
+                of_rows = factors[:, :, blocks].swapaxes(1, 2)
+            scaled = found[name].reshape(groups) * of_rows[..., None, None]
             found[name] = scaled.reshape(found[name].shape)
     return replace(given, spec=in_16_bits(given.spec), inputs=found)
 
@@ -179,5 +215,9 @@ E4M3_FORWARD: Final = replace(
     judge=_judge,
 )
 OF_PERMUTED: Final = replace(E4M3_FORWARD, reads=(Q, K, V_PERMUTED, *DESCALES))
+OF_BLOCKS: Final = replace(E4M3_FORWARD, reads=(Q, K, V, *DESCALES_OF_BLOCKS))
+OF_PERMUTED_BLOCKS: Final = replace(
+    E4M3_FORWARD, reads=(Q, K, V_PERMUTED, *DESCALES_OF_BLOCKS)
+)
 PACKED_E4M3: Final = packing(E4M3_FORWARD, *DESCALES)
 PAGED_E4M3: Final = paging(PACKED_E4M3)

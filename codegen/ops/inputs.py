@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from . import masks, operation_of, reference, scores
 from .backward import DOUT, forward_of, is_backward
 from .case import Case, Tiles
-from .e4m3 import LARGEST, V_PERMUTED, in_16_bits, is_e4m3, is_permuted, permute_v
+from .e4m3 import DESCALE_ROWS, LARGEST, V_PERMUTED, has_block_factors
+from .e4m3 import in_16_bits, is_e4m3, is_permuted, permute_v
 from .forward import HEADS
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
@@ -74,6 +75,7 @@ BIAS_LEVELS = (-np.inf, 1e4, -1e4)
 BIAS_STEP = 5  # keys from one of them to the next
 # Of `descales`, log2: of Q, K and V, one after the other by batch and head.
 DESCALE_LEVELS = ((-10, 0, 10, 3), (9, 1, -11, -2.5), (10, -10, 0, 0.3))
+BLOCK_LEVELS = (0, 1.5, -2, 0.7)  # log2: of blocks beside those
 SMALL_GRADIENT = 2.0**-6  # beside V of 1e4: fp16 holds P * (dP - D)
 LARGE_GRADIENTS: Mapping[str, float] = {"bf16": 1e4, "fp16": 1e3}
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
@@ -458,11 +460,6 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
     Those of Q and K leave the scores as they are, but in `descales`.
     """
     drawn: dict[str, Any] = values(in_16_bits(spec), tiles, case)
-    found = drawn | {name: np.clip(drawn[name], -LARGEST, LARGEST) for name in "qkv"}
-    if is_permuted(spec):
-        found["v"] = permute_v(found["v"])
-    if not spec.get("descale"):
-        return found
     random, shape = np.random.default_rng(case.seed + 2), (case.batch, case.kv_heads)
     q, v = (np.exp2(random.uniform(-5, 5, shape)) for _ in range(2))
     k = 1.0 / q
@@ -472,8 +469,41 @@ def _in_8_bits(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, A
             np.exp2(np.array(levels)[(numbers + each) % len(levels)])
             for each, levels in enumerate(DESCALE_LEVELS)
         )
-    factors = zip("qkv", (q, k, v), strict=True)
-    return found | {f"{name}_descale": x.astype(np.float32) for name, x in factors}
+    factors = dict(zip("qkv", (q, k, v), strict=True))
+    if has_block_factors(spec):
+        for name in "qkv":
+            factors[name] = _factors_of_blocks(case, random, name, drawn, factors[name])
+    found = drawn | {name: np.clip(drawn[name], -LARGEST, LARGEST) for name in "qkv"}
+    if is_permuted(spec):
+        found["v"] = permute_v(found["v"])
+    if not spec.get("descale"):
+        return found
+    named = factors.items()
+    return found | {f"{name}_descale": x.astype(np.float32) for name, x in named}
+
+
+def _factors_of_blocks(
+    case: Case,
+    random: np.random.Generator,
+    name: str,
+    drawn: dict[str, Any],
+    of_heads: Any,
+) -> Any:
+    """Factors of a tensor by block, from those of its KV heads: [batch, heads, blocks].
+
+    What is drawn is divided by powers of two, as a quantiser would: codes lose nothing by it. In
+    `descales` it stays, and scores and values are larger in some blocks than in others.
+    """
+    batch, rows, heads, _ = drawn[name].shape
+    blocks = -(-rows // DESCALE_ROWS)
+    wide = np.repeat(of_heads, heads // of_heads.shape[1], axis=1)[..., None]
+    if case.data == "descales":
+        levels = np.array(BLOCK_LEVELS)[np.arange(blocks) % len(BLOCK_LEVELS)]
+        return wide * np.exp2(levels if name != "q" else -levels[::-1])
+    powers = np.exp2(random.integers(-2, 3, (batch, heads, blocks)))
+    of_rows = powers[:, :, np.arange(rows) // DESCALE_ROWS].swapaxes(1, 2)
+    drawn[name] = (drawn[name] / of_rows[..., None]).astype(np.float32)
+    return wide * powers
 
 
 def _backward(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:

@@ -12,10 +12,11 @@ from .. import features
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.bias import has_bias
-from ..features.e4m3 import is_e4m3
+from ..features.e4m3 import has_block_factors, is_e4m3
 from ..features.gqa import cut_group, tile_that_cuts_groups
 from ..features.mask import keys_of
 from ..features.varlen import is_packed
+from ..ops.e4m3 import DESCALE_ROWS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from ..spec.specfile import FieldPath
@@ -180,6 +181,8 @@ def _kv_tiles_of(spec: Spec) -> Sequence[int]:
         return KV_TILES
     # Where S and a part of O share registers a tile has to be asked for: no H200 has timed it.
     tiles = [n for n in KV_TILES_OF_8_BITS if not part_overlays_s(spec, n)]
+    if has_block_factors(spec):
+        return tuple(n for n in tiles if DESCALE_ROWS % n == 0)
     if spec.lse:
         return tiles
     return tuple(n for n in tiles if 2 * n <= FLUSHED_KEYS)
@@ -444,6 +447,11 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if traits.spec.v_layout == "permuted" and traits.seqlen_kv is not None:
         up = "-(-SEQLEN_KV // KEY_GROUP) * KEY_GROUP"
         yield "SEQLEN_V", "keys of V^T", up
+    if has_block_factors(traits.spec):
+        for side, fixed in (("Q", traits.seqlen_q), ("KV", traits.seqlen_kv)):
+            if fixed is not None:
+                up = f"-(-SEQLEN_{side} // DESCALE_ROWS)"
+                yield f"BLOCKS_{side}", f"blocks of factors along seqlen_{side.lower()}", up
     if traits.bias:
         yield "BIAS_RELEASES", frees, "WARPGROUP_WARPS"
         yield "BIAS_STAGES", "one for each warpgroup", "WARPGROUPS"
@@ -484,7 +492,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
 
 def _constants(spec: Spec) -> dict[str, int]:
     """The numbers of the architecture that formulas read, for the SPEC's element type."""
-    return {**sm90.CONSTANTS, "ELEMENT_BYTES": BYTES[spec.dtype]}
+    of_call = {"ELEMENT_BYTES": BYTES[spec.dtype], "DESCALE_ROWS": DESCALE_ROWS}
+    return {**sm90.CONSTANTS, **of_call}
 
 
 def _by_warpgroups(traits: Traits, role: str) -> str:

@@ -15,9 +15,10 @@ from ..arch.sm90 import (
     WARPGROUP_ROWS,
     RegisterSplit,
 )
-from ..features.e4m3 import is_e4m3, output_type
+from ..features.e4m3 import has_block_factors, is_e4m3, output_type
 from ..features.softcap import cap_of
 from ..features.varlen import is_packed
+from ..ops.e4m3 import DESCALE_ROWS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
@@ -161,6 +162,8 @@ class Traits(shared.Traits):
     def flushes_pairs(self) -> bool:
         """O takes PV of two blocks at a time, which the tensor cores have added up."""
         of_all_columns = self.sums_by_mma and not slices_pv(self.spec)
+        if has_block_factors(self.spec):  # V's differ from a block to the next
+            return False
         return of_all_columns and 2 * self.sizes.tile_kv <= FLUSHED_KEYS
 
     @property
@@ -315,7 +318,7 @@ def _pipelines(traits: Traits, barriers: Sequence[Barrier]) -> Iterator[str]:
 
 
 def _flags(traits: Traits) -> dict[str, bool | int]:
-    loops = traits.block_loops
+    loops, by_block = traits.block_loops, has_block_factors(traits.spec)
     return {
         "bias_of_16_bits": BYTES.get(traits.spec.bias.dtype) == ELEMENT_BYTES,
         "sums_by_mma": traits.sums_by_mma,
@@ -324,6 +327,8 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "flushes_pairs": traits.flushes_pairs,
         "linear_exp": traits.spec.exp == "linear",
         "transposes_v": traits.transposes_v,
+        "q_tiles_of_factors": traits.sizes.tile_q == DESCALE_ROWS,
+        "kv_tiles_of_factors": traits.sizes.tile_kv == DESCALE_ROWS,
         "bounded": traits.bounded,
         "polynomial": traits.polynomial_elements > 0,
         "one_box": traits.one_box,
@@ -335,7 +340,7 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "edges_apart": traits.edges_apart(traits.tile_positions),
         "uses_rows": traits.mask.edges
         or traits.spec.lse
-        or (traits.tests_exponents and not traits.bias)
+        or (traits.tests_exponents and not traits.bias and not by_block)
         or (traits.spec.sink and traits.packed)
         or not traits.cross_tile,
         "cross_tile": traits.cross_tile,

@@ -164,7 +164,9 @@ def made_for(spec: Mapping[str, Any]) -> str:
     if spec["q_per_kv"] > 1:
         words.append(f"{spec['q_per_kv']} query heads per KV head")
     words += ["V permuted"] * is_permuted(spec)
-    words += ["descales"] * (spec.get("descale") == "head")
+    words += {"head": ["descales"], "block": ["descales by block"]}.get(
+        str(spec.get("descale")), []
+    )
     words += ["linear exp"] * (spec.get("exp") == "linear")
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec.get("lse"))
     words += ["backward"] * is_backward(spec)

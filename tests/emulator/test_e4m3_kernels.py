@@ -240,6 +240,59 @@ DAMAGES_OF_OVERLAID = {
     "O that keeps its scale": ("rising", "        scale_row(acc_O, r, factor)\n", ""),
     "a branch that is taken": ("exact", 'f" {number + 2};"', '" 1;"'),
 }
+BLOCKS = "head_dim: 128\nv_layout: permuted\n"
+BLOCKS_WITH_LSE = "head_dim: 128\nmask: causal\nlse: true\n"
+BLOCKS_64 = "head_dim: 64\nmask: causal\n"
+DAMAGES_OF_BLOCKS = {
+    "K's factor is that of the block before": (
+        *(BLOCKS, "descales", "tile_scale, batch, head, blocks - 2 - i"),
+        "tile_scale, batch, head, blocks - 1 - i",
+    ),
+    "V's factor is that of the next block": (
+        *(BLOCKS, "descales", "factor_of_v(descales, batch, head, blocks - 1 - i)"),
+        "factor_of_v(descales, batch, head, blocks - 2 - i)",
+    ),
+    "the last V's factor is the first one's": (
+        *(BLOCKS, "descales", "factor_of_v(descales, batch, head, 0)"),
+        "factor_of_v(descales, batch, head, blocks - 1)",
+    ),
+    "row sums have V's factor, too": (
+        *(BLOCKS, "descales", "v_scale if i < HEAD_DIM_V // 2 else 1.0"),
+        "v_scale",
+    ),
+    "a tile has the factor of the tile before": (
+        *(BLOCKS_WITH_LSE, "descales", "next_batch, next_head, next_q_tile\n"),
+        "batch, head, q_tile\n",
+    ),
+    "a warpgroup has the factor of the first": (
+        *(BLOCKS_64, "ragged", "q_tile * TILE_Q + warpgroup_idx * WARPGROUP_ROWS"),
+        "q_tile * TILE_Q",
+    ),
+    "a factor behind the last one": (
+        *(BLOCKS_64, "far", "cutlass.min(row, problem.seqlen_q - 1)"),
+        "row",
+    ),
+    "a slack of two powers": (
+        *(BLOCKS_WITH_LSE, "rising", "LIMIT_BITS = 1091357900 "),
+        "LIMIT_BITS = 1092616192 ",
+    ),
+    "an LSE with P's offset": (
+        *(BLOCKS_WITH_LSE, "ragged", "stats.shift[r] - P_OFFSET + "),
+        "stats.shift[r] + ",
+    ),
+    "a far row's first block is not renewed": (
+        *(BLOCKS, "logits_1e4", "stats.limit[r] == NO_LIMIT"),
+        "stats.limit[r] == NO_LIMIT + 1",
+    ),
+    "a far row's P with what fp32 has rounded": (
+        *(BLOCKS_WITH_LSE, "all_1e4_steep", "select_(far, largest, (stats"),
+        "select_(far, Float32(0.0), (stats",
+    ),
+    "a row without keys keeps a reference": (
+        *(BLOCKS_WITH_LSE, "ragged", "select_(largest > LEAST_MAX,"),
+        "select_(largest >= LEAST_MAX,",
+    ),
+}
 MEET = "            cute.arch.sync_warp()\n"
 DAMAGES_OF_ROWS = {
     "all squares in the place of the first": (
@@ -382,6 +435,14 @@ def test_when_the_turn_passes_on_is_order_alone(tmp_path: Path) -> None:
 def test_a_damage_of_transposing_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES_OF_ROWS[name]
     assert findings(damaged(tmp_path, ROWS, right, wrong), tag)
+
+
+@pytest.mark.parametrize("name", support.rotated(DAMAGES_OF_BLOCKS, 3))
+def test_a_damage_of_factors_by_block_is_noticed(name: str, tmp_path: Path) -> None:
+    fields, tag, right, wrong = DAMAGES_OF_BLOCKS[name]
+    text = support.kernel_text(f"{ROWS_OF_SM90}{fields}descale: block\n")
+    assert text.count(right) == 1, right
+    assert findings(written(tmp_path, text.replace(right, wrong)), tag)
 
 
 @pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 3))
@@ -582,6 +643,16 @@ NOT_SHIPPED = {
     "window: {left: 300}\nheads: {q_per_kv: 8}\npack_gqa: true\nout_dtype: fp16\n",
     "overlaid_rows": ROWS_OF_SM90 + OVERLAID + "mask: causal\nlse: true\n"
     "descale: head\n",
+    "blocks_gqa": OF_SM90 + "head_dim: 64\nheads: {q_per_kv: 4}\nlse: true\n"
+    "descale: block\n",
+    "blocks_window": ROWS_OF_SM90 + "head_dim: 128\nmask: causal\n"
+    "window: {left: 300}\nheads: {q_per_kv: 2}\ndescale: block\n",
+    "blocks_one_q_stage": ROWS_OF_SM90 + "head_dim: 128\nmask: causal\nlse: true\n"
+    "tile: {q: 128, kv: 64}\nstages: {q: 1}\ndescale: block\n",
+    "blocks_fixed": ROWS_OF_SM90 + "head_dim: 96\nout_dtype: fp16\n"
+    "seqlen: {q: 300, kv: 290}\ndescale: block\n",
+    "blocks_wide": ROWS_OF_SM90 + "head_dim: {qk: 192, v: 128}\nmask: causal\n"
+    "lse: true\ndescale: block\n",
     "rows_pack": ROWS_OF_SM90 + "head_dim: 96\nheads: {q_per_kv: 4}\n"
     "pack_gqa: true\nlse: true\n",
     "rows_slices": ROWS_OF_SM90 + "head_dim: 256\nmask: causal\nlse: true\n"

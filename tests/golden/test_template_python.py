@@ -31,7 +31,7 @@ def {specialise.INLINE}(function):
     return function
 """
 # Constants of what templates for both architectures have, and kernels of one.
-ELSEWHERE = frozenset({"PAGE", "KEY_GROUP"})
+ELSEWHERE = frozenset({"PAGE", "KEY_GROUP", "DESCALE_ROWS"})
 # A field that only some kernels have stands under an `if`.
 ALLOWED = re.compile(
     r"Invalid statement in NamedTuple|Invalid type comment or annotation"

@@ -127,6 +127,38 @@ def test_s_and_a_part_of_o_that_differ_share_no_registers(keys: int) -> None:
         plan.resolve(support.load_text(text))
 
 
+@pytest.mark.parametrize(
+    ("other", "beside"),
+    [
+        ("pack_gqa: true\nheads: {q_per_kv: 4}", "pack_gqa: true"),
+        ("exp: linear", "exp: linear"),
+        ("tile: {kv: 96}", "tile.kv: 96"),
+        ("batch: varlen", "batch: varlen"),
+    ],
+)
+def test_what_has_no_factors_by_block_is_refused_by_name(
+    other: str, beside: str
+) -> None:
+    plain = PLAIN.replace("permuted", "rows")
+    expected = f"descale: block is not generated for {beside}"
+    assert expected in refusals(f"{plain}{other}\ndescale: block\n")
+
+
+@pytest.mark.parametrize("text", [ON_SM100, WIDE], ids=["sm100", "head_dim 256"])
+def test_where_factors_by_block_are_not_built(text: str) -> None:
+    (refusal,) = refusals(f"{text}descale: block\n")
+    assert refusal.startswith("descale: block is not generated for ")
+
+
+@pytest.mark.parametrize("lse", ["", "lse: true\n"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_a_kv_tile_has_one_factor(head_dim: int, lse: str) -> None:
+    text = PLAIN.replace("64", str(head_dim)) + f"{lse}descale: block\n"
+    planned = plan.resolve(support.load_text(text))
+    assert 128 % {n.name: n.value for n in planned.chosen}["TILE_KV"] == 0
+    assert not planned.context["flushes_pairs"]
+
+
 @pytest.mark.parametrize("other", ["v_layout: permuted", "exp: linear", "tile.q: 128"])
 def test_what_sm100_does_not_have_is_refused_by_name(other: str) -> None:
     field, _, value = other.partition(": ")
@@ -223,6 +255,35 @@ def test_pytorch_agrees() -> None:
     theirs = operation.truth(replace(given, inputs=inputs))
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other.numpy(), rtol=1e-9, atol=1e-15)
+
+
+OF_BLOCKS: dict[str, Any] = {**SPEC, "descale": "block", "v_layout": "rows"}
+
+
+@pytest.mark.parametrize("data", ["normal", "descales"])
+def test_factors_by_block_are_of_128_rows_of_a_head(data: Any) -> None:
+    case = replace(CASE, q=300, kv=257, data=data)
+    inputs = values(OF_BLOCKS, TILES, case)
+    shapes = [inputs[f"{name}_descale"].shape for name in "qkv"]
+    assert shapes == [(2, 4, 3), (2, 2, 3), (2, 2, 3)]
+    whole = {}
+    for name in "qkv":
+        x, factors = inputs[name].astype(float), inputs[f"{name}_descale"]
+        for b, row, h in np.ndindex(x.shape[:3]):
+            x[b, row, h] *= factors[b, h, row // 128]
+        whole[name] = x
+    given = Given(OF_BLOCKS, inputs, 0.125)
+    found = operation_of(OF_BLOCKS).exact(given)
+    plain = {n: x for n, x in SPEC.items() if n not in ("descale", "v_layout")}
+    plain |= {"dtype": "bf16"}
+    expected = operation_of(plain).exact(Given(plain, whole, 0.125))
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-9, atol=1e-12)
+    assert len(np.unique(inputs["k_descale"][0, 0])) > 1, "blocks of a head differ"
+    if data == "normal":  # as a quantiser divides by them, scores stay what they were
+        by_head = values({**SPEC, "v_layout": "rows"}, TILES, case)
+        heads = by_head["k_descale"][:, None, :, None] * by_head["k"]
+        np.testing.assert_allclose(whole["k"], heads, rtol=1e-6)
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -325,6 +386,7 @@ def test_kernels_have_the_numbers_that_bounds_are_made_of(stem: str) -> None:
     assert flushed <= reference.FLUSHED_KEYS
     pairs = not found["SPEC"]["lse"] and "PV_SLICES" not in found
     pairs = pairs and 2 * found["TILE_KV"] <= reference.FLUSHED_KEYS
+    pairs = pairs and found["SPEC"].get("descale") != "block"
     assert ("FLUSH_BLOCKS" in found) == pairs
 
 

@@ -79,7 +79,7 @@ E4M3: dict[str, tuple[Any, ...]] = {
     "head_dim": (64, 96),
     "out_dtype": (None, "none", "fp16"),
     "v_layout": (None, "rows", "permuted"),
-    "descale": (None, "head"),
+    "descale": (None, "head", "block"),
     "tile": (None, {"q": 64, "kv": 48}),
 }
 
