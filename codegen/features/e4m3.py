@@ -80,13 +80,21 @@ def with_output(data: dict[str, Any]) -> dict[str, Any]:
 
 
 _BUT_BLOCKS: Final = ("none", "head")  # of `descale`
-_CONTRACTS: Final = {
-    "none": "",
-    "head": "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
-    "batch and KV head, positive numbers.",
-    "block": "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of their\n"
-    "batch, head and block of 128 rows, positive numbers.",
+_OF_WHAT: Final = {
+    "head": "batch and KV head",
+    "block": "batch, head and block of 128 rows",
 }
+
+
+def _contract(spec: Spec) -> str:
+    if spec.descale == "none":
+        return ""
+    return (
+        "Q, K and V are what q, k and v hold times q_descale, k_descale and v_descale of"
+        f" their\n{_OF_WHAT[spec.descale]}, positive numbers."
+    )
+
+
 OUT_DTYPE: Final = Feature(
     "out_dtype",
     keys={r"(o|out|output)_?(type|dtype|precision)": "write out_dtype: bf16 or fp16"},
@@ -141,7 +149,7 @@ DESCALE: Final = Feature(
     title=lambda spec: {"none": "", "head": "descales"}.get(
         spec.descale, "descales by block"
     ),
-    contract=lambda spec: _CONTRACTS[spec.descale],
+    contract=_contract,
 )
 EXP: Final = Feature(
     "exp",

@@ -16,8 +16,20 @@ from typing import Any, Final
 
 from . import forward
 from .compare import Verdict
-from .forward import BATCH, FORWARD, HEAD_DIM_V, HEADS, HEADS_KV, LSE, OUT
-from .forward import SEQLEN_KV, SEQLEN_Q, K, Q, V
+from .forward import (
+    BATCH,
+    FORWARD,
+    HEAD_DIM_V,
+    HEADS,
+    HEADS_KV,
+    LSE,
+    OUT,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    K,
+    Q,
+    V,
+)
 from .operation import OF_OUTPUT, Array, Axis, Given, Sizes, Spec, Tensor
 from .paged import paging
 from .reference import Truth, truth

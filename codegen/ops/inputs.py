@@ -18,8 +18,16 @@ from numpy.typing import NDArray
 from . import masks, operation_of, reference, scores
 from .backward import DOUT, forward_of, is_backward
 from .case import Case, Tiles
-from .e4m3 import DESCALE_ROWS, LARGEST, V_PERMUTED, has_block_factors
-from .e4m3 import in_16_bits, is_e4m3, is_permuted, permute_v
+from .e4m3 import (
+    DESCALE_ROWS,
+    LARGEST,
+    V_PERMUTED,
+    has_block_factors,
+    in_16_bits,
+    is_e4m3,
+    is_permuted,
+    permute_v,
+)
 from .forward import HEADS
 from .masks import Lengths, Mask
 from .operation import BYTES, Tensor
