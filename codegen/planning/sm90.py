@@ -492,8 +492,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
 
 def _constants(spec: Spec) -> dict[str, int]:
     """The numbers of the architecture that formulas read, for the SPEC's element type."""
-    of_call = {"ELEMENT_BYTES": BYTES[spec.dtype], "DESCALE_ROWS": DESCALE_ROWS}
-    return {**sm90.CONSTANTS, **of_call}
+    own = {"ELEMENT_BYTES": BYTES[spec.dtype], "DESCALE_ROWS": DESCALE_ROWS}
+    return {**sm90.CONSTANTS, **own}
 
 
 def _by_warpgroups(traits: Traits, role: str) -> str:

@@ -416,12 +416,12 @@ def test_damage_of_turns_is_found(name: str, tmp_path: Path) -> None:
 
 
 def test_a_lane_that_is_a_round_behind_is_found(tmp_path: Path) -> None:
-    """It looks at a stage once lane 0 has filled it and it is free again."""
+    """It tests a stage only after lane 0 has filled it and it is free once more."""
     stem, (q, kv) = "sm90_d64_bf16_bwd", (1024, 256)
     fields = f"{kernels.SMALL}seqlen: {{q: {q}, kv: {kv}}}\n"
     waits = (
-        "            # A lane that still looks at the stage would miss that it was full and is free"
-        " again.\n            cute.arch.sync_warp()\n"
+        "            # Lane 0 fills it once all have seen it free: a late one would wait for another"
+        " phase.\n            cute.arch.sync_warp()\n"
     )
     text = kernels.damaged(kernels.text_of(fields, stem), {waits: ""})
     case = Case("damaged", 1, 2, q, kv, sm_count=2)
