@@ -38,8 +38,9 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, of S and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
-# Rows of heads in which the first tile stores dQ: decision 0059.
-SHORT_HEAD: Final = 1024
+# Rows of heads in which the first tile stores dQ and the last one writes it, by head_dim: decision
+# 0059.
+SHORT_HEADS: Final = {64: 1024, 96: 1024, 128: 2048}
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
@@ -48,19 +49,20 @@ def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
     """
     blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
-    head_dim, sides = spec["head_dim"].values(), spec["seqlen"].values()
-    fixed = (x if isinstance(x, int) else None for x in sides)
-    counted = spec["deterministic"] or first_stores(spec["arch"], *head_dim, *fixed)
-    turns = turns_of(spec["arch"], *head_dim) if counted else 0
+    counted = spec["deterministic"] or _first_stores(spec)
+    turns = turns_of(spec["arch"], *spec["head_dim"].values()) if counted else 0
     return blocks * cut.q * width + TICKETS + turns * blocks
+
+
+def _first_stores(spec: Spec) -> bool:
+    fixed = (x if isinstance(x, int) else None for x in spec["seqlen"].values())
+    return first_stores(spec["arch"], *spec["head_dim"].values(), *fixed)
 
 
 WORKSPACE: Final = Workspace(
     *("workspace", "fp32", (BATCH, SEQLEN_Q, HEADS), _elements),
     about="is the call's own until it is done, and holds nothing before and after it",
 )
-# Statistics of rows, the gradients, and dQ from its sums.
-KERNELS: Final = ("_stats", "", "_finish")
 
 
 def splits_products(qk: int, v: int) -> bool:
@@ -71,13 +73,21 @@ def splits_products(qk: int, v: int) -> bool:
 
 
 def first_stores(arch: str, qk: int, v: int, q: int | None, kv: int | None) -> bool:
-    """Whether the first tile that comes to a block of rows stores its dQ, for which others wait.
+    """Whether the first tile that comes to a block of rows stores its dQ, for which others wait,
+    and the last one, which waits for all, writes it.
 
-    Short heads are done sooner without zeros; in long ones the wait of each step costs more.
-    qk, v: head_dim; q, kv: lengths that are fixed, else None.
+    Short heads are done sooner without zeros and a last kernel; in long ones the wait of each step
+    costs more. qk, v: head_dim; q, kv: lengths that are fixed, else None.
     """
-    short = None not in (q, kv) and max(q or 0, kv or 0) <= SHORT_HEAD
-    return arch == "sm90" and short and not splits_products(qk, v)
+    if arch != "sm90" or q is None or kv is None or splits_products(qk, v):
+        return False
+    return max(q, kv) <= SHORT_HEADS[qk]
+
+
+def kernels(spec: Spec) -> tuple[str, ...]:
+    """Suffixes of the kernels of a call: statistics of rows, the gradients, dQ of its sums."""
+    first = ("_stats", "")
+    return first if _first_stores(spec) else (*first, "_finish")
 
 
 def turns_of(arch: str, qk: int, v: int) -> int:
@@ -163,7 +173,7 @@ BACKWARD: Final = Operation(
     judge=_judge,
     flops=_flops,
     workspaces=(WORKSPACE,),
-    kernels=lambda spec: KERNELS,
+    kernels=kernels,
     unordered=lambda spec: (
         frozenset() if spec["deterministic"] else frozenset({DQ.name})
     ),

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import KERNELS, SHORT_HEAD, first_stores, turns_of
+from ..ops.backward import SHORT_HEADS, first_stores, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -66,7 +66,9 @@ class Traits(shared.Traits):
 
     @property
     def first_stores(self) -> bool:
-        """The first tile that comes to a block of rows stores its dQ: nothing is added to zeros."""
+        """The first tile that comes to a block of rows stores its dQ, and the last one writes it:
+        nothing is added to zeros, and no kernel follows.
+        """
         spec = self.spec
         sides, head_dim = (self.seqlen_q, self.seqlen_kv), spec.head_dim
         return first_stores(spec.arch, head_dim.qk, head_dim.v, *sides)
@@ -105,14 +107,15 @@ def plan_of(
     statements: Iterable[str],
     context: Mapping[str, Any],
 ) -> KernelPlan:
-    """The plan of the three kernels, of which `main` is the second."""
+    """The plan of the kernels of a call, of which `main` is the second."""
     bare = DevicePlan((), (), (), (), (), (), {})
+    last = () if context["first_stores"] else (replace(bare, name="finish"),)
     return KernelPlan(
         spec_file=spec_file,
         architecture=architecture,
         chosen=chosen,
         derived=numbers,
-        kernels=(replace(bare, name="stats"), main, replace(bare, name="finish")),
+        kernels=(replace(bare, name="stats"), main, *last),
         statements=tuple(statements),
         context=context,
     )
@@ -179,7 +182,8 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
         adds = "of all that add" if traits.watched else "of each warpgroup that adds"
         yield "TURNS", f"of a block of rows: {adds}", str(turns)
     yield from of_scores(traits)
-    yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
+    if not traits.first_stores:
+        yield "DQ_ROW", "elements, of which 8 keep banks apart", "HEAD_DIM_QK + HALVES"
     lanes = "HEAD_DIM_V // HALVES"
     if traits.thin:
         yield "ROW_VECTORS", "of a row of dO or of O, per thread", f"{lanes} // 4"
@@ -201,24 +205,32 @@ def statistic_of(*, log2: bool) -> str:
 def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
     """The lines of the header that say what the kernels do. statistic: that of S."""
     yield "Kernels, in their order, by what is behind the file's name in theirs:"
-    width, edges = max(map(len, KERNELS)), bool(traits.mask.right_edges)
+    edges = bool(traits.mask.right_edges)
     does = what_kernels_do(
         statistic, first_stores=traits.first_stores, right_edges=edges
     )
-    for suffix, what in zip(KERNELS, does, strict=True):
+    width = max(map(len, does))
+    for suffix, what in does.items():
         yield f"  {suffix:{width}}  {what}"
 
 
 def what_kernels_do(
     statistic: str, *, first_stores: bool, right_edges: bool
-) -> tuple[str, str, str]:
-    """Of each kernel, what it does. statistic: that of S; with right edges some rows see no key."""
-    sums, zeros = "adds to the sums of dQ", ", and zeros where dQ is summed"
+) -> dict[str, str]:
+    """What each kernel does, by its suffix: `ops.backward.kernels`.
+
+    statistic: that of S; with right edges some rows see no key.
+    """
+    of_rows = f"{statistic} and -D of each row"
     if first_stores:
-        sums = "stores the sums of dQ, then adds to them"
-        zeros = ", and zeros where no tile stores dQ" if right_edges else ""
-    first = f"{statistic} and -D of each row{zeros}"
-    return first, f"dK and dV; {sums}", "dQ of its sums"
+        zeros = ", and dQ of blocks that see no key" if right_edges else ""
+        sums = "a block's first tile stores dQ, its last one adds and writes it"
+        return {"_stats": f"{of_rows}{zeros}", "": f"dK and dV; {sums}"}
+    return {
+        "_stats": f"{of_rows}, and zeros where dQ is summed",
+        "": "dK and dV; adds to the sums of dQ",
+        "_finish": "dQ of its sums",
+    }
 
 
 def context(
@@ -254,7 +266,10 @@ def barriers_of_tickets(takers: int, who: str) -> Iterator[Barrier]:
 
 def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
     """What the file does for its shapes. of_s: how S gets its statistic; products: of dS."""
-    yield "Three kernels: statistics of rows, dK and dV with sums of dQ, dQ of its sums."
+    if traits.first_stores:
+        yield "Two kernels: statistics of rows, then dQ, dK and dV."
+    else:
+        yield "Three kernels: statistics of rows, dK and dV with sums of dQ, dQ of its sums."
     yield (
         "A CTA has a KV tile; the blocks of rows that see it come one after the other, of each"
         " query head of its KV head in turn: dK and dV stay where they are summed."
@@ -280,7 +295,8 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
         )
     if traits.first_stores:
         yield (
-            f"Lengths are fixed and at most {SHORT_HEAD}: the first tile that comes to a block of"
-            " rows stores its dQ, the others wait until it has, and nothing is added to zeros."
+            f"Lengths are fixed and at most {SHORT_HEADS[traits.spec.head_dim.qk]}: the first tile"
+            " that comes to a block of rows stores its dQ, for which the others wait; the last one"
+            " waits for all, adds its own and writes dQ."
         )
     yield "dQ of a row without keys is 0, and so are dK and dV of a key that no row sees."

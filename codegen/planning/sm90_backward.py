@@ -292,7 +292,7 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     takers, who = warps + 1, "load and math warps"
     if traits.watched:
         takers, who = warps + 3, "all but the scheduler"
-        handed = "1: warp 1, once the first tile has stored"
+        handed = "1: warp 1, once the first tile, or all others, have added"
         if traits.hands_turns:
             handed = "1: warp 1, once the tiles before have added"
         yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
@@ -316,7 +316,8 @@ def _context(
     if traits.splits_products:
         math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
-    log2 = traits.adds_statistic
+    log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
+    by_rows = not traits.splits_products and traits.sizes.tile_q == rows_of_dq
     statistic = backward.statistic_of(log2=log2)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
@@ -339,11 +340,16 @@ def _context(
         # Else S starts at its statistic, divided by the scale.
         "log2_statistic": log2,
         "watched": traits.watched,
+        # Two products are in flight there, and their registers leave room. At head_dim 64 it is
+        # slower: decision 0059.
+        "turn_beside_ds": traits.watched
+        and traits.packed_products
+        and traits.softcap is None
+        and not by_rows,
         "packed_products": traits.packed_products,
         "splits_products": traits.splits_products,
         "two_slices_of_dv": traits.dq_slices_of_dv == 2,
-        "dq_by_rows": not traits.splits_products
-        and traits.sizes.tile_q == sm90.WARPGROUP_ROWS * WARPGROUPS,
+        "dq_by_rows": by_rows,
     }
 
 
@@ -355,10 +361,10 @@ def _role_lines(traits: Traits, math: str) -> Iterator[str]:
         return
     if not traits.hands_turns:
         yield (
-            f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} waits until the first tile has stored"
-            f" dQ, warp {PASS_WARP} says"
+            f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} waits until a block's dQ may be stored,"
+            f" added or written, warp {PASS_WARP}"
         )
-        yield f"when this one has; {draws}; {math}."
+        yield f"says when it is; {draws}; {math}."
         return
     yield (
         f"Roles: warp 0 loads by TMA; warp {WATCH_WARP} watches for the turns to add dQ in,"

@@ -69,10 +69,20 @@ KERNELS = {
         "head_dim: 128\ndtype: bf16\nmask: causal\nseqlen: 256\n",
         (Case("fixed", 1, 1, 256, 256, sm_count=2),),
     ),
-    # Short heads: the first tile stores dQ. Rows without keys; heads of a group.
+    # Short heads: the first tile stores dQ, the last one writes it. Rows without keys; heads of a
+    # group; tiles that no row sees; three groups of columns for each warpgroup.
     "sm90_d64_bf16_causal_bwd_s200x130_gqa2": (
         D64 + "heads: {q_per_kv: 2}\nseqlen: {q: 200, kv: 130}\n",
-        (Case("first", 1, 1, 200, 130, sm_count=3),),
+        (Case("first", 1, 2, 200, 130, sm_count=3),),
+    ),
+    "sm90_d128_bf16_bwd_w20x10_s70x300": (
+        "head_dim: 128\ndtype: bf16\nwindow: {left: 20, right: 10}\n"
+        "seqlen: {q: 70, kv: 300}\n",
+        (Case("hidden", 1, 1, 70, 300, sm_count=2),),
+    ),
+    "sm90_d96_fp16_bwd_s100x200": (
+        "head_dim: 96\ndtype: fp16\nseqlen: {q: 100, kv: 200}\n",
+        (Case("thin", 1, 1, 100, 200, sm_count=2),),
     ),
 }
 ON_SM100 = "sm100_d128_bf16_causal_bwd"
@@ -283,9 +293,29 @@ def test_damage_is_found(name: str, tmp_path: Path) -> None:
 
 FIRST_DAMAGES = {
     "a tile adds before the first one has stored": (
-        "                        counted = cute.arch.load(\n",
-        "                        counted = STORED + cute.arch.load(\n",
+        "cutlass.select_(is_last, turn, cutlass.min(turn, 1))",
+        "cutlass.select_(is_last, turn, Int32(0))",
         "race",
+    ),
+    "the last tile waits for the first alone": (
+        "cutlass.select_(is_last, turn, cutlass.min(turn, 1))",
+        "cutlass.min(turn, 1)",
+        "race",
+    ),
+    "the last tile is taken for one that adds": (
+        "cutlass.select_(is_last, Int32(LAST), Int32(0))",
+        "Int32(0)",
+        "of dq: NaN",
+    ),
+    "the last tile writes its own alone": (
+        "        if turn == LAST:\n",
+        "        if turn == FIRST:\n",
+        "of dq: wrong",
+    ),
+    "neighbours keep each other's columns": (
+        "    both[0] = cutlass.select_(odd, other, own)\n",
+        "    both[0] = cutlass.select_(odd, own, other)\n",
+        "of dq: wrong",
     ),
     "stored is told before it is": (
         "            rings.added.consumer_wait(turn_state)\n",
@@ -293,20 +323,22 @@ FIRST_DAMAGES = {
         "race",
     ),
     "the first tile adds": (
-        "    if rings.sTurns[state.index] == 0:\n",
-        "    if rings.sTurns[state.index] < 0:\n",
+        "cutlass.select_(turn == 0, Int32(FIRST), Int32(0))",
+        "Int32(0)",
         "read-before-write",
     ),
     "no zeros where no tile comes": (
         "    if (block + 1) * TILE_Q <= first_row:\n",
         "    if block < 0:\n",
-        "read-before-write",
+        "of dq: NaN",
     ),
 }
 
 
 @pytest.mark.parametrize("name", support.rotated(FIRST_DAMAGES, 2))
-def test_damage_of_the_first_tile_s_store_is_found(name: str, tmp_path: Path) -> None:
+def test_damage_of_the_first_and_the_last_tile_is_found(
+    name: str, tmp_path: Path
+) -> None:
     old, new, words = FIRST_DAMAGES[name]
     # Three tiles that begin at the same block; with a mask, two, and a block that neither sees.
     q, kv, mask = (260, 190, "causal") if "zeros" in name else (130, 380, "none")
@@ -420,12 +452,12 @@ def test_a_lane_that_is_a_round_behind_is_found(tmp_path: Path) -> None:
     stem, (q, kv) = "sm90_d64_bf16_bwd", (1024, 256)
     fields = f"{kernels.SMALL}seqlen: {{q: {q}, kv: {kv}}}\n"
     waits = (
-        "            # Lane 0 fills it once all have seen it free: a late one would wait for another"
-        " phase.\n            cute.arch.sync_warp()\n"
+        "            # Lane 0 fills it once all have seen it free: a late one would wait for"
+        " another phase.\n            cute.arch.sync_warp()\n"
     )
     text = kernels.damaged(kernels.text_of(fields, stem), {waits: ""})
     case = Case("damaged", 1, 2, q, kv, sm_count=2)
-    starving = Schedule(5, Order.STARVATION, Completion.EAGER)
+    starving = Schedule(0, Order.STARVATION, Completion.EAGER)
     (ran,) = run(kernels.written(tmp_path, text, stem), case, [starving])
     assert "deadlock" in ran.findings[0]
 
@@ -434,7 +466,10 @@ def test_a_lane_that_is_a_round_behind_is_found(tmp_path: Path) -> None:
     ("right", "wrong"),
     [
         ("while added < turn:", "while added < 0:"),
-        ("    rings.turn.consumer_wait(state)\n", ""),
+        (
+            "            rings.turn.consumer_wait(dq_state)\n",
+            "            pass\n",
+        ),
     ],
 )
 def test_who_does_not_wait_for_a_turn_is_found(

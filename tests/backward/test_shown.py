@@ -32,6 +32,8 @@ FIELDS = {
     "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
     "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
     "sm90_d128_bf16_bwd_det": "head_dim: 128\ndtype: bf16\ndeterministic: true\n",
+    "sm90_d64_fp16_s512_bwd": "head_dim: 64\ndtype: fp16\nseqlen: 512\n",
+    "sm90_d128_bf16_s512_bwd": "head_dim: 128\ndtype: bf16\nseqlen: 512\n",
     "sm90_d192x128_bf16_bwd_det": (
         "head_dim: {qk: 192, v: 128}\ndtype: bf16\ndeterministic: true\n"
     ),
@@ -78,8 +80,10 @@ def calls(body: Sequence[ast.stmt], of_tile: bool) -> Iterator[str]:
             yield from calls(node.body, of_tile)
         elif "take_work(" in (text := ast.unparse(node)):
             yield from ("wait ticket_full", "signal ticket_empty")
-        elif "add_when_handed(" in text:
-            yield from ("wait turn_full", "signal added_full")
+        elif "take_turn(" in text:
+            yield "wait turn_full"
+        elif "say_added(" in text:
+            yield "signal added_full"
         else:
             for ring, call in CALL.findall(text):
                 yield SAID[call].format(ring)
@@ -275,12 +279,18 @@ def test_the_workspace_is_as_large_as_is_said(stem: str) -> None:
     formula = re.findall(r"Workspace: (.*) B, (\d+) B a row", last)
     ((size, of_row),) = formula
     numbers = backward.numbers(found)
-    scope = {"ceil": lambda x: -int(-x // 1), "batch": 3, "heads": 4, "seqlen_q": 300}
+    scope = {"ceil": lambda x: -int(-x // 1), "batch": 3, "heads": 4}
     spec = found.context["spec"]
-    case = Case("x", 3, 4 // spec["q_per_kv"], 300, 7)
+    q, kv = (
+        length if isinstance(length, int) else drawn
+        for length, drawn in zip(spec["seqlen"].values(), (300, 7), strict=True)
+    )
+    case = Case("x", 3, 4 // spec["q_per_kv"], q, kv)
     tiles = Tiles(numbers["TILE_Q"], numbers["TILE_KV"], (1, 1))
     (workspace,) = BACKWARD.workspaces
-    assert eval(size, scope) == 4 * workspace.elements(spec, tiles, case)
+    assert eval(size, scope | {"seqlen_q": q}) == 4 * workspace.elements(
+        spec, tiles, case
+    )
     assert int(of_row) == 4 * (numbers["HEAD_DIM_QK"] + 2)
 
 

@@ -117,24 +117,18 @@ PROMISED = {
     ("sm90", BACKWARD.name): VALIDATED,
     ("sm100", BACKWARD.name): EMULATED,
 }
-# Validated until their text changed for what the emulator had found: a GPU has yet to run it.
-AWAITED = {
-    *("sm90_d64_bf16_causal_det_bwd", "sm90_d128_bf16_causal_det_bwd"),
-    *("sm90_d128_bf16_causal_s512_bwd", "sm90_d128_bf16_causal_s512_det_bwd"),
-}
 
 
 @pytest.mark.parametrize("stem", SHIPPED)
 def test_record_is_current_and_of_the_promised_rung(stem: str) -> None:
     record, stale = record_of(stem)
     spec = support.shipped_plan(stem).spec_file.spec
-    rung, how = EMULATED if stem in AWAITED else PROMISED[spec.arch, spec.op]
+    rung, how = PROMISED[spec.arch, spec.op]
     assert stale is None, f"{stem} {stale}; {how}"
     assert record is not None
     assert {"compiled", rung} <= record.keys(), f"is only {record['rung']}; {how}"
     order = list(records.RUNGS)
     assert order.index(record["rung"]) >= order.index(rung)
-    assert stem not in AWAITED or "validated" not in record, "is no longer awaited"
 
 
 @pytest.mark.parametrize("stem", SHIPPED)

@@ -66,15 +66,19 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     """Yield the titles, then (kernel, CTAs, threads, what it does) in the order of the launches."""
     yield "kernel", "CTAs", "threads", "does"
     known, blocks = numbers(plan), "blocks of rows of all query heads"
-    ctas = (blocks, "at most one per SM, which draw tiles", blocks)
-    threads = (STATS_THREADS, known["THREADS"], known["MATH_THREADS"])
+    grids = {
+        "stats": (blocks, STATS_THREADS),
+        MAIN: ("at most one per SM, which draw tiles", known["THREADS"]),
+        "finish": (blocks, known["MATH_THREADS"]),
+    }
     does = what_kernels_do(
         statistic(plan),
         first_stores=plan.context["first_stores"],
         right_edges=bool(plan.context["right_edges"]),
     )
-    for each, of, count, what in zip(plan.kernels, ctas, threads, does, strict=True):
-        yield each.name, of, f"{count:>7}", what
+    for each, what in zip(plan.kernels, does.values(), strict=True):
+        ctas, threads = grids[each.name]
+        yield each.name, ctas, f"{threads:>7}", what
 
 
 def role_rows(plan: KernelPlan, kernel: DevicePlan) -> Iterator[tuple[str, ...]]:

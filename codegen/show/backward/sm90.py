@@ -238,6 +238,7 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
     yield mma("dV(n)")
     if plan.context["packed_products"] and not plan.context["capped"]:
         yield mma("dQ(n-1)", Wait("ds_full", earlier=True))
+        yield from _early_turn(plan, "dQ(n-1)")
         yield over("dP(n) is there", ("dP(n)",))
         yield of_ds
     else:
@@ -278,6 +279,7 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield Step("exp2; P(0) in 16 bits", "math")
     yield mma("dV(0)")
     yield mma(LAST, Wait("ds_full", earlier=True))
+    yield from _early_turn(plan, LAST)
     yield over("dP(0) is there", ("dP(0)",))
     yield Step("dS(0) = P * dP, also to sdS", "math")
     freed = Signal("do_empty", WARPS)
@@ -294,9 +296,16 @@ def _add(plan: KernelPlan, name: str) -> Step:
     if not plan.context["watched"]:
         return Step(text, "math")
     if plan.context["first_stores"]:
-        text = f"store {name}, or add it to what the first tile has stored"
+        text = f"store {name} or add it; of the last tile at its block, write it"
     added = Signal("added_full", WARPS)
-    return Step(text, "math", (Wait("turn_full", earlier=True),), (added,))
+    turn = () if plan.context["turn_beside_ds"] else (Wait("turn_full", earlier=True),)
+    return Step(text, "math", turn, (added,))
+
+
+def _early_turn(plan: KernelPlan, name: str) -> Iterator[Step]:
+    """The wait for its turn, where it is beside dS."""
+    if plan.context["turn_beside_ds"]:
+        yield Step(f"{name} may be summed", "wait", (Wait("turn_full", earlier=True),))
 
 
 def _turns(plan: KernelPlan, *, end: bool) -> Iterator[tuple[Step, ...]]:
@@ -305,8 +314,8 @@ def _turns(plan: KernelPlan, *, end: bool) -> Iterator[tuple[Step, ...]]:
     free, given = Wait("turn_empty", earlier=True), Signal("turn_full", 1)
     taken = (take(1),) if end else ()
     waits, counts = (
-        f"{handed}: the first tile has stored",
-        "say so, if it was the first",
+        f"{handed}: its sum is free",
+        "say so to all CTAs",
     )
     if plan.context["hands_turns"]:
         waits, counts = (
