@@ -38,7 +38,8 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, of S and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
-# Most rows of a head whose first tile stores dQ and whose last one writes it, by head_dim: 0059.
+# Most rows of heads in which the first tile stores dQ and the last one writes it, by head_dim:
+# decision 0059.
 SHORT_HEADS: Final = {64: 1024, 96: 1024, 128: 2048}
 
 
