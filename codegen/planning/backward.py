@@ -74,6 +74,33 @@ class Traits(shared.Traits):
         return first_stores(spec.arch, head_dim.qk, head_dim.v, *sides)
 
     @property
+    def blind_blocks(self) -> bool:
+        """No row of some block sees a key: no tile comes to it, and the first kernel writes its dQ."""
+        right, lengths = self.mask.right, (self.seqlen_q, self.seqlen_kv)
+        if not self.first_stores or right is None or None in lengths:
+            return False
+        return lengths[0] - lengths[1] - right >= self.sizes.tile_q
+
+    @property
+    def _meets_late(self) -> bool:
+        """Tiles of a causal head wait for one another where they come to a block."""
+        spec, edges = self.spec, self.mask
+        free = self.first_stores and not spec.deterministic
+        causal = bool(edges.right_edges) and not edges.left_edges
+        return free and causal and spec.heads.q_per_kv == 1
+
+    @property
+    def falling_sections(self) -> bool:
+        """A head's tiles are drawn in falling order: measured, decision 0059."""
+        return self._meets_late and self.spec.head_dim.qk <= 64
+
+    @property
+    def shortest_early(self) -> bool:
+        """Of four tiles the last is drawn before the third: measured, decision 0059."""
+        tiles = -(-(self.seqlen_kv or 0) // self.sizes.tile_kv)
+        return self._meets_late and not self.falling_sections and tiles == 4
+
+    @property
     def watched(self) -> bool:
         """Two producer warps watch who adds to a block of rows."""
         return self.hands_turns or self.first_stores
@@ -205,9 +232,8 @@ def statistic_of(*, log2: bool) -> str:
 def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
     """The lines of the header that say what the kernels do. statistic: that of S."""
     yield "Kernels, in their order, by what is behind the file's name in theirs:"
-    edges = bool(traits.mask.right_edges)
     does = what_kernels_do(
-        statistic, first_stores=traits.first_stores, right_edges=edges
+        statistic, first_stores=traits.first_stores, blind_blocks=traits.blind_blocks
     )
     width = max(map(len, does))
     for suffix, what in does.items():
@@ -215,15 +241,15 @@ def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
 
 
 def what_kernels_do(
-    statistic: str, *, first_stores: bool, right_edges: bool
+    statistic: str, *, first_stores: bool, blind_blocks: bool
 ) -> dict[str, str]:
     """What each kernel does, by its suffix: `ops.backward.kernels`.
 
-    statistic: that of S; with right edges some rows see no key.
+    statistic: that of S; blind blocks of rows see no key.
     """
     of_rows = f"{statistic} and -D of each row"
     if first_stores:
-        zeros = ", and dQ of blocks that see no key" if right_edges else ""
+        zeros = ", and dQ of blocks that see no key" if blind_blocks else ""
         sums = "a block's first tile stores dQ, its last one adds and writes it"
         return {"_stats": f"{of_rows}{zeros}", "": f"dK and dV; {sums}"}
     return {
@@ -249,6 +275,9 @@ def context(
         "ordered": spec_file.spec.deterministic,
         "counted": spec_file.spec.deterministic or traits.first_stores,
         "first_stores": traits.first_stores,
+        "blind_blocks": traits.blind_blocks,
+        "falling_sections": traits.falling_sections,
+        "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "thin": traits.thin,

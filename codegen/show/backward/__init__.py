@@ -74,7 +74,7 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     does = what_kernels_do(
         statistic(plan),
         first_stores=plan.context["first_stores"],
-        right_edges=bool(plan.context["right_edges"]),
+        blind_blocks=plan.context["blind_blocks"],
     )
     for each, what in zip(plan.kernels, does.values(), strict=True):
         ctas, threads = grids[each.name]
