@@ -75,7 +75,7 @@ class Traits(shared.Traits):
 
     @property
     def blind_blocks(self) -> bool:
-        """No row of some block sees a key: no tile comes to it, and the first kernel writes its dQ."""
+        """No row of some block sees a key: no tile comes there, and the first kernel writes dQ."""
         right, lengths = self.mask.right, (self.seqlen_q, self.seqlen_kv)
         if not self.first_stores or right is None or None in lengths:
             return False

@@ -13,7 +13,7 @@ from fmha_gen.build.calls import arguments, scale_of
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
-from fmha_gen.emulator.scheduler import Completion, Order, Schedule
+from fmha_gen.emulator.scheduler import Schedule
 from fmha_gen.evidence import rehearsal
 from fmha_gen.evidence.tensors import Problem, make_problem
 from fmha_gen.ops.backward import BACKWARD, forward_of
