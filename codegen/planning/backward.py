@@ -76,10 +76,10 @@ class Traits(shared.Traits):
     @property
     def blind_blocks(self) -> bool:
         """No row of some block sees a key: no tile comes there, and the first kernel writes dQ."""
-        right, lengths = self.mask.right, (self.seqlen_q, self.seqlen_kv)
-        if not self.first_stores or right is None or None in lengths:
+        right, rows, keys = self.mask.right, self.seqlen_q, self.seqlen_kv
+        if not self.first_stores or right is None or rows is None or keys is None:
             return False
-        return lengths[0] - lengths[1] - right >= self.sizes.tile_q
+        return rows - keys - right >= self.sizes.tile_q
 
     @property
     def _meets_late(self) -> bool:
