@@ -20,6 +20,7 @@ from fmha_gen.ops.backward import BACKWARD, forward_of
 from fmha_gen.ops.cases import Case, tiles_of
 from fmha_gen.ops.forward import FORWARD
 from fmha_gen.ops.operation import Given
+from fmha_gen.planning.backward import SECTION_BYTES
 
 from tests import support
 
@@ -79,6 +80,15 @@ KERNELS = {
         "head_dim: 128\ndtype: bf16\nwindow: {left: 20, right: 10}\n"
         "seqlen: {q: 70, kv: 300}\n",
         (Case("hidden", 1, 1, 70, 300, sm_count=2),),
+    ),
+    # Two whole blocks whose rows see no key. Four tiles, of which the last comes before the third.
+    "sm90_d64_bf16_causal_bwd_s400x130": (
+        D64 + "seqlen: {q: 400, kv: 130}\n",
+        (Case("blind", 1, 1, 400, 130, sm_count=2),),
+    ),
+    "sm90_d128_bf16_causal_bwd_s400": (
+        "head_dim: 128\ndtype: bf16\nmask: causal\nseqlen: 400\n",
+        (Case("swapped", 1, 1, 400, 400, sm_count=2),),
     ),
     "sm90_d96_fp16_bwd_s100x200": (
         "head_dim: 96\ndtype: fp16\nseqlen: {q: 100, kv: 200}\n",
@@ -236,6 +246,16 @@ def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> 
     alike = ("workspace", "dq", "dk", "dv") if stem in ORDERED else ("dk", "dv")
     for name in alike:
         assert len({each.bits[name] for each in ran}) == 1
+
+
+def test_sections_of_falling_tiles(tmp_path: Path) -> None:
+    """Two sections of a head each, whose tiles fall, and a last one, whose tiles rise."""
+    stem = "sm90_d64_bf16_causal_bwd_s300"
+    text = kernels.text_of(D64 + "seqlen: 300\n", stem)
+    one_head = {f"SECTION_BYTES = {SECTION_BYTES}": "SECTION_BYTES = 1"}
+    path = kernels.written(tmp_path, kernels.damaged(text, one_head), stem)
+    for ran in run(path, Case("sections", 1, 3, 300, 300, sm_count=2), SCHEDULES[:2]):
+        assert ran.findings == []
 
 
 DAMAGES = {
