@@ -264,19 +264,30 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
 
 def _tile(plan: KernelPlan) -> Iterator[Step]:
     """From dK of a tile's last block to its dQ, beside the next tile's first block."""
+    beside = plan.context["first_stores"]  # dV beside dK, the V stage freed behind P
+    stored = (
+        Step("dV in 16 bits, in its V's place", "math"),
+        Step("store dV", "tma", issues="store dV"),
+    )
+    freed_v = over("dK has left", ("store dK",), Signal("v_empty", 1))
     yield mma("dK(last)")
-    yield Step("dV in 16 bits, in its V's place", "math")
-    yield Step("store dV", "tma", issues="store dV")
+    if beside:
+        yield from stored
     yield take(WARPS)
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
     freed = Signal("q_empty", WARPS)
     yield over("dK, S(0) are there", ("dK(last)", "next S(0)"), freed)
+    if not beside:
+        yield from stored
     yield over("dV has left", ("store dV",))
     yield Step("dK * scale in 16 bits, in the same place", "math")
     yield Step("store dK", "tma", issues="store dK")
+    if not beside:
+        yield freed_v
     yield mma("dP(0)", Wait("v_full"), Wait("do_full"))
     yield Step("exp2; P(0) in 16 bits", "math")
-    yield over("dK has left", ("store dK",), Signal("v_empty", 1))
+    if beside:
+        yield freed_v
     yield mma("dV(0)")
     yield mma(LAST, Wait("ds_full", earlier=True))
     yield from _early_turn(plan, LAST)
