@@ -338,7 +338,7 @@ FIRST_DAMAGES = {
         "of dq: wrong",
     ),
     "stored is told before it is": (
-        "            rings.added.consumer_wait(turn_state)\n",
+        "        rings.added.consumer_wait(turn_state)\n",
         "",
         "race",
     ),
