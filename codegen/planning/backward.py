@@ -74,7 +74,7 @@ class Traits(shared.Traits):
         return first_stores(spec.arch, head_dim.qk, head_dim.v, *sides)
 
     @property
-    def blind_blocks(self) -> bool:
+    def keyless_blocks(self) -> bool:
         """No row of some block sees a key: no tile comes there, and the first kernel writes dQ."""
         right, rows, keys = self.mask.right, self.seqlen_q, self.seqlen_kv
         if not self.first_stores or right is None or rows is None or keys is None:
@@ -91,12 +91,12 @@ class Traits(shared.Traits):
 
     @property
     def falling_sections(self) -> bool:
-        """A head's tiles are drawn in falling order: measured, decision 0059."""
+        """A head's tiles are drawn in falling order, but in the last section (decision 0059)."""
         return self._meets_late and self.spec.head_dim.qk <= 64
 
     @property
     def shortest_early(self) -> bool:
-        """Of four tiles the last is drawn before the third: measured, decision 0059."""
+        """Of four tiles the last is drawn before the third (decision 0059)."""
         tiles = -(-(self.seqlen_kv or 0) // self.sizes.tile_kv)
         return self._meets_late and not self.falling_sections and tiles == 4
 
@@ -233,7 +233,9 @@ def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
     """The lines of the header that say what the kernels do. statistic: that of S."""
     yield "Kernels, in their order, by what is behind the file's name in theirs:"
     does = what_kernels_do(
-        statistic, first_stores=traits.first_stores, blind_blocks=traits.blind_blocks
+        statistic,
+        first_stores=traits.first_stores,
+        keyless_blocks=traits.keyless_blocks,
     )
     width = max(map(len, does))
     for suffix, what in does.items():
@@ -241,15 +243,15 @@ def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
 
 
 def what_kernels_do(
-    statistic: str, *, first_stores: bool, blind_blocks: bool
+    statistic: str, *, first_stores: bool, keyless_blocks: bool
 ) -> dict[str, str]:
     """What each kernel does, by its suffix: `ops.backward.kernels`.
 
-    statistic: that of S; blind blocks of rows see no key.
+    statistic: that of S. keyless_blocks: no row of some block sees a key.
     """
     of_rows = f"{statistic} and -D of each row"
     if first_stores:
-        zeros = ", and dQ of blocks that see no key" if blind_blocks else ""
+        zeros = ", and dQ of blocks that see no key" if keyless_blocks else ""
         sums = "a block's first tile stores dQ, its last one adds and writes it"
         return {"_stats": f"{of_rows}{zeros}", "": f"dK and dV; {sums}"}
     return {
@@ -275,7 +277,7 @@ def context(
         "ordered": spec_file.spec.deterministic,
         "counted": spec_file.spec.deterministic or traits.first_stores,
         "first_stores": traits.first_stores,
-        "blind_blocks": traits.blind_blocks,
+        "keyless_blocks": traits.keyless_blocks,
         "falling_sections": traits.falling_sections,
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,

@@ -74,7 +74,7 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     does = what_kernels_do(
         statistic(plan),
         first_stores=plan.context["first_stores"],
-        blind_blocks=plan.context["blind_blocks"],
+        keyless_blocks=plan.context["keyless_blocks"],
     )
     for each, what in zip(plan.kernels, does.values(), strict=True):
         ctas, threads = grids[each.name]
