@@ -20,7 +20,7 @@ FEWEST = 4
 
 _ASSIGNMENT = re.compile(r"R\[(\d+)\] = (.*)")
 _CHECK = re.compile(
-    r"if (R\[\d+\] is IN_FLIGHT|numerics\.(?P<late>saturates|miscoded)\()"
+    r"if (R\[\d+\] is IN_FLIGHT|numerics\.(?P<late>saturates\w*|miscoded)\()"
 )
 """A line that only looks at registers, and reports; late: of values, and these may come later."""
 _VALUE = re.compile(r"R\[(\d+)\]|\bK\d+\b")

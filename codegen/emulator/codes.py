@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which bytes a kernel takes for e4m3 codes of numbers that it computed as halves.
+"""Which bytes a kernel takes for e4m3 codes of numbers that it rounded to halves.
 
-`1024 + code` as a half has the code in its low byte. So a sum of halves rounds two numbers to
-codes, and `prmt` collects the low bytes of two sums. Nothing clips: from 127 on the byte is a NaN's
-code or another number's, and products of it may be finite.
+The bits of a half below 2^-13 count multiples of the least one, 2^-24. So a conversion of
+`code * 2^-24` rounds to a code, and `prmt` collects the low bytes of two conversions. Nothing clips:
+from 127 on the byte is a NaN's code or another number's, and products of it may be finite.
 """
 
 from __future__ import annotations
 
 from .ptx import Immediate, Instruction, Module, Operand, Register, Vector
 
-_COMPUTES = ("add", "sub", "mul", "fma")
-
-
 def coded(module: Module) -> dict[int, tuple[tuple[int, int], ...]]:
     """By the index of each `prmt` that takes such bytes: (its source 0 or 1, the half of that).
 
     A byte is such a code if it is the low one of a half, the upper one is left behind, and what
-    wrote the register last, in the order of the text, was arithmetic of `.f16x2`. With the selector
-    in a register there is no telling.
+    wrote the register last, in the order of the text, was a conversion to `.f16x2`. With the
+    selector in a register there is no telling.
     """
     halves: set[str] = set()  # registers that hold results
     found = {}
@@ -52,10 +49,10 @@ def _codes(instruction: Instruction, halves: set[str]) -> tuple[tuple[int, int],
 
 
 def _is_result(instruction: Instruction, halves: set[str]) -> bool:
-    """Whether an instruction leaves the result of arithmetic in what it writes."""
+    """Whether an instruction leaves converted halves in what it writes."""
     if instruction.opcode == "mov":
         return not halves.isdisjoint(_names(instruction.operands[1]))
-    return instruction.opcode in _COMPUTES and instruction.has("f16x2")
+    return instruction.opcode == "cvt" and instruction.has("f16x2")
 
 
 def _names(operand: Operand) -> list[str]:

@@ -103,6 +103,16 @@ def e5m2x2_rn_satfinite(high: F32, low: F32) -> U16:
     return _joined(e5m2_rn_satfinite(_pairs(high, low)))
 
 
+def e4m3x2_rn_satfinite_f16x2(halves: U32) -> U16:
+    """cvt.rn.satfinite.e4m3x2.f16x2 d, a."""
+    return _joined(e4m3_rn_satfinite(f16x2_to_f32(halves)))
+
+
+def f16x2_to_f32(halves: U32) -> F32:
+    """Both values of each lane, the lower half first. Exact."""
+    return f16_to_f32(np.ascontiguousarray(halves).view(np.uint16))
+
+
 def _pairs(high: F32, low: F32) -> F32:
     """Both values of each lane, the lower half first: one conversion serves them all."""
     shape = np.broadcast(high, low).shape
@@ -171,21 +181,25 @@ def saturates(x: F32, dtype: str) -> NDArray[np.bool_]:
     return clipped
 
 
+def saturates_f16x2(halves: U32, dtype: str) -> NDArray[np.bool_]:
+    """Where a conversion of two halves to 8-bit floats clips one of them."""
+    clipped = saturates(f16x2_to_f32(halves), dtype)
+    return clipped[..., ::2] | clipped[..., 1::2]
+
+
 def miscoded(word: U32, half: int) -> NDArray[np.bool_]:
     """Where a half, 0 for the lower one, does not have an e4m3 number's code in its low byte.
 
-    Halves from 1024 to 1150 are 0x6400 plus 0 to 0x7e, the codes of 0 to 448. One more is a NaN's
-    code, then come negative numbers, from 1280 on it starts over; an infinity has that of 0. A NaN
-    has a NaN's code, as it has to.
+    Bits from 0 to 0x7e are the codes of 0 to 448. One more is a NaN's code, then come negative
+    numbers, from 0x100 on it starts over. A NaN has a NaN's code, as it has to.
     """
     bits = word.view(np.uint16)[..., half::2]
-    wrong: NDArray[np.bool_] = bits - _CODED_ZERO > _LARGEST_CODE
+    wrong: NDArray[np.bool_] = bits > _LARGEST_CODE
     if wrong.any():
         wrong &= bits & np.uint16(0x7FFF) <= _INFINITY_16
     return wrong
 
 
-_CODED_ZERO = np.float16(1024).view(np.uint16)
 _LARGEST_CODE = np.uint16(0x7E)  # of e4m3
 _INFINITY_16 = np.float16(np.inf).view(np.uint16)
 

@@ -44,12 +44,13 @@ Descale = Annotated[
     ),
 ]
 Exp = Annotated[
-    Literal["exact", "linear"],
+    Literal["exact", "linear", "linear16"],
     Accepts(
-        "exponentials of dtype: e4m3; linear: P's code, a straight line between powers of two,"
-        " without the MUFU",
+        "exponentials of dtype: e4m3; linear: P's code is a straight line between powers of two,"
+        " without the MUFU; linear16: P as fp16 is, which keeps small P",
         words={
-            r"(log_?linear|schraudolph|fast|approx\w*)": "write linear",
+            r"(log_?linear|schraudolph|fast|approx\w*)": "write linear or linear16",
+            r"linear_?(half|fp16|f16|small)": "write linear16",
             r"(mufu|ex2|exp2|hardware|true|default)": "write exact",
         },
     ),
@@ -139,7 +140,7 @@ DESCALE: Final = Feature(
         Relation(_BUT_BLOCKS, {"batch": ["varlen"]}),
         Relation(_BUT_BLOCKS, {"pack_gqa": [True]}),
         Relation(_BUT_BLOCKS, {"head_dim": [256]}),
-        Relation(_BUT_BLOCKS, {"exp": ["linear"]}),
+        Relation(_BUT_BLOCKS, {"exp": ["linear", "linear16"]}),
         Relation(_BUT_BLOCKS, {"tile.kv": [160, 96]}),
     ],
     flags=lambda spec: {
@@ -153,10 +154,10 @@ DESCALE: Final = Feature(
 )
 EXP: Final = Feature(
     "exp",
-    tokens={r"linear": lambda spec: ["linear" if spec.exp == "linear" else ""]},
+    tokens={r"linear(16)?": lambda spec: ["" if spec.exp == "exact" else spec.exp]},
     keys={
         r"exp2?(_?(mode|impl|method))?|exponentials?|softmax_exp": (
-            "write exp: linear or exact, of dtype: e4m3"
+            "write exp: linear, linear16 or exact, of dtype: e4m3"
         )
     },
     relations=[
@@ -169,5 +170,5 @@ EXP: Final = Feature(
             hint="leave out exp, or lse",
         ),
     ],
-    title=lambda spec: "linear exp" if spec.exp == "linear" else "",
+    title=lambda spec: "" if spec.exp == "exact" else f"{spec.exp} exp",
 )

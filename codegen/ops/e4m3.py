@@ -202,7 +202,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
         **forward.defined_by(_dequantised(given)),
         dtype=given.spec["out_dtype"],
         dtype_of_p=E4M3,
-        linear_exp=given.spec.get("exp") == "linear",
+        exp=given.spec.get("exp", "exact"),
         wanted=wanted,
     )
 

@@ -82,7 +82,8 @@ FIRST_HEADROOM = (
     2  # of a tile's first reference, which may be its last: P is that much less
 )
 # Where P's code is a straight line between powers of two, P is off by 2^-4 either way at most, and
-# by 2^-5 on average; below 2^-6, where codes are numbers, by four of the least.
+# by 2^-5 on average; below 2^-6, where codes are numbers, by four of the least (`exp: linear`).
+# A line of fp16, of which e4m3 is rounded, has these numbers right (`exp: linear16`).
 LINEAR_ERROR = 2.0**-5
 LINEAR_FLOOR = 2.0**-7
 LEAST_EXPONENT = -6  # of a normal number
@@ -189,21 +190,23 @@ def truth(
     sink: Array | None = None,
     lists: Lists | None = None,
     dtype_of_p: str | None = None,
-    linear_exp: bool = False,
+    exp: str = "exact",
     exp_error: float = 0.0,
     wanted: Array | None = None,
 ) -> Truth:
     """Results and bounds for a kernel whose O has the 16-bit ``dtype``.
 
-    dtype_of_p: of Q, K, V and P, if not the same: e4m3. linear_exp: P's code is a straight line
-    between powers of two. exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR
+    dtype_of_p: of Q, K, V and P, if not the same: e4m3. exp: of P in e4m3, the spec's;
+    linear and linear16 are straight lines between powers of two. exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR
     where a kernel has one. wanted: bool [batch, q, heads]; other rows may be left NaN, which saves
     the time for them.
     """
     of_o, of_p = ROUNDINGS[dtype], ROUNDINGS[dtype_of_p or dtype]
     in_8_bits = dtype_of_p == "e4m3"
-    if linear_exp:
-        of_p, exp_error = replace(of_p, floor=LINEAR_FLOOR), LINEAR_ERROR
+    if exp != "exact":
+        exp_error = LINEAR_ERROR
+    if exp == "linear":
+        of_p = replace(of_p, floor=LINEAR_FLOOR)
     made = _empty(q, k, v, 6)
     options: dict[str, Any] = {"scale": scale, "mask": mask, "score": score}
     options |= {"tensors": tensors, "sink": sink, "lists": lists, "wanted": wanted}

@@ -264,8 +264,8 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
     if part_overlays_s(spec, tile_kv):
         # Row sums are columns of the last slice.
         columns = spec.head_dim.v + (0 if spec.lse else sm90.CONSTANTS["ATOM_ROWS"])
-        last = columns - spec.head_dim.v // pv_slices(spec, tile_kv)
-        parts = {"S or part of O": last // 2, "P": of_p, "O": columns // 2}
+        last = columns - tile_kv * (pv_slices(spec, tile_kv) - 1)
+        parts = {"S or part of O": max(tile_kv, last) // 2, "P": of_p, "O": columns // 2}
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES[BYTES[spec.dtype]]}
 
 
@@ -429,12 +429,12 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     if slices > 1:
         yield "PV_SLICES", "of PV's columns, one after the other", str(slices)
     if traits.part_overlays_s:
-        yield "PV_COLUMNS", "of the first slice", "HEAD_DIM_V // PV_SLICES"
-        yield "LAST_COLUMNS", "of the last slice", "V_ROWS - PV_COLUMNS"
+        yield "PV_COLUMNS", "of a slice but the last", "TILE_KV"
+        yield "LAST_COLUMNS", "of the last slice", "V_ROWS - (PV_SLICES - 1) * PV_COLUMNS"
         yield (
             "PART_REGISTERS",
             "of a thread: of S, then of a slice of PV",
-            "LAST_COLUMNS // ROWS_PER_THREAD",
+            "max(PV_COLUMNS, LAST_COLUMNS) // ROWS_PER_THREAD",
         )
     elif slices > 1:
         columns = "V_ROWS" if traits.sums_by_mma else "HEAD_DIM_V"

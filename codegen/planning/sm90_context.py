@@ -62,24 +62,23 @@ def pv_slices(spec: Spec, tile_kv: int) -> int:
     """Of PV's columns, each added to O before the next is issued; 1: a part of all of O fits.
 
     With ones below V^T, 264 columns are three slices of 88, without four of 64. Those that share
-    registers with S are two, of 128 columns and of what is left.
+    registers with S are of 128 columns; ones below V^T are beside the last of them, or a slice of
+    their own where V is transposed here: of the larger slice ptxas has no registers for most texts.
     """
     if not slices_pv(spec):
         return 1
     if part_overlays_s(spec, tile_kv):
-        return 2
+        return 2 if spec.v_layout == "permuted" or spec.lse else 3
     return 4 if spec.lse else 3
 
 
 def register_splits(spec: Spec, tile_kv: int) -> Mapping[int, RegisterSplit]:
     """Registers of the roles by number of warpgroups that compute.
 
-    O in slices leaves none to the warps that transpose V, which then have few keys at a time: of
-    128 they spill two to four.
+    O in slices leaves few to the warps that transpose V.
     """
     transposes = is_e4m3(spec) and spec.v_layout == "rows"
-    few = slices_pv(spec) and not part_overlays_s(spec, tile_kv)
-    return REGISTERS_TRANSPOSING if transposes and not few else REGISTERS
+    return REGISTERS_TRANSPOSING if transposes and not slices_pv(spec) else REGISTERS
 
 
 @dataclass(frozen=True)
@@ -281,6 +280,7 @@ def template_context(
         **common,
         "names_arch": True,
         "packed_type": _PACKED_TYPES[output_type(spec)],
+        "scale": "scale_log2" if spec.exp == "exact" else "line_scale",
         "bias_swizzle": bias_swizzle(traits),
         "swizzled_columns": math.gcd(64, spec.head_dim.qk, spec.head_dim.v),
         **_flags(traits),
@@ -325,7 +325,8 @@ def _flags(traits: Traits) -> dict[str, bool | int]:
         "sliced_pv": slices_pv(traits.spec),
         "part_overlays_s": traits.part_overlays_s,
         "flushes_pairs": traits.flushes_pairs,
-        "linear_exp": traits.spec.exp == "linear",
+        "linear_exp": traits.spec.exp != "exact",
+        "half_line": traits.spec.exp == "linear16",
         "transposes_v": traits.transposes_v,
         "q_tiles_of_factors": traits.sizes.tile_q == DESCALE_ROWS,
         "kv_tiles_of_factors": traits.sizes.tile_kv == DESCALE_ROWS,

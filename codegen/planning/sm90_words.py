@@ -64,7 +64,9 @@ def _sums_of_8_bits(has: Mapping[str, Any]) -> Iterator[str]:
         yield "PV comes in slices of columns, each added to O before the next is issued."
     if has["sums_by_mma"]:
         yield "Rows of ones below V^T make the row sums of P, as it was rounded, columns of PV."
-    if has["linear_exp"]:
+    if has["half_line"]:
+        yield "P as fp16 is a straight line between powers of two: no exponential is taken."
+    elif has["linear_exp"]:
         yield "P's code is a straight line between powers of two: no exponential is taken."
 
 

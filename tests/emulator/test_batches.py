@@ -52,11 +52,13 @@ def lines_of(target: int, first: str, second: str, how: int) -> str:
         ".view(np.float32)",
         f"if numerics.miscoded({bits(first)}, 1).any(): "
         f"ctx.see(numerics.miscoded({bits(first)}, 1))",
+        f"if numerics.saturates_f16x2({bits(first)}, 'e4m3').any(): "
+        f"ctx.see(numerics.saturates_f16x2({bits(first)}, 'e4m3'))",
     )[how]
 
 
 line = st.builds(
-    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 13)
+    lines_of, st.sampled_from(FLOATS), operands, operands, st.integers(0, 14)
 )
 repeated = st.builds(  # the same to many registers, as unrolled code does
     lambda how, begin, step, second: [

@@ -94,6 +94,13 @@ def _convert(emitter: Emitter, instruction: Instruction) -> None:
             emitter.lines.append(f"if {clipped}.any(): {told}")
         packed = f"numerics.{to}_rn_satfinite({high}, {low})"
         emitter.assign(destination, packed, "u16")
+    elif (to, source_type) == ("e4m3x2", "f16x2") and options == ["rn", "satfinite"]:
+        halves = emitter.value(sources[0], "u32")
+        clipped = f"numerics.saturates_f16x2({halves}, 'e4m3')"
+        told = emitter.call("saturated", clipped, "'e4m3'")
+        emitter.lines.append(f"if {clipped}.any(): {told}")
+        packed = f"numerics.e4m3x2_rn_satfinite_f16x2({halves})"
+        emitter.assign(destination, packed, "u16")
     elif to in _SIXTEEN_BITS and source_type == "f32" and options == ["rn"]:
         value = emitter.value(sources[0], "f32")
         emitter.assign(destination, f"numerics.{to}_rn({value})", "u16")
