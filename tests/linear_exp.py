@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model in NumPy of the lines of a kernel with `exp: linear`, without a mask.
+"""A model in NumPy of the lines of kernels with `exp: linear` or `linear16`, without a mask.
 
 Its sums are float64, of which nothing is cut off: what is left are P's codes and O's rounding.
 """
@@ -17,12 +17,19 @@ F32 = NDArray[np.float32]
 GROUP = 8  # rows of which one takes a new reference with the others
 
 
-def codes_of(on_line: F32, clamp: bool = True) -> NDArray[np.uint8]:
-    """What `pack_codes` makes: fp16, not below 0, in the last bits beside 1024."""
+def codes_of(
+    on_line: F32, step_bits: int | None = None, clamp: bool = True
+) -> NDArray[np.uint8]:
+    """What `pack_codes` makes: the last bits of fp16, not below 0; `pack_steps` with step_bits."""
     halves = on_line.astype(np.float16)
     if clamp:
         halves = np.maximum(halves, np.float16(0))
-    return ((halves + np.float16(1024)).view(np.uint16) & 0xFF).astype(np.uint8)
+    bits = halves.view(np.uint16)
+    if step_bits is None:
+        return (bits & 0xFF).astype(np.uint8)
+    return numerics.e4m3_rn_satfinite(numerics.f16_to_f32(bits << step_bits)).astype(
+        np.uint8
+    )
 
 
 def o_of(
@@ -40,7 +47,7 @@ def o_of(
     """
     number = {
         name: np.float32(constants[name])
-        for name in ("CODES", "CODE_OF_1", "P_OFFSET", "RESCALE_SLACK")
+        for name in ("OCTAVE", "AT_1", "P_OFFSET", "RESCALE_SLACK")
     }
     scale_log2 = np.float32(scale * np.log2(np.e))
     scores, tile = q @ k.T, constants["TILE_KV"]
@@ -62,9 +69,10 @@ def o_of(
             sums *= np.exp2(np.where(renewed, reference - taken, 0))[:, None]
         reference = np.where(renewed, taken, reference)
         limit = np.where(renewed, np.where(most >= 0, most, -np.inf), limit)
-        code_of_reference = number["CODES"] * reference - number["CODE_OF_1"]
-        on_line = s * (number["CODES"] * scale_log2) - code_of_reference[:, None]
-        p = numerics.e4m3_to_f32(codes_of(on_line, clamp)).astype(np.float64)
+        of_reference = number["OCTAVE"] * reference - number["AT_1"]
+        on_line = s * (number["OCTAVE"] * scale_log2) - of_reference[:, None]
+        codes = codes_of(on_line, constants.get("STEP_BITS"), clamp)
+        p = numerics.e4m3_to_f32(codes).astype(np.float64)
         sums += p @ with_ones[keys]
     out = (sums[:, :-1] / sums[:, -1:]).astype(np.float32)
     return numerics.bf16_to_f32(numerics.bf16_rn(out)).astype(np.float64)

@@ -2,13 +2,14 @@
 """Which bytes a kernel takes for e4m3 codes of numbers that it rounded to halves.
 
 The bits of a half below 2^-13 count multiples of the least one, 2^-24. So a conversion of
-`code * 2^-24` rounds to a code, and `prmt` collects the low bytes of two conversions. Nothing clips:
-from 127 on the byte is a NaN's code or another number's, and products of it may be finite.
+`code * 2^-24` rounds to a code, and `prmt` collects the low bytes of two conversions. Nothing
+clips: from 127 on the byte is a NaN's code or another number's, and products of it may be finite.
 """
 
 from __future__ import annotations
 
 from .ptx import Immediate, Instruction, Module, Operand, Register, Vector
+
 
 def coded(module: Module) -> dict[int, tuple[tuple[int, int], ...]]:
     """By the index of each `prmt` that takes such bytes: (its source 0 or 1, the half of that).

@@ -196,10 +196,10 @@ def truth(
 ) -> Truth:
     """Results and bounds for a kernel whose O has the 16-bit ``dtype``.
 
-    dtype_of_p: of Q, K, V and P, if not the same: e4m3. exp: of P in e4m3, the spec's;
-    linear and linear16 are straight lines between powers of two. exp_error: of exp2, relative, beyond the hardware's: POLYNOMIAL_ERROR
-    where a kernel has one. wanted: bool [batch, q, heads]; other rows may be left NaN, which saves
-    the time for them.
+    dtype_of_p: of Q, K, V and P, if not the same: e4m3. exp: of P in e4m3, the spec's; linear
+    and linear16 are straight lines between powers of two. exp_error: of exp2, relative, beyond the
+    hardware's: POLYNOMIAL_ERROR where a kernel has one. wanted: bool [batch, q, heads]; other rows
+    may be left NaN, which saves the time for them.
     """
     of_o, of_p = ROUNDINGS[dtype], ROUNDINGS[dtype_of_p or dtype]
     in_8_bits = dtype_of_p == "e4m3"

@@ -265,7 +265,11 @@ def _register_parts(spec: Spec, tile_kv: int) -> dict[str, int]:
         # Row sums are columns of the last slice.
         columns = spec.head_dim.v + (0 if spec.lse else sm90.CONSTANTS["ATOM_ROWS"])
         last = columns - tile_kv * (pv_slices(spec, tile_kv) - 1)
-        parts = {"S or part of O": max(tile_kv, last) // 2, "P": of_p, "O": columns // 2}
+        parts = {
+            "S or part of O": max(tile_kv, last) // 2,
+            "P": of_p,
+            "O": columns // 2,
+        }
     return {**parts, "others": sm90.REGISTERS_BESIDE_TILES[BYTES[spec.dtype]]}
 
 

@@ -288,7 +288,9 @@ class _Consumer:
         return f"{before}row 0: max, {exp}; row 1: max", f"row 1: {exp}"
 
     def _exp(self) -> str:
-        return {"exact": "exp2", "linear": "codes of P"}.get(self._traits.spec.exp, "P as fp16")
+        return {"exact": "exp2", "linear": "codes of P"}.get(
+            self._traits.spec.exp, "P as fp16"
+        )
 
     def _sums(self) -> Iterator[Step]:
         if not self._traits.bounded and not self._traits.sums_by_mma:

@@ -230,9 +230,10 @@ BYTES = [  # registers of S that are the four bytes of each word of P: (half of 
 CONVERTED = """cvt.rn.satfinite.e4m3x2.f32 %rs1, {1}, {0};
 cvt.rn.satfinite.e4m3x2.f32 %rs2, {3}, {2};
 mov.b32 {4}, {{%rs1, %rs2}};"""
-ROUNDED = """{{ .reg .b32 low, high, whole;
-cvt.rn.relu.f16x2.f32 low, {1}, {0}; cvt.rn.relu.f16x2.f32 high, {3}, {2};
-mov.b32 whole, 0x64006400; add.rn.f16x2 low, low, whole; add.rn.f16x2 high, high, whole;
+ROUNDED = """{{ .reg .b32 low, high; .reg .f32 a, b, c, d;
+mul.f32 a, {0}, 0f33800000; mul.f32 b, {1}, 0f33800000;
+mul.f32 c, {2}, 0f33800000; mul.f32 d, {3}, 0f33800000;
+cvt.rn.relu.f16x2.f32 low, b, a; cvt.rn.relu.f16x2.f32 high, d, c;
 prmt.b32 {4}, low, high, 0x6420; }}"""
 """Four numbers to a word of P: by their values, and to the codes that they are."""
 

@@ -134,16 +134,24 @@ DAMAGES = {
 LINEAR_DAMAGES = {
     "codes up to that of NaN": (
         "rising",
-        "CODE_OF_1 = 55.65 ",
-        "CODE_OF_1 = 57.0 ",
+        "AT_1 = 3.316998481750488e-06 ",
+        "AT_1 = 3.3974647521972656e-06 ",
     ),
     "codes below 0": (
         "ragged",
         "cvt.rn.relu.f16x2.f32 low",
         "cvt.rn.f16x2.f32 low",
     ),
-    "nine codes from a power to the next": ("ragged", "CODES = 8 ", "CODES = 9 "),
-    "seven codes from a power to the next": ("exact", "CODES = 8 ", "CODES = 7 "),
+    "nine codes from a power to the next": (
+        "ragged",
+        "OCTAVE = 4.76837158203125e-07 ",
+        "OCTAVE = 5.364418029785156e-07 ",
+    ),
+    "seven codes from a power to the next": (
+        "exact",
+        "OCTAVE = 4.76837158203125e-07 ",
+        "OCTAVE = 4.172325134277344e-07 ",
+    ),
     "codes in another order": ("ragged", "0x6420", "0x6240"),
     "a slack of two powers": ("rising", "RESCALE_SLACK = 0.8 ", "RESCALE_SLACK = 2.0 "),
     "a first slack that the reference has not": (
@@ -390,8 +398,8 @@ NO_DAMAGES = {
     "another column of ones": (STEM, "ragged", SUM, SUM.replace("QUAD]", "QUAD + 1]")),
     "a headroom of three powers": (STEM, "rising", FIRST, FIRST.replace("2", "3", 1)),
     "a code less": (
-        *(LINEAR, "rising", "CODE_OF_1 = 55.65 "),
-        "CODE_OF_1 = 54.65 ",
+        *(LINEAR, "rising", "AT_1 = 3.316998481750488e-06 "),
+        "AT_1 = 3.2573938369750976e-06 ",
     ),
 }
 

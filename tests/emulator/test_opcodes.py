@@ -436,19 +436,43 @@ def test_forms_of_halves_that_are_refused(body):
         execute(body, WORDS[0].copy())
 
 
-def test_e4m3_codes_by_a_sum_of_halves():
-    """As inline assembly has it: 1024 + t has the code of t, to the nearest and ties to even."""
-    body = """{ .reg .b32 low, high, whole;
+def test_e4m3_codes_by_the_bits_of_halves():
+    """As inline assembly has it: the half next to t * 2^-24 has t's code as bits, ties to even."""
+    body = """{ .reg .b32 low, high;
 cvt.rn.relu.f16x2.f32 low, %r11, %r10; cvt.rn.relu.f16x2.f32 high, %r13, %r12;
-mov.b32 whole, 0x64006400; add.rn.f16x2 low, low, whole; add.rn.f16x2 high, high, whole;
 prmt.b32 %r20, low, high, 0x6420; }"""
     t = RNG.uniform(-20, 126.5, (4, LANES)).astype(np.float32)
     t[:, :8] = [0, -0.0, 0.5, 1.5, 125.5, 126.5, -np.inf, 1e-30]
-    half = np.maximum(t, 0).astype(np.float16).astype(np.float32)
-    expected = np.rint(half).astype(np.uint8).T.reshape(-1).view(np.uint32)
+    codes = np.rint(np.maximum(t, 0)).astype(np.uint8)
+    t *= np.float32(2.0**-24)
+    expected = codes.T.reshape(-1).view(np.uint32)
     np.testing.assert_array_equal(value(body, *t), expected)
     t[2] = np.nan
     assert (value(body, *t) >> 16 & 0xFF == 0xFF).all()  # a NaN's code
+
+
+def test_e4m3_of_two_halves():
+    """All halves that nothing clips, NaN too, each beside another: as their fp32 values round."""
+    halves = np.arange(2**16, dtype=np.uint16)
+    halves = halves[~(np.abs(halves.view(np.float16)) > 464)]
+    of_halves = "cvt.rn.satfinite.e4m3x2.f16x2 %rs1, %r10; mov.b32 %r20, {%rs1, 0};"
+    of_floats = "cvt.rn.satfinite.e4m3x2.f32 %rs1, %r11, %r10; mov.b32 %r20, {%rs1, 0};"
+    for start in range(0, len(halves) - 1, LANES):
+        low = np.resize(halves[start : start + LANES], LANES)
+        high = np.roll(low, 1)
+        words = (low | high.astype(np.uint32) << 16).view(np.float32)
+        floats = (x.view(np.float16).astype(np.float32) for x in (low, high))
+        right = value(of_floats, *floats)
+        np.testing.assert_array_equal(value(of_halves, words), right)
+
+
+@pytest.mark.parametrize("shift", [0, 16])
+def test_a_half_that_e4m3_clips_is_reported(shift):
+    body = "cvt.rn.satfinite.e4m3x2.f16x2 %rs1, %r10; mov.b32 %r20, {%rs1, 0};"
+    for half, clips in ((464.0, False), (464.5, True), (-465.0, True), (np.inf, True)):
+        word = np.uint32(np.float16(half).view(np.uint16)) << np.uint32(shift)
+        _, result = execute(body, np.full(LANES, word, np.uint32).view(np.float32))
+        assert bool(result.findings) == clips, half
 
 
 def test_conversions_of_one_value_to_16_bits_and_back():

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`exp: linear`: its field, and that P's codes on a straight line hold what the reference asks.
+"""`exp: linear` and `linear16`: the field, and that P on straight lines holds what the reference asks.
 
-The codes are those of tests/linear_exp.py, with the constants of a kernel that is shipped.
+P is that of tests/linear_exp.py, with the constants of kernels that are shipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from tests.linear_exp import F32, codes_of, o_of
 
 STEM = "sm90_d64_e4m3_linear_full"
 KERNEL = support.constants(STEM)
+OF_16 = support.constants("sm90_d64_e4m3_permuted_linear16_causal")
 SPEC = {**KERNEL["SPEC"], "v_layout": "permuted"}
+LINE = ("OCTAVE", "AT_1", "STEP_BITS")  # constants of it
+LEAST = 2.0**-24  # of fp16, of which lines count multiples
 DIM = 64
 ROWS = 256
 SCALE = DIM**-0.5
@@ -68,7 +71,11 @@ def test_16_bits_are_refused_beside_it(dtype: str) -> None:
 @pytest.mark.parametrize(
     ("word", "hint"),
     [
-        *((word, "write linear") for word in ("schraudolph", "fast", "approximate")),
+        *(
+            (word, "write linear or linear16")
+            for word in ("schraudolph", "fast", "approximate")
+        ),
+        ("linear_fp16", "write linear16"),
         *((word, "write exact") for word in ("mufu", "ex2", "default")),
     ],
 )
@@ -79,7 +86,7 @@ def test_other_words_for_its_values(word: str, hint: str) -> None:
 @pytest.mark.parametrize("key", ["exp2", "exp2_impl", "exponential", "softmax_exp"])
 def test_other_words_for_its_key(key: str) -> None:
     hint = refusals(LINEAR.replace("exp: linear", f"{key}: linear"))[0][1]
-    assert hint.startswith("write exp: linear or exact, of dtype: e4m3")
+    assert hint.startswith("write exp: linear, linear16 or exact, of dtype: e4m3")
 
 
 def test_a_name_that_says_linear_is_true() -> None:
@@ -96,8 +103,9 @@ def test_the_header_says_it(stem: str) -> None:
     title = text.splitlines()[1]
     arch, _ = stem.split("_", 1)
     assert title.startswith(f'"""FMHA forward for {arch}: head_dim ')
-    is_linear = support.constants(stem)["SPEC"].get("exp") == "linear"
-    assert (", linear exp, " in title) == is_linear == ("_linear_" in stem)
+    for exp in ("linear", "linear16"):
+        is_it = support.constants(stem)["SPEC"].get("exp") == exp
+        assert (f", {exp} exp, " in title) == is_it == (f"_{exp}_" in stem)
 
 
 # --- P's codes ----------------------------------------------------------------------------
@@ -111,7 +119,7 @@ class Drawn(NamedTuple):
 
 
 @cache
-def drawn(sigma: float, keys: int, mean: float) -> Drawn:
+def drawn(sigma: float, keys: int, mean: float, exp: str) -> Drawn:
     """A head in e4m3, with what O may be. sigma: of K; mean: of V."""
     random = np.random.default_rng(0)
     q, k, v = (
@@ -125,22 +133,27 @@ def drawn(sigma: float, keys: int, mean: float) -> Drawn:
         )
     )
     inputs = {"q": q, "k": k, "v": permute_v(v)}
-    truth = operation_of(SPEC).truth(Given(SPEC, inputs, SCALE))
+    spec = {**SPEC, "exp": exp}
+    truth = operation_of(spec).truth(Given(spec, inputs, SCALE))
     return Drawn(q[0, :, 0], k[0, :, 0], v[0, :, 0], truth)
 
 
 def holds(
-    sigma: float, keys: int, mean: float = 0.0, clamp: bool = True, **wrong: float
+    sigma: float,
+    keys: int,
+    mean: float = 0.0,
+    clamp: bool = True,
+    exp: str = "linear",
+    **wrong: float,
 ) -> bool:
     """Whether each element is within its bound and the head's error within the definition's.
 
     wrong: constants of the kernel that are others.
     """
-    q, k, v, truth = drawn(sigma, keys, mean)
-    error = (
-        o_of({**KERNEL, **wrong}, q, k, v, SCALE, clamp=clamp)[None, :, None]
-        - truth.out
-    )
+    q, k, v, truth = drawn(sigma, keys, mean, exp)
+    line = {name: OF_16[name] for name in LINE} if exp == "linear16" else {}
+    made = o_of({**KERNEL, **line, **wrong}, q, k, v, SCALE, clamp=clamp)
+    error = made[None, :, None] - truth.out
     squares = np.sum(error**2) <= MOST**2 * np.sum(truth.defined)
     return bool(squares and (np.abs(error) <= truth.out_bound).all())
 
@@ -155,10 +168,41 @@ def test_the_line_holds(sigma: float, keys: int, mean: float) -> None:
     assert holds(sigma, keys, mean)
 
 
+@pytest.mark.parametrize("mean", [0.0, 1.0])
+@pytest.mark.parametrize("keys", [1, 40, 1000, 4096])
+@pytest.mark.parametrize("sigma", SIGMAS)
+def test_the_line_of_halves_holds(sigma: float, keys: int, mean: float) -> None:
+    assert holds(sigma, keys, mean, exp="linear16")
+
+
+def test_steep_scores_of_many_keys_are_what_the_line_of_halves_is_for() -> None:
+    """P below 2^-6 are 3 % of the weight here: codes on a line lose most of them."""
+    random = np.random.default_rng(0)
+    rows, keys = 64, 131_072
+    q, k, v = (
+        numerics.e4m3_to_f32(
+            numerics.e4m3_rn_satfinite(x.astype(np.float32)).astype(np.uint8)
+        )
+        for x in (
+            random.standard_normal((rows, DIM)),
+            random.standard_normal((keys, DIM)) * 3,
+            random.standard_normal((keys, DIM)),
+        )
+    )
+    scores = q @ k.T * SCALE
+    weights = np.exp(scores - scores.max(1, keepdims=True), dtype=np.float64)
+    exact = weights @ v / weights.sum(1, keepdims=True)
+    codes, halves = (
+        float(np.sqrt(np.mean((o_of(line, q, k, v, SCALE) - exact) ** 2)))
+        for line in (KERNEL, KERNEL | {name: OF_16[name] for name in LINE})
+    )
+    assert halves < 0.6 * codes
+
+
 @pytest.mark.parametrize("slope", [7, 9])
 @pytest.mark.parametrize("sigma", SIGMAS[1:-1])
 def test_another_slope_does_not(sigma: float, slope: int) -> None:
-    assert not holds(sigma, 1000, CODES=slope)
+    assert not holds(sigma, 1000, OCTAVE=slope * LEAST)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS[3:])
@@ -177,7 +221,7 @@ def largest_code(**wrong: float) -> int:
     """Of P at the slack, which is as large as it gets."""
     number = {**KERNEL, **wrong}
     exponent = number["P_OFFSET"] + number["RESCALE_SLACK"]
-    on_line = number["CODES"] * exponent + number["CODE_OF_1"]
+    on_line = number["OCTAVE"] * exponent + number["AT_1"]
     return int(codes_of(np.array([on_line], np.float32))[0])
 
 
@@ -189,15 +233,15 @@ def test_the_largest_code_is_that_of_448() -> None:
 
 
 def test_an_offset_of_a_code_more_is_nan() -> None:
-    more = KERNEL["CODE_OF_1"] + 1
-    assert largest_code(CODE_OF_1=more) == NAN
-    assert not holds(1.0, 4096, CODE_OF_1=more)
+    more = KERNEL["AT_1"] + LEAST
+    assert largest_code(AT_1=more) == NAN
+    assert not holds(1.0, 4096, AT_1=more)
 
 
 @pytest.mark.parametrize("sigma", SIGMAS)
 def test_an_offset_of_a_code_less_cancels(sigma: float) -> None:
     """All weights are smaller by as much, their sum is too, and the line's shape repeats."""
-    assert holds(sigma, 1000, CODE_OF_1=KERNEL["CODE_OF_1"] - 1)
+    assert holds(sigma, 1000, AT_1=KERNEL["AT_1"] - LEAST)
 
 
 def test_how_far_the_line_is_from_powers_of_two() -> None:
