@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 from fmha_gen.emulator import numerics
+from fmha_gen.emulator.accumulation import multiply_add
 from numpy.typing import NDArray
 
 F32 = NDArray[np.float32]
+MMA_K = 32  # elements
 GROUP = 8  # rows of which one takes a new reference with the others
 
 
@@ -32,6 +34,16 @@ def codes_of(
     )
 
 
+def products(q: F32, k: F32) -> F32:
+    """Q K^T of e4m3, of which the tensor cores keep 13 bits after each MMA."""
+    scores = None
+    for first in range(0, q.shape[1], MMA_K):
+        part = slice(first, first + MMA_K)
+        scores = multiply_add(q[:, part], k[:, part], scores, ("e4m3", "e4m3"))
+    assert scores is not None
+    return scores
+
+
 def o_of(
     constants: Mapping[str, Any],
     q: F32,
@@ -40,17 +52,19 @@ def o_of(
     scale: float,
     *,
     clamp: bool = True,
+    cut_off: bool = False,
 ) -> NDArray[np.float64]:
     """O of a head, [seqlen, head_dim] as the others, block by block as the kernel goes.
 
-    constants: the kernel's. clamp: whether codes below 0 are 0.
+    constants: the kernel's. clamp: whether codes below 0 are 0. cut_off: whether scores are, as the
+    tensor cores do it.
     """
     number = {
         name: np.float32(constants[name])
         for name in ("OCTAVE", "AT_1", "P_OFFSET", "RESCALE_SLACK")
     }
     scale_log2 = np.float32(scale * np.log2(np.e))
-    scores, tile = q @ k.T, constants["TILE_KV"]
+    scores, tile = products(q, k) if cut_off else q @ k.T, constants["TILE_KV"]
     with_ones = np.concatenate((v, np.ones_like(v[:, :1])), 1).astype(np.float64)
     sums = np.zeros((len(q), with_ones.shape[1]))
     largest = np.full(len(q), -np.inf, np.float32)

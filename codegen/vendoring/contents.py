@@ -167,7 +167,7 @@ def made_for(spec: Mapping[str, Any]) -> str:
     words += {"head": ["descales"], "block": ["descales by block"]}.get(
         str(spec.get("descale")), []
     )
-    words += [f"{spec['exp']} exp"] * (spec.get("exp", "exact") != "exact")
+    words += [f"{spec.get('exp')} exp"] * (spec.get("exp", "exact") != "exact")
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec.get("lse"))
     words += ["backward"] * is_backward(spec)
     words += ["deterministic"] * bool(spec.get("deterministic"))

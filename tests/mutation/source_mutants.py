@@ -107,10 +107,14 @@ REPLACEMENTS = (
     ),
     (
         "the stage of the block before",
-        r"(?<=state_at\(v_user, before \+ )i",
+        r"(?<=state_at\(v_user, ROWS_STAGES, before \+ )i",
         "cutlass.max(i - 1, 0)",
     ),
-    ("the rows of the same block", r"(?<=state_at\(rows_user, before \+ )i - 1", "i"),
+    (
+        "the rows of the same block",
+        r"(?<=state_at\(rows_user, ROWS_STAGES, before \+ )i - 1",
+        "i",
+    ),
     ("blocks of earlier tiles are forgotten", r"^        before \+= blocks\n", ""),
     (
         "both warps load the first boxes",

@@ -111,13 +111,19 @@ def test_128_keys_beside_256_columns_have_to_be_asked_for(fields: str) -> None:
         assert each.context["cross_tile"] == (keys == 64)
 
 
-def test_256_columns_and_their_sums_leave_none_to_the_warps_that_transpose() -> None:
-    with pytest.raises(SpecError) as refused:
-        plan.resolve(support.load_text(WIDE + TILE_128))
-    assert (
-        "a consumer thread needs about 240 registers, tile.q leaves 232:"
-        " S or part of O 68 + P 16 + O 132 + others 24" in str(refused.value)
+@pytest.mark.parametrize(
+    ("layout", "slices", "registers"), [("rows", 3, 64), ("permuted", 2, 68)]
+)
+def test_sums_of_256_columns_are_a_slice_where_v_is_transposed(
+    layout: str, slices: int, registers: int
+) -> None:
+    """The warps that transpose have 24 registers beside 240 of the consumers."""
+    constants = support.read_constants(
+        support.kernel_text(f"{WIDE}v_layout: {layout}\n{TILE_128}")
     )
+    assert constants["PV_SLICES"] == slices
+    assert constants["PART_REGISTERS"] == registers
+    assert (constants["PRODUCER_REGS"], constants["CONSUMER_REGS"]) == (24, 240)
 
 
 @pytest.mark.parametrize("keys", [96, 160])

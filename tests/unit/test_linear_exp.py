@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`exp: linear` and `linear16`: the field, and that P on straight lines holds what the reference asks.
+"""`exp: linear` and `linear16`: the field, and that lines hold what the reference asks.
 
 P is that of tests/linear_exp.py, with the constants of kernels that are shipped.
 """

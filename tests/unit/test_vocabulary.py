@@ -53,7 +53,7 @@ def told(**fields: str) -> str:
         ("descale", "per_token", "write block: others are not generated"),
         ("exp", "schraudolph", "write linear"),
         ("exp", "mufu", "write exact"),
-        ("exp2_impl", "linear", "write exp: linear or exact, of dtype: e4m3"),
+        ("exp2_impl", "linear", "write exp: linear, linear16 or exact, of dtype: e4m3"),
         ("mask", "sliding_window", "write window: {left: N, right: N}"),
         ("mask", "full", "write none"),
         ("mask", "Causal", "did you mean causal?"),
