@@ -214,7 +214,7 @@ DAMAGES_OF_OVERLAID = {
     ),
     "columns of the first slice for the last": (
         "exact",
-        "rings.sV.iterator + PV_COLUMNS * V_SWIZZLE",
+        "rings.sV.iterator + n * PV_COLUMNS * V_SWIZZLE",
         "rings.sV.iterator",
     ),
     "S before the last slice is in O": (
