@@ -4,11 +4,12 @@
 `compiled` is about a text, and says what that text compiles to: the digests of its device code
 (the PTX), of what `fmha` launches it with (`launch`) when certain `calls` are made, and of its host
 section (`host`). Of several kernels it has a list, `kernels`; the fields of one stand beside the
-others. What ran, in the emulator or on a GPU, is about the device code and the launch. An entry
-names the text that ran, and holds for that text and for every other with the same two digests: a
-better name or comment costs nothing, a changed instruction everything. What an entry says of the
-host section alone, refusals and host times, holds while that digest is the same, too (decision
-0030).
+others. What ran, in the emulator or on a GPU, is about the device code and the launch; the device
+code is what was compiled where it ran (decision 0063), and a benchmark's that of the validation on
+its GPU. An entry names the text that ran, and holds for that text and for every other with the same
+two digests: a better name or comment costs nothing, a changed instruction everything. What an entry
+says of the host section alone, refusals and host times, holds while that digest is the same, too
+(decision 0030).
 """
 
 from __future__ import annotations
@@ -180,6 +181,8 @@ def merge_rung(
     if rung == "compiled":
         return _compiled_again(record, kernel, {**result, "body_sha256": body_sha256})
     kept = current(record, kernel=kernel, body_sha256=body_sha256)
+    if rung == "benchmarked":
+        result = {**_validated_code(kept, result), **result}
     entry = _about(result, kept.get("compiled", {}), body_sha256)
     if rung in ON_GPUS:
         others = [e for e in _entries(kept, rung) if e["gpu"] != entry["gpu"]]
@@ -215,17 +218,24 @@ def _compiled_again(
     return current(made, kernel=kernel, body_sha256=body)
 
 
+def _validated_code(
+    record: Mapping[str, Any], result: Mapping[str, Any]
+) -> dict[str, str]:
+    """What the validation on the GPU of a benchmark found to be the device code there."""
+    entries = _entries(record, "validated")
+    same_gpu = [entry for entry in entries if entry["gpu"] == result["gpu"]]
+    names = ("ptx_sha256", "ptx_version")
+    return {name: each[name] for each in same_gpu for name in names if name in each}
+
+
 def _about(
     result: Mapping[str, Any], compiled: Mapping[str, Any], body_sha256: str
 ) -> Record:
-    """An entry for what ran a text, which names what it is about as far as that is known.
-
-    Another version of the DSL than the recorded compile's makes other device code of a text.
-    """
+    """An entry for what ran a text: where its device code is the compile's, all digests of it."""
     entry = {**result, "body_sha256": body_sha256}
     dsl = result.get("dsl") or result.get("versions", {}).get("dsl")
-    same_code = entry.get("ptx_sha256") in (None, compiled.get("ptx_sha256"))
-    if dsl == compiled.get("dsl") and same_code:
+    code = entry.get("ptx_sha256")
+    if dsl == compiled.get("dsl") and code and code == compiled.get("ptx_sha256"):
         known = {name: compiled.get(name) for name in (*DEVICE, HOST)}
         entry |= {name: digest for name, digest in known.items() if digest}
     return entry

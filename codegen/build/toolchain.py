@@ -8,7 +8,6 @@ costs one kernel. The DSL dumps PTX and cubin; NVIDIA's disassembler wheels read
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -25,7 +24,7 @@ from ..emulator import host_process
 from ..emulator.launch import LIBRARIES, Call, Called, write_runtime
 from ..errors import CheckFailed, EnvironmentProblem, OutOfTime
 from ..host import processes, tools
-from . import sass
+from . import device_code, sass
 
 COMPILE_SECONDS = (
     300  # a kernel takes 2 to 5 s; this is for a hung compiler on a loaded machine
@@ -266,7 +265,7 @@ def report(
         arch=arch,
         dsl=dsl,
         kernels=tuple(kernels),
-        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
+        ptx_sha256=device_code.digest(ptx),
     )
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import hashlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..build import captures, toolchain
+from ..build import captures, device_code, toolchain
 from ..build.calls import arguments, scale_of
 from ..build.kernel_text import read_constants
 from ..build.toolchain import Compiler
@@ -391,8 +390,8 @@ def _rehearse_kernel(options: argparse.Namespace, tell: Tell) -> None:
     for case, launches in zip(launched, called, strict=True):
         if finding := launches_finding(launches, tiles, spec, case):
             raise CaptureError(f"{case.name}: {finding}")
-    ptx_sha256 = hashlib.sha256(text.encode()).hexdigest()
-    about = {"dsl": compiler.dsl, "ptx_sha256": ptx_sha256, "not_walked": left}
+    code = device_code.digest(text)
+    about = {"dsl": compiler.dsl, "ptx_sha256": code, "not_walked": left}
     tell("kernel", {**about, "cases": [case.name for case in (*walks, *cases)]})
     programs, fused = (lower.lower_kernels(text, contract=c) for c in (False, True))
     lines = Lines(lambda: captures.sources(options.kernel, text, arch=spec["arch"]))

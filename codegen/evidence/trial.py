@@ -3,8 +3,8 @@
 
 ``python -m fmha_gen.evidence.trial KERNEL.py EVENTS [--case NAME ... | --memcheck]`` appends one
 JSON object per line to EVENTS: ``machine``, ``start`` before a case, ``case`` or ``misuse`` after
-one, ``end``; or only ``environment`` when this machine cannot run the kernel, ``unknown_case`` for
-a wrong NAME.
+one, ``end``, ``device_code``; or only ``environment`` when this machine cannot run the kernel,
+``unknown_case`` for a wrong NAME.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import math
 import re
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from typing import Any, Protocol
 import torch
 
 from ..arch import ARCHITECTURES
+from ..build import device_code
 from ..ops import operation_of
 from ..ops.cases import (
     DYNAMIC,
@@ -697,7 +699,17 @@ def write_events(path: Path, found: Iterator[dict[str, Any]]) -> None:
 def run_on_gpu(
     path: Path, *, only: Sequence[str], memcheck: bool
 ) -> Iterator[dict[str, Any]]:
-    """All events of a kernel file on the current GPU."""
+    """All events of a kernel file on the current GPU; this process has not imported the DSL yet."""
+    with tempfile.TemporaryDirectory(prefix="fmha-gen-") as folder:
+        device_code.keep(Path(folder))
+        yield from _run_on_gpu(path, only=only, memcheck=memcheck)
+        if code := device_code.kept(Path(folder)):
+            yield {"event": "device_code", **code}
+
+
+def _run_on_gpu(
+    path: Path, *, only: Sequence[str], memcheck: bool
+) -> Iterator[dict[str, Any]]:
     try:
         import cutlass
 

@@ -244,7 +244,14 @@ def judge(
     if findings or case is not None:
         return outcome
     (machine,) = of_kind(found, "machine")
+    code = {
+        name: value
+        for event in of_kind(found, "device_code")
+        for name, value in event.items()
+        if name != "event"
+    }
     result = {
+        **code,
         "gpu": machine["gpu"],
         "driver": driver,
         "dsl": machine["dsl"],

@@ -101,8 +101,10 @@ def find(paths: Iterable[str | Path]) -> tuple[list[Path], list[Diagnostic]]:
     diagnostics = []
     for path in sorted(given, key=str):
         try:
-            files = _in_folder(path) if path.is_dir() else [path]
-            diagnostics += _passed_over(path, given)
+            files = [path]
+            if path.is_dir():
+                files = _in_folder(path)
+                diagnostics += _passed_over(path, given)
             for file in files:
                 found.setdefault((file.parent.resolve(), file.name), file)
         except (OSError, ValueError) as error:
@@ -199,7 +201,6 @@ def _in_folder(folder: Path) -> list[Path]:
 def _passed_over(folder: Path, paths: Iterable[Path]) -> list[Diagnostic]:
     """What is to be said of folders in one that hold specs and are not among the paths."""
     named = {path.resolve() for path in paths}
-    inside = sorted(folder.iterdir()) if folder.is_dir() else []
     return [
         Diagnostic(
             Location(str(entry)),
@@ -207,7 +208,7 @@ def _passed_over(folder: Path, paths: Iterable[Path]) -> list[Diagnostic]:
             "a folder with specs inside a folder of specs is not looked into",
             f"name it as well: {folder} {entry}",
         )
-        for entry in inside
+        for entry in sorted(folder.iterdir())
         if entry.is_dir()
         and not entry.name.startswith(".")
         and entry.resolve() not in named

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
 
 import pytest
 import support
-from fmha_gen.build import captures, kernel_text, records
+from fmha_gen.build import captures, device_code, kernel_text, records
 from fmha_gen.evidence import emulate, rehearsal
 from fmha_gen.host.executor import Local
 from fmha_gen.host.processes import of_kind, read_events
@@ -42,7 +41,7 @@ def test_shipped_kernel_holds(path):
     cases = [case for case in emulated_cases(path) if case.name in chosen]
     text, ready = rehearsals(path, cases=cases)
     record = records.load(GENERATED / records.path_of(path.stem))
-    digest = hashlib.sha256(text.encode()).hexdigest()
+    digest = device_code.digest(text)
     assert digest == record["compiled"]["ptx_sha256"]
     check_launches(path.stem, ready)
     for kernel in ready:

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import ast
 import functools
-import hashlib
 from collections.abc import Iterator
 
 from fmha_gen.arch import ARCHITECTURES
-from fmha_gen.build import captures
+from fmha_gen.build import captures, device_code
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.evidence import emulate
 
@@ -86,7 +85,7 @@ class FunctionSubject:
     @functools.cached_property
     def _ptx_sha256(self) -> str:
         ptx, _ = captures.capture(self.path, [], arch=self.arch)
-        return hashlib.sha256(ptx.encode()).hexdigest()
+        return device_code.digest(ptx)
 
 
 def function_of(source: str, line: int) -> str:

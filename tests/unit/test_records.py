@@ -24,7 +24,8 @@ def proven(*gpus):
     record = merged(None, "compiled", **CODE)
     record = merged(record, "emulated", dsl="4.8.1", ptx_sha256="p")
     for gpu in gpus or (H200,):
-        record = merged(record, "validated", gpu=gpu, dsl="4.8.1", misuses=57)
+        ran = {"dsl": "4.8.1", "ptx_sha256": "p", "ptx_version": "9.4"}
+        record = merged(record, "validated", gpu=gpu, **ran, misuses=57)
         versions = {"dsl": "4.8.1"}
         record = merged(record, "benchmarked", gpu=gpu, versions=versions, cells=[CELL])
     assert record["rung"] == "benchmarked"
@@ -85,7 +86,7 @@ def test_a_compile_today_of_the_text_that_ran_tells_what_it_was():
     """As where the calls that a launch is known by change, or a record is of before them."""
     record = proven()
     for entry in (record["emulated"], *record["validated"], *record["benchmarked"]):
-        for name in (*records.DEVICE, records.HOST):
+        for name in ("launch_sha256", records.HOST):
             entry.pop(name)
     assert merged(record, "compiled", **CODE) == proven()
     again = merged(proven(), "compiled", **CODE | {"launch_sha256": "m"})
@@ -109,10 +110,33 @@ def test_what_ran_by_another_dsl_is_about_its_text_alone():
     assert code.keys() == {"dsl", "ptx_sha256", "body_sha256"}
 
 
+def test_a_validation_that_does_not_know_its_code_is_about_its_text_alone():
+    record = merged(proven(), "validated", dsl="4.8.1", cases=3)
+    (entry,) = record["validated"]
+    assert entry == {"gpu": H200, "dsl": "4.8.1", "cases": 3, "body_sha256": A}
+    assert merged(record, "compiled", **CODE)["validated"] == [entry]
+    assert "validated" not in merged(record, "compiled", body=B, **CODE)
+
+
+def test_a_benchmark_is_about_the_code_that_was_validated_on_its_gpu():
+    record = proven(H100)
+    (entry,) = record["benchmarked"]
+    assert entry["ptx_version"] == "9.4"
+    versions = {"dsl": "4.8.1"}
+    other = {"gpu": H200, "dsl": "4.8.1", "ptx_sha256": "q"}
+    record = merged(record, "validated", **other)
+    record = merged(record, "benchmarked", versions=versions)
+    _, entry = record["benchmarked"]
+    assert entry["ptx_sha256"] == "q"
+    assert not entry.keys() & {"launch_sha256", "ptx_version"}
+    record = merged(record, "compiled", body=B, **CODE)
+    assert records.gpus(record, "benchmarked") == (H100,)
+
+
 def test_gpus_stand_beside_each_other():
     record = proven(H200, H100)
     assert records.gpus(record, "validated") == (H100, H200)
-    again = merged(record, "validated", gpu=H100, dsl="4.8.1", cases=9)
+    again = merged(record, "validated", gpu=H100, dsl="4.8.1", ptx_sha256="p", cases=9)
     assert [entry.get("cases") for entry in again["validated"]] == [9, None]
     assert merged(again, "compiled", body=B, **CODE)["validated"] == again["validated"]
 

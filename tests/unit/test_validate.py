@@ -88,6 +88,13 @@ def test_a_kernel_that_held_earns_the_rung() -> None:
     }
 
 
+def test_an_entry_names_the_code_that_ran() -> None:
+    code = {"ptx_sha256": "ab" * 32, "ptx_version": "9.4"}
+    with_code = verdict([*GOOD, {"event": "device_code", **code}])
+    without = verdict(GOOD)
+    assert with_code.result == {**(without.result or {}), **code}
+
+
 def test_a_kernel_without_lse_has_no_lse_numbers() -> None:
     outcome = verdict([MACHINE, case("a", lse=None), END])
     assert outcome.result is not None and outcome.result["lse_worst"] is None
