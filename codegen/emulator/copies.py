@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .checks import Operation
+from .checks import HAPPENED, Operation
 from .lanes import (
     ONE_LANE,
     RANK_SHIFT,
@@ -16,7 +16,7 @@ from .lanes import (
     Lanes,
     Mask,
 )
-from .parts import Box, Part, Run, note
+from .parts import Box, Part, Run, SharedRun, note
 from .report import Fault, Kind
 
 if TYPE_CHECKING:
@@ -76,11 +76,40 @@ class Copies:
             barrier = int(barrier_base[lane]) + barrier_offset
             self._load(index, lane, run, int(base[lane]) + offset, barrier, bits, False)
 
+    def send(
+        self,
+        index: int,
+        base: Lanes,
+        offset: int,
+        source_base: Lanes,
+        source_offset: int,
+        nbytes: Lanes,
+        barrier_base: Lanes,
+        barrier_offset: int,
+        mask: Mask,
+    ) -> None:
+        """cp.async.bulk from this CTA's shared memory into one of the cluster's, by each lane."""
+        for lane in np.flatnonzero(mask).tolist():
+            self._group.here(index, lane // WARP)
+            address = int(source_base[lane]) + source_offset
+            cta, begin = self._group.cluster.locate(address)
+            if cta is not self._group.cta:
+                raise Fault(Kind.TMA, "a bulk copy from another CTA's shared memory")
+            warp = self._group.warps[lane // WARP]
+            component = self._group.cluster.components.stores(warp.serial)
+            reading = self._group.start(lane // WARP, component, ONE_LANE[lane])
+            part = SharedRun(cta, begin, int(nbytes[lane]), reading)
+            self._group.machine.count("bulk copies", 1)
+            barrier = int(barrier_base[lane]) + barrier_offset
+            self._load(
+                index, lane, part, int(base[lane]) + offset, barrier, None, False
+            )
+
     def _load(
         self,
         index: int,
         lane: int,
-        part: Part,
+        part: Part | SharedRun,
         target: int,
         barrier_address: int,
         bits: int | None,
@@ -99,6 +128,10 @@ class Copies:
             )
         barrier = self._group.cluster.mbarrier(owner.rank << RANK_SHIFT | barrier_place)
         operation = self._group.start(lane // WARP, barrier.component, ONE_LANE[lane])
+        if isinstance(part, SharedRun) and part.reading is not None:
+            assert operation is not None
+            # Who waits for the copy knows that its source has been read.
+            operation.clock[HAPPENED, part.reading.component] = part.reading.epoch
         self._group.cluster.pending.load(
             self._load_work(
                 *(index, lane // WARP, part, place),
@@ -141,7 +174,7 @@ class Copies:
         self,
         index: int,
         number: int,
-        part: Part,
+        part: Part | SharedRun,
         place: int,
         barrier_place: int,
         receivers: list[tuple[Cta, Cta]],
@@ -152,13 +185,16 @@ class Copies:
             machine = self._group.machine
             nbytes, touched = part.load(machine, [cta for cta, _ in receivers], place)
             machine.count("load bytes", nbytes)
-            if operation is not None:
-                note(part, machine, operation, operation.component, "read", "TMA load")
+            what = "bulk copy" if isinstance(part, SharedRun) else "TMA load"
+            if isinstance(part, SharedRun):
+                part.note(what)
+            elif operation is not None:
+                note(part, machine, operation, operation.component, "read", what)
             for cta, signalled in receivers:
                 if cta.exited:
                     raise Fault(
                         Kind.OUTSTANDING,
-                        f"a TMA load into cta {cta.rank}, which exited",
+                        f"a {what} into cta {cta.rank}, which exited",
                     )
                 if operation is not None and cta.shadow is not None:
                     cta.shadow.write(
@@ -167,7 +203,7 @@ class Copies:
                         operation.epoch,
                         operation.clock,
                         operation.line,
-                        "TMA load",
+                        what,
                     )
                 barrier = self._group.cluster.mbarrier(
                     signalled.rank << RANK_SHIFT | barrier_place

@@ -300,6 +300,14 @@ class Machine:
             moved = buffer.bytes[offset : offset + nbytes]
             cta.shared.bytes[place : place + nbytes] = moved
 
+    def copy_shared(
+        self, cta: Cta, begin: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk copy completes: bytes of a CTA, into the same place of each receiver."""
+        for receiver in receivers:
+            moved = cta.shared.bytes[begin : begin + nbytes]
+            receiver.shared.bytes[place : place + nbytes] = moved
+
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:

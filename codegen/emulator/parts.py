@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of global memory a bulk copy moves: a box of a tensor map, or a run of bytes."""
+"""What a bulk copy moves: a box of a tensor map, a run of bytes, or one of shared memory."""
 
 from __future__ import annotations
 
@@ -64,13 +64,7 @@ class Run:
     nbytes: int
 
     def __post_init__(self) -> None:
-        if self.address % ALIGNMENT:
-            reason = f"not aligned to {ALIGNMENT} bytes"
-        elif self.nbytes <= 0 or self.nbytes % ALIGNMENT:
-            reason = f"a size that is not a multiple of {ALIGNMENT} bytes"
-        else:
-            return
-        raise MemoryFault("global", self.address, self.nbytes, reason)
+        _check_run("global", self.address, self.nbytes)
 
     def load(
         self, machine: Machine, receivers: Sequence[Cta], place: int
@@ -95,6 +89,46 @@ class Run:
         first = offset // ALIGNMENT
         words = np.arange(first, first + self.nbytes // ALIGNMENT)
         return Place(buffer, words, ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class SharedRun:
+    """Bytes of a CTA's shared memory, one after another."""
+
+    cta: Cta
+    begin: int
+    nbytes: int
+    reading: Operation | None
+
+    def __post_init__(self) -> None:
+        _check_run("shared", self.begin, self.nbytes)
+
+    def load(
+        self, machine: Machine, receivers: Sequence[Cta], place: int
+    ) -> tuple[int, range]:
+        """As of a `Run`."""
+        for cta, begin in ((self.cta, self.begin), *((x, place) for x in receivers)):
+            cta.shared.check_region(begin, self.nbytes, ALIGNMENT)
+        machine.copy_shared(self.cta, self.begin, self.nbytes, receivers, place)
+        return self.nbytes, range(place, place + self.nbytes)
+
+    def note(self, what: str) -> None:
+        """Tells the shadow of the shared memory that it is read."""
+        reading, shadow = self.reading, self.cta.shadow
+        if reading is not None and shadow is not None:
+            granules = slice(self.begin // 4, -(-(self.begin + self.nbytes) // 4))
+            about = reading.component, reading.epoch, reading.clock
+            shadow.read(granules, *about, what)
+
+
+def _check_run(space: str, address: int, nbytes: int) -> None:
+    if address % ALIGNMENT:
+        reason = f"not aligned to {ALIGNMENT} bytes"
+    elif nbytes <= 0 or nbytes % ALIGNMENT:
+        reason = f"a size that is not a multiple of {ALIGNMENT} bytes"
+    else:
+        return
+    raise MemoryFault(space, address, nbytes, reason)
 
 
 Part = Box | Run

@@ -255,6 +255,11 @@ class Walker(Machine):
         for cta in receivers:
             self._cover_run(self._runs, cta, address, nbytes)
 
+    def copy_shared(
+        self, cta: Cta, begin: int, nbytes: int, receivers: Sequence[Cta], place: int
+    ) -> None:
+        """A bulk copy between CTAs, whose bytes nobody asks for."""
+
     def store_box(
         self, tensor_map: TensorMap, coordinates: Sequence[int], cta: Cta, place: int
     ) -> range:

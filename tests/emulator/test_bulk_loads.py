@@ -133,11 +133,6 @@ def test_a_load_races_with_who_writes_the_source(schedule):
 @pytest.mark.parametrize(
     ("instruction", "message"),
     [
-        (
-            "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes "
-            "[%r1], [%r2], 16, [%r3];",
-            "not modelled",
-        ),
         ("cp.async.bulk.global.shared::cta.bulk_group [%rd1], [%r1], 16;", "modelled"),
         (f"{OPCODE} [%r1], [%rd1], 16, [%r3], %rs1;", "its operands"),
         (f"{OPCODE}.multicast::cluster [%r1], [%rd1], 16, [%r3];", "its operands"),

@@ -44,6 +44,8 @@ def _bulk_copy(emitter: Emitter, instruction: Instruction) -> None:
         _tensor_copy(emitter, instruction)
     elif modifiers[2] in _SHARED and modifiers[3:5] == ("global", _BARRIER):
         _load_run(emitter, instruction)
+    elif modifiers[2:] == ("shared::cluster", "shared::cta", _BARRIER):
+        _send_run(emitter, instruction)
     else:
         raise UnsupportedInstruction(instruction)
 
@@ -62,6 +64,18 @@ def _load_run(emitter: Emitter, instruction: Instruction) -> None:
         emitter.value(nbytes, "u32"),
         emitter.address(barrier),
         emitter.value(targets[0], "u16") if targets else "None",
+    )
+    emitter.lines.append(call)
+
+
+def _send_run(emitter: Emitter, instruction: Instruction) -> None:
+    target, source, nbytes, barrier = instruction.operands
+    call = emitter.call(
+        "copies.send",
+        emitter.address(target),
+        emitter.address(source),
+        emitter.value(nbytes, "u32"),
+        emitter.address(barrier),
     )
     emitter.lines.append(call)
 
