@@ -18,6 +18,7 @@ import pytest
 from fmha_gen.build import render
 from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.host import cache
+from fmha_gen.ops import cases
 from fmha_gen.ops.operation import Operation
 from fmha_gen.planning import plan
 from fmha_gen.planning.kernel_plan import KernelPlan
@@ -91,6 +92,14 @@ def shipped_plan(stem: str) -> KernelPlan:
 def constants(stem: str) -> dict[str, Any]:
     """Return the module-level constants of a shipped kernel; its text takes 20 ms to parse."""
     return read_constants((GENERATED / f"{stem}.py").read_text("utf-8"))
+
+
+@functools.cache
+def cases_of(stem: str) -> tuple[dict[str, Any], cases.Tiles, tuple[cases.Case, ...]]:
+    """The SPEC of a shipped kernel, its tiles and its cases, which take 30 ms to make."""
+    known = constants(stem)
+    spec, tiles = known["SPEC"], cases.tiles_of(known)
+    return spec, tiles, cases.cases_for(spec, tiles)
 
 
 @functools.cache

@@ -25,30 +25,28 @@ from fmha_gen.ops.cases import (
     residues,
     share_that_runs,
     smallest_ragged,
-    tiles_of,
     walks_for,
     work_tiles,
 )
 from fmha_gen.ops.forward import FORWARD
 from fmha_gen.ops.masks import Lengths
 from fmha_gen.ops.paged import PAGED_FORWARD
+from fmha_gen.spec.model import load_specs
 
-ALL = {stem: support.constants(stem) for stem in support.SHIPPED}
 # Those of the backward pass have problems of their own: see test_backward_cases.py.
-FORWARD_KERNELS = {stem: ALL[stem] for stem in support.shipped(FORWARD)}
-PACKED = {stem: x for stem, x in FORWARD_KERNELS.items() if x["SPEC"].get("batch")}
-KERNELS = {stem: x for stem, x in FORWARD_KERNELS.items() if stem not in PACKED}
-UNPACKED = {stem: each for stem, each in ALL.items() if stem not in PACKED}
-every_operation = pytest.mark.parametrize("constants", UNPACKED.values(), ids=UNPACKED)
-every_kernel = pytest.mark.parametrize("constants", KERNELS.values(), ids=KERNELS)
-every_packed = pytest.mark.parametrize("constants", PACKED.values(), ids=PACKED)
+FORWARD_KERNELS = support.shipped(FORWARD)
+PACKED = [
+    each.stem
+    for each in load_specs([support.SPECS / f"{stem}.yaml" for stem in FORWARD_KERNELS])
+    if each.spec.batch != "dense"
+]
+KERNELS = [stem for stem in FORWARD_KERNELS if stem not in PACKED]
+UNPACKED = [stem for stem in support.SHIPPED if stem not in PACKED]
+every_operation = pytest.mark.parametrize("stem", UNPACKED)
+every_kernel = pytest.mark.parametrize("stem", KERNELS)
+every_packed = pytest.mark.parametrize("stem", PACKED)
+taken = support.cases_of
 MOST_BLOCKS = 1600  # (work tile, KV block) pairs of all emulated cases of a kernel
-
-
-def taken(constants):
-    """(spec, tiles, cases) of a kernel."""
-    spec, tiles = constants["SPEC"], tiles_of(constants)
-    return spec, tiles, cases_for(spec, tiles)
 
 
 def emulated(cases):
@@ -104,16 +102,16 @@ def test_there_are_kernels():
 
 
 @every_operation
-def test_fixed_lengths_are_kept(constants):
-    spec, tiles, cases = taken(constants)
+def test_fixed_lengths_are_kept(stem):
+    spec, tiles, cases = taken(stem)
     for case in (*cases, *walks_for(spec, tiles)):
         for side, length in (("q", case.q), ("kv", case.kv)):
             assert spec["seqlen"][side] in (DYNAMIC, length)
 
 
 @every_operation
-def test_names_calls_and_seeds_are_unique_and_stable(constants):
-    spec, tiles, cases = taken(constants)
+def test_names_calls_and_seeds_are_unique_and_stable(stem):
+    spec, tiles, cases = taken(stem)
     every = [*cases, *walks_for(spec, tiles)]
     assert len({case.name for case in every}) == len(every)
     assert len({case.seed for case in every}) == len(every)
@@ -121,8 +119,8 @@ def test_names_calls_and_seeds_are_unique_and_stable(constants):
 
 
 @every_kernel
-def test_every_kind_of_data_layout_and_scale(constants):
-    spec, tiles, cases = taken(constants)
+def test_every_kind_of_data_layout_and_scale(stem):
+    spec, tiles, cases = taken(stem)
     shown = emulated(cases)
     data = set(get_args(Data))
     if masks.of_spec(spec).right is None:
@@ -160,9 +158,9 @@ def test_every_kind_of_data_layout_and_scale(constants):
 
 
 @every_kernel
-def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
+def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(stem):
     """Of kv, and of kv - q where the mask has an edge on the right."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     if spec["seqlen"]["kv"] != DYNAMIC:
         return
     edges = [case for case in emulated(cases) if case.data == "edges"]
@@ -180,9 +178,9 @@ def test_every_residue_to_a_kv_tile_below_and_above_a_query_tile(constants):
 
 
 @every_kernel
-def test_three_kv_heads_and_two_batches_at_once(constants):
+def test_three_kv_heads_and_two_batches_at_once(stem):
     """A wrong stride of either, or a head taken for a batch, is seen nowhere else."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     every = [*emulated(cases), *walks_for(spec, tiles)]
     assert any(case.kv_heads >= 3 and case.batch >= 2 for case in every)
     if is_dynamic(spec):
@@ -192,8 +190,8 @@ def test_three_kv_heads_and_two_batches_at_once(constants):
 
 
 @every_kernel
-def test_a_cta_of_a_dynamic_kernel_has_many_tiles(constants):
-    spec, tiles, cases = taken(constants)
+def test_a_cta_of_a_dynamic_kernel_has_many_tiles(stem):
+    spec, tiles, cases = taken(stem)
     if not is_dynamic(spec) or tiles.single:
         return
     assert any(
@@ -204,8 +202,8 @@ def test_a_cta_of_a_dynamic_kernel_has_many_tiles(constants):
 
 
 @every_kernel
-def test_grids_of_every_size(constants):
-    spec, tiles, cases = taken(constants)
+def test_grids_of_every_size(stem):
+    spec, tiles, cases = taken(stem)
     shown, walks = emulated(cases), walks_for(spec, tiles)
     assert not is_dynamic(spec) or any(clusters(case, tiles) == 1 for case in shown)
     fewer = [c for c in shown if work_tiles(c, spec, tiles) < clusters(c, tiles)]
@@ -219,8 +217,8 @@ def test_grids_of_every_size(constants):
 
 
 @every_kernel
-def test_more_work_tiles_than_16_bits_count(constants):
-    spec, tiles, _ = taken(constants)
+def test_more_work_tiles_than_16_bits_count(stem):
+    spec, tiles, _ = taken(stem)
     if not is_long(spec, tiles):
         many = tags(walks_for(spec, tiles))["many_tiles"]
         assert work_tiles(many, spec, tiles) > 2**16
@@ -229,8 +227,8 @@ def test_more_work_tiles_than_16_bits_count(constants):
 
 
 @every_operation
-def test_more_batches_and_heads_than_16_bits_count(constants):
-    spec, tiles, _ = taken(constants)
+def test_more_batches_and_heads_than_16_bits_count(stem):
+    spec, tiles, _ = taken(stem)
     launched = launches_for(spec, tiles)
     assert max(case.batch for case in launched) > 2**16
     assert max(case.kv_heads for case in launched) > 2**16
@@ -243,17 +241,17 @@ def test_more_batches_and_heads_than_16_bits_count(constants):
 
 
 @every_operation
-def test_pytorch_makes_the_outputs_of_some_case(constants):
+def test_pytorch_makes_the_outputs_of_some_case(stem):
     """Whose sizes differ, so that two of them are not exchanged."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     some = [arguments(spec, case, tiles) for case in emulated(cases)]
     shapes = [each["tensors"]["q"]["shape"][:3] for each in some if each["torch"]]
     assert any(batch != rows != heads for batch, rows, heads in shapes)
 
 
 @every_kernel
-def test_each_kernel_is_seen_with_three_blocks_and_two_waves(constants):
-    spec, tiles, cases = taken(constants)
+def test_each_kernel_is_seen_with_three_blocks_and_two_waves(stem):
+    spec, tiles, cases = taken(stem)
     found = emulated(cases)
     assert any(
         blocks(tiles, case) >= 3
@@ -267,8 +265,8 @@ def test_each_kernel_is_seen_with_three_blocks_and_two_waves(constants):
 
 
 @every_kernel
-def test_no_case_costs_more_than_a_model_can_pay(constants):
-    spec, tiles, cases = taken(constants)
+def test_no_case_costs_more_than_a_model_can_pay(stem):
+    spec, tiles, cases = taken(stem)
     for case in emulated(cases):
         work = work_tiles(case, spec, tiles)
         running = work if tiles.single else min(clusters(case, tiles), work)
@@ -284,9 +282,9 @@ def test_no_case_costs_more_than_a_model_can_pay(constants):
 
 
 @every_kernel
-def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(constants):
+def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(stem):
     """Each leaves one to the next phase of a barrier that counts one too few."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     arrivals = tiles.q_releases
     assert arrivals >= 1  # with one, no barrier can count one too few
     assert spec["seqlen"]["kv"] != DYNAMIC or any(
@@ -297,8 +295,8 @@ def test_tiles_of_one_block_outnumber_the_arrivals_that_free_the_q_stages(consta
 
 
 @every_kernel
-def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
-    spec, tiles, cases = taken(constants)
+def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(stem):
+    spec, tiles, cases = taken(stem)
     uneven = masks.of_spec(spec).uneven and not spec.get("blocks")
     if spec.get("batch"):  # see test_cases_of_packed_sequences_meet_several_levels
         return
@@ -320,9 +318,9 @@ def test_a_causal_kernel_meets_sections_of_which_the_last_is_smaller(constants):
 
 
 @every_kernel
-def test_a_head_has_two_query_tiles_in_some_case(constants):
+def test_a_head_has_two_query_tiles_in_some_case(stem):
     """Or a wrong slice of Q, or of O, along a wrong dimension cannot be seen."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     fixed = spec["seqlen"]["q"]
     assert (fixed != DYNAMIC and fixed <= tiles.cluster_rows) or any(
         case.q > tiles.cluster_rows for case in emulated(cases)
@@ -331,9 +329,9 @@ def test_a_head_has_two_query_tiles_in_some_case(constants):
 
 @every_kernel
 def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
-    constants,
+    stem,
 ):
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     if not masks.of_spec(spec).edges or not is_dynamic(spec):
         return
     assert any(
@@ -345,17 +343,17 @@ def test_a_causal_kernel_meets_warpgroups_without_rows_in_a_tile_after_another(
 
 
 @every_operation
-def test_rows_see_no_key(constants):
-    spec, _, cases = taken(constants)
+def test_rows_see_no_key(stem):
+    spec, _, cases = taken(stem)
     right = masks.of_spec(spec).right
     if right is not None and spec["seqlen"]["kv"] == DYNAMIC:
         assert any(case.kv + right + 1 < case.q for case in emulated(cases))
 
 
 @every_kernel
-def test_edges_of_a_window_are_at_every_place_of_a_kv_tile(constants):
+def test_edges_of_a_window_are_at_every_place_of_a_kv_tile(stem):
     """For rows of one tile and of two; some rows of a tile see the first key, others do not."""
-    spec, tiles, cases = taken(constants)
+    spec, tiles, cases = taken(stem)
     mask = masks.of_spec(spec)
     if mask.left is None or not is_dynamic(spec):
         return
@@ -394,8 +392,8 @@ def test_edges_of_a_window_are_at_every_place_of_a_kv_tile(constants):
 
 
 @every_kernel
-def test_some_case_fills_a_gpu_more_than_twice_and_repeats(constants):
-    spec, tiles, cases = taken(constants)
+def test_some_case_fills_a_gpu_more_than_twice_and_repeats(stem):
+    spec, tiles, cases = taken(stem)
     sms = ARCHITECTURES[spec["arch"]].sm_count // tiles.ctas
     full = [
         case
@@ -412,12 +410,18 @@ def test_some_case_fills_a_gpu_more_than_twice_and_repeats(constants):
 
 
 def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
-    direct = [one for one in KERNELS.values() if one["Q_STAGES"] == 1]
-    # A fixed length of whole tiles has no such end.
-    ragged = [one for one in direct if one.get("SEQLEN_Q", 1) % one["TILE_Q"]]
+    ragged = []
+    for stem in KERNELS:
+        kernel = support.shipped_plan(stem)
+        numbers = {each.name: each.value for each in (*kernel.chosen, *kernel.derived)}
+        # A fixed length of whole tiles has no such end.
+        fixed = kernel.spec_file.spec.seqlen.q
+        is_ragged = fixed == DYNAMIC or fixed % numbers["TILE_Q"]
+        if numbers["Q_STAGES"] == 1 and is_ragged:
+            ragged.append(stem)
     assert ragged
-    for constants in ragged:
-        _, tiles, cases = taken(constants)
+    for stem in ragged:
+        _, tiles, cases = taken(stem)
         assert any(case.q % tiles.q for case in emulated(cases))
 
 
@@ -425,8 +429,8 @@ def test_kernels_that_store_o_from_registers_are_seen_with_a_ragged_end():
 
 
 @every_packed
-def test_packed_lengths_of_every_kind(constants):
-    spec, tiles, cases = taken(constants)
+def test_packed_lengths_of_every_kind(stem):
+    spec, tiles, cases = taken(stem)
     shown = emulated(cases)
     every = [lengths for case in shown for lengths in case.lengths]
     assert {q for q, _ in every} >= {0, 1, 2, 63, 64, 65, 127, 128, 129}
@@ -454,8 +458,8 @@ def test_packed_lengths_of_every_kind(constants):
 
 
 @every_packed
-def test_packed_cases_have_tiles_of_several_levels(constants):
-    spec, tiles, cases = taken(constants)
+def test_packed_cases_have_tiles_of_several_levels(stem):
+    spec, tiles, cases = taken(stem)
     assert (tiles.level > 0) == masks.of_spec(spec).uneven
     for case in emulated(cases):
         if case.name.startswith("levels"):
@@ -468,8 +472,8 @@ def test_packed_cases_have_tiles_of_several_levels(constants):
 
 
 @every_packed
-def test_packed_cases_have_every_kind_of_data_layout_scale_and_grid(constants):
-    spec, tiles, cases = taken(constants)
+def test_packed_cases_have_every_kind_of_data_layout_scale_and_grid(stem):
+    spec, tiles, cases = taken(stem)
     shown, walks = emulated(cases), walks_for(spec, tiles)
     data = set(get_args(Data)) - {"saturated", "sinks", "slopes", "biases"}
     if spec["dtype"] == "e4m3":

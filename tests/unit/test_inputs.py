@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import support
 from fmha_gen.ops import operation_of
-from fmha_gen.ops.cases import Case, Tiles, cases_for, residues, tiles_of
+from fmha_gen.ops.cases import Case, Tiles, residues
 from fmha_gen.ops.compare import judge_output
 from fmha_gen.ops.forward import LSE
 from fmha_gen.ops.inputs import FAR, GUARD, place_tensors, values
@@ -28,8 +28,14 @@ SPEC = {
     "mask": "none",
 }
 TILES = Tiles(64, 64, (1, 1))
-CONSTANTS = [support.constants(stem) for stem in support.SHIPPED]
-KV_TILES = sorted({constants["TILE_KV"] for constants in CONSTANTS})
+KV_TILES = sorted(
+    {
+        number.value
+        for stem in support.SHIPPED
+        for number in support.shipped_plan(stem).chosen
+        if number.name == "TILE_KV"
+    }
+)
 LAYOUTS = ("own", "bhsd", "mixed", "fused", "cache", "far", "plain")
 
 
@@ -330,9 +336,8 @@ def test_far_tensors_are_beyond_what_32_bits_hold():
 @pytest.mark.parametrize("stem", support.SHIPPED)
 def test_no_element_of_far_tensors_is_of_two(stem):
     """Where inputs share a storage, of whatever operation."""
-    constants = support.constants(stem)
-    spec, tiles = constants["SPEC"], tiles_of(constants)
-    for case in (x for x in cases_for(spec, tiles) if x.layout == "far"):
+    spec, tiles, cases = support.cases_of(stem)
+    for case in (x for x in cases if x.layout == "far"):
         spans: dict[str, list[np.ndarray]] = {}  # of contiguous elements: begin, end
         for x in place_tensors(spec, case, tiles).tensors.values():
             width = x.shape[-1] if x.strides[-1] == 1 else 1
@@ -353,10 +358,10 @@ def test_far_tensors_fit_a_gpu_together():
     assert sum(found.storages.values()) < 16 * FAR
 
 
-@pytest.mark.parametrize("constants", CONSTANTS, ids=lambda c: c["SPEC"]["name"])
-def test_every_case_of_a_kernel_places_what_far_and_lse_ask_for(constants):
-    spec, tiles = constants["SPEC"], tiles_of(constants)
-    far = [case for case in cases_for(spec, tiles) if case.layout == "far"]
+@pytest.mark.parametrize("stem", support.SHIPPED)
+def test_every_case_of_a_kernel_places_what_far_and_lse_ask_for(stem):
+    spec, tiles, cases = support.cases_of(stem)
+    far = [case for case in cases if case.layout == "far"]
     for case in far:
         ends = {
             name: extent(tensor)[1]
@@ -364,9 +369,7 @@ def test_every_case_of_a_kernel_places_what_far_and_lse_ask_for(constants):
         }
         assert max(ends.values()) > 2**31, "beyond 31 bits of elements"
     assert far
-    placed = [
-        place_tensors(spec, case, tiles).tensors for case in cases_for(spec, tiles)
-    ]
+    placed = [place_tensors(spec, case, tiles).tensors for case in cases]
     gaps = {each["lse"].strides[-1] != 1 for each in placed if "lse" in each}
     has_lse = LSE.name in {x.name for x in operation_of(spec).tensors(spec)}
     assert gaps == ({True, False} if has_lse else set()), "rows of LSE, some with gaps"
