@@ -234,7 +234,7 @@ def run(path: Path, case: Case, schedules: list[Schedule]) -> list[Ran]:
     return ran
 
 
-@pytest.mark.parametrize("call", support.rotated(CALLS, 7))
+@pytest.mark.parametrize("call", support.rotated(CALLS, 5))
 def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> None:
     stem, case = CALLS[call]
     fields, _ = KERNELS[stem]
@@ -299,7 +299,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 2))
 def test_damage_is_found(name: str, tmp_path: Path) -> None:
     old, new, words = DAMAGES[name]
     stem = "sm90_d64_bf16_causal_bwd"

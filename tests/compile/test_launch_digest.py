@@ -34,7 +34,8 @@ def changed(*pairs: tuple[str, str]) -> str:
 
 
 def test_the_launch_is_told_apart_from_its_words() -> None:
-    texts = [changed(*RENAMED), *map(changed, OTHER_LAUNCHES)]
+    other_launches = support.rotated(OTHER_LAUNCHES, 2)
+    texts = [changed(*RENAMED), *map(changed, other_launches)]
     with ThreadPoolExecutor(2) as pool:
         found = list(
             pool.map(lambda text: captures.compile_kernel(text, STEM, "sm_90a"), texts)
@@ -46,7 +47,7 @@ def test_the_launch_is_told_apart_from_its_words() -> None:
     renamed, *others = [report.launch_sha256 for report in found]
     assert renamed == known["launch_sha256"]
     assert known["launch_sha256"] not in others
-    assert len({*others}) == len(OTHER_LAUNCHES)
+    assert len({*others}) == len(other_launches)
 
 
 def test_a_text_that_cannot_be_called_has_no_launch() -> None:

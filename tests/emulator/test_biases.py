@@ -86,7 +86,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(SPECS, 4))
+@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
 def test_biases_of_all_kinds(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     path = written(tmp_path, render.render_kernel(planned))
@@ -95,7 +95,7 @@ def test_biases_of_all_kinds(name: str, tmp_path: Path) -> None:
     assert [each.run(SCHEDULE).findings for each in ready] == [[]] * len(ready)
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS, 4))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 3))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, stem, right, wrong), tag)

@@ -85,7 +85,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS, 5))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 4))
 def test_a_fault_is_found(fault, tmp_path):
     stem, tag, right, wrong, finding = FAULTS[fault]
     found = findings(damaged(tmp_path, stem, right, wrong), tag)

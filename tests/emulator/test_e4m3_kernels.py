@@ -404,7 +404,7 @@ NO_DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 2))
 def test_a_damage_is_noticed(name: str, tmp_path: Path) -> None:
     tag, right, wrong = DAMAGES[name]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
@@ -445,7 +445,7 @@ def test_a_damage_of_transposing_is_noticed(name: str, tmp_path: Path) -> None:
     assert findings(damaged(tmp_path, ROWS, right, wrong), tag)
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES_OF_BLOCKS, 3))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES_OF_BLOCKS, 2))
 def test_a_damage_of_factors_by_block_is_noticed(name: str, tmp_path: Path) -> None:
     fields, tag, right, wrong = DAMAGES_OF_BLOCKS[name]
     text = support.kernel_text(f"{ROWS_OF_SM90}{fields}descale: block\n")
@@ -453,13 +453,13 @@ def test_a_damage_of_factors_by_block_is_noticed(name: str, tmp_path: Path) -> N
     assert findings(written(tmp_path, text.replace(right, wrong)), tag)
 
 
-@pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(SM100_DAMAGES, 2))
 def test_a_damage_on_sm100_is_noticed(name: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = SM100_DAMAGES[name]
     assert findings(damaged(tmp_path, stem, right, wrong), tag)
 
 
-@pytest.mark.parametrize("name", support.rotated(PACKED_DAMAGES, 3))
+@pytest.mark.parametrize("name", support.rotated(PACKED_DAMAGES, 2))
 def test_a_damage_of_packed_sequences_is_noticed(name: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = PACKED_DAMAGES[name]
     assert findings(damaged(tmp_path, stem, right, wrong), tag)
@@ -556,7 +556,7 @@ UNDAMAGED = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(UNDAMAGED, 3))
+@pytest.mark.parametrize("name", support.rotated(UNDAMAGED, 2))
 def test_what_is_not_damaged_holds(name: str) -> None:
     stem, tag = UNDAMAGED[name]
     assert findings(support.GENERATED / f"{stem}.py", tag) == []

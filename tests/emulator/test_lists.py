@@ -130,7 +130,7 @@ def test_lists_beside_other_fields(name: str, tmp_path: Path) -> None:
         assert ready.run(SCHEDULE).findings == [], ready.case
 
 
-@pytest.mark.parametrize("fault", rotated(FAULTS, 4))
+@pytest.mark.parametrize("fault", rotated(FAULTS, 3))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = FAULTS[fault]
     found = findings(damaged(tmp_path, stem, right, wrong), tag)

@@ -118,7 +118,7 @@ FAULTS = {  # kernel, case, what stands there once, what stands there then
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 8))
+@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 5))
 def test_a_mask_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
     spec, tags = KERNELS[kernel]
     path = written(tmp_path, kernel_text(spec))
@@ -164,7 +164,7 @@ SAME = {  # as causal, where no K is longer than 300
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(SAME, 3))
+@pytest.mark.parametrize("name", support.rotated(SAME, 2))
 def test_what_hides_nothing_more_is_causal_bit_for_bit(
     name: str, tmp_path: Path
 ) -> None:

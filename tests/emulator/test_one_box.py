@@ -86,14 +86,14 @@ def test_the_plan_knows_them(what):
 
 @pytest.mark.parametrize(
     "what",
-    support.rotated([*ONE_BOX, "rows of two warpgroups", "two packed tiles"], 4),
+    support.rotated([*ONE_BOX, "rows of two warpgroups", "two packed tiles"], 3),
 )
 def test_a_box_is_stored_once(what, tmp_path):
     text = render.render_kernel(kernel({**ONE_BOX, **SEVERAL}[what]))
     assert findings(written(tmp_path, text), "ragged") == []
 
 
-@pytest.mark.parametrize("what", support.rotated(LOADED, 4))
+@pytest.mark.parametrize("what", support.rotated(LOADED, 3))
 def test_a_box_is_loaded_once(what, tmp_path):
     assert walk_findings(tmp_path, render.render_kernel(kernel(LOADED[what]))) == []
 

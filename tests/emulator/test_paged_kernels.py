@@ -236,13 +236,13 @@ def test_a_walk_finds_a_fault_of_the_schedule(
     assert bool(schedule_findings(seen, tiles, spec, case)) == bool(fault)
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS, 3))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 2))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag)
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 3))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 2))
 def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS_100[fault]
     assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

@@ -100,7 +100,7 @@ FAULTS = {  # kernel, case, what stands there, what stands there then
 }
 
 
-@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 6))
+@pytest.mark.parametrize("kernel", support.rotated(KERNELS, 4))
 def test_a_mask_reads_its_inputs(kernel: str, tmp_path: Path) -> None:
     path = written(tmp_path, kernel_text(KERNELS[kernel]))
     cases = [case for case in emulated_cases(path) if tag_of(case) in TAGS]
@@ -109,7 +109,7 @@ def test_a_mask_reads_its_inputs(kernel: str, tmp_path: Path) -> None:
         assert ready.run(SCHEDULE).findings == []
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 5))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     kernel, tag, right, wrong = FAULTS[fault]
     text = kernel_text(KERNELS[kernel])

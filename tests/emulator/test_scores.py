@@ -106,7 +106,7 @@ def outputs(ready: Rehearsal) -> dict[str, np.ndarray]:
     return {each.name: np.array(each.view) for each in ready.problem.outputs}
 
 
-@pytest.mark.parametrize("name", support.rotated(SPECS, 6))
+@pytest.mark.parametrize("name", support.rotated(SPECS, 4))
 def test_scores_are_right(name: str, tmp_path: Path) -> None:
     _, ready = rehearsals(kernel(tmp_path, SPECS[name]), TAGS)
     assert len(ready) >= 3

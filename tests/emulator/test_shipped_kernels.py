@@ -24,7 +24,7 @@ OF_FORWARD = [stem for arch in ARCHES for stem in support.sample(arch, FORWARD)]
 OF_BACKWARD = [stem for arch in ARCHES for stem in support.sample(arch, BACKWARD)]
 KERNELS = [
     GENERATED / f"{stem}.py"
-    for stem in (*support.rotated(OF_FORWARD, 24), *support.rotated(OF_BACKWARD, 3))
+    for stem in (*support.rotated(OF_FORWARD, 16), *support.rotated(OF_BACKWARD, 2))
 ]
 SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
 SCHEDULES = rehearsal.schedules(4)  # the orderly ones, and a random one per completion

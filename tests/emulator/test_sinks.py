@@ -80,7 +80,7 @@ def test_sinks_of_all_levels(name: str, tmp_path: Path) -> None:
     assert [each.run(SCHEDULE).findings for each in ready] == [[]] * 3
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS, 4))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 3))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     stem, tag, right, wrong = FAULTS[fault]
     found = findings(damaged(tmp_path, stem, right, wrong), tag)

@@ -78,7 +78,7 @@ def kernel(folder: Path, fields: str, *changes: tuple[str, str]) -> Path:
     return written(folder, text)
 
 
-@pytest.mark.parametrize("name", support.rotated(SPECS, 4))
+@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
 def test_what_touches_the_cap(name: str, tmp_path: Path) -> None:
     path = kernel(tmp_path, SPECS[name])
     constants = read_constants(path.read_text("utf-8"))
@@ -89,7 +89,7 @@ def test_what_touches_the_cap(name: str, tmp_path: Path) -> None:
         assert each.run(EAGER).findings == [], each.case.name
 
 
-@pytest.mark.parametrize("name", support.rotated(FAULTS, 3))
+@pytest.mark.parametrize("name", support.rotated(FAULTS, 2))
 def test_a_fault_is_found(name: str, tmp_path: Path) -> None:
     arch, *change = FAULTS[name]
     fields = f"arch: {arch}, dtype: bf16, head_dim: 64, softcap: 30, mask: causal"

@@ -217,7 +217,7 @@ FAULTS_100 = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(SPECS, 3))
+@pytest.mark.parametrize("name", support.rotated(SPECS, 2))
 def test_varlen_beside_other_features(name: str, tmp_path: Path) -> None:
     planned = plan.resolve(support.load_text(SPECS[name]))
     path = written(tmp_path, render.render_kernel(planned))
@@ -317,7 +317,7 @@ WALKED_100 = {
 @pytest.mark.parametrize(
     ("stem", "fault"),
     [
-        *((STEM, fault) for fault in support.rotated(WALKED, 3)),
+        *((STEM, fault) for fault in support.rotated(WALKED, 2)),
         *((STEM_100, fault) for fault in support.rotated(WALKED_100, 2)),
     ],
 )
@@ -388,13 +388,13 @@ def dealt_out(
     return found
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS, 6))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS, 4))
 def test_a_fault_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS[fault]
     assert findings(damaged(tmp_path, STEM, right, wrong), tag, MOST_STEPS)
 
 
-@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 4))
+@pytest.mark.parametrize("fault", support.rotated(FAULTS_100, 3))
 def test_a_fault_on_blackwell_is_found(fault: str, tmp_path: Path) -> None:
     tag, right, wrong = FAULTS_100[fault]
     assert findings(damaged(tmp_path, STEM_100, right, wrong), tag)

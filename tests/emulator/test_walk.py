@@ -104,7 +104,7 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGES, 4))
+@pytest.mark.parametrize("name", support.rotated(DAMAGES, 3))
 def test_a_damaged_scheduler_is_named(tmp_path, name):
     (right, wrong), named = DAMAGES[name]
     ((_, found),) = walks(damaged(tmp_path, SMALL, right, wrong, once=False), [SHORT])

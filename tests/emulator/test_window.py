@@ -116,7 +116,7 @@ FAULTS = {  # kernel, case, what stands there once, what stands there then
 }
 
 
-@pytest.mark.parametrize("kernel", rotated(KERNELS, 7))
+@pytest.mark.parametrize("kernel", rotated(KERNELS, 5))
 def test_a_window_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
     spec, tags = KERNELS[kernel]
     path = written(tmp_path, kernel_text(spec))
@@ -126,7 +126,7 @@ def test_a_window_is_what_rows_see(kernel: str, tmp_path: Path) -> None:
         assert ready.run(schedules(0)[0]).findings == []
 
 
-@pytest.mark.parametrize("fault", rotated(FAULTS, 6))
+@pytest.mark.parametrize("fault", rotated(FAULTS, 4))
 def test_a_fault_at_an_edge_is_found(fault: str, tmp_path: Path) -> None:
     kernel, tag, right, wrong = FAULTS[fault]
     text = kernel_text(KERNELS[kernel][0])

@@ -50,7 +50,7 @@ def only(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("stem", "group", "what", "tag", "finding"), support.rotated(SAMPLE, 4)
+    ("stem", "group", "what", "tag", "finding"), support.rotated(SAMPLE, 3)
 )
 def test_damage_to_the_function_is_noticed(stem, group, what, tag, finding, only):
     subject = FunctionSubject(stem)

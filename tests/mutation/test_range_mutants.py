@@ -15,7 +15,7 @@ SIZES = [Lengths(300, 20), Lengths(65, 300)]
 SIZES += [Lengths(300, 1300 + more * 37 % 128) for more in range(128)]
 
 
-@pytest.mark.parametrize("kernel", rotated(KERNELS, 6))
+@pytest.mark.parametrize("kernel", rotated(KERNELS, 4))
 def test_brute_force_kills_every_wrong_number(kernel: str) -> None:
     kinds = [[*mutants(kernel_text(spec))] for spec in KERNELS[kernel]]
     assert len(kinds[0]) >= 10

@@ -15,7 +15,7 @@ from .survivors import ACCEPTED, reason
 CAMPAIGNED = [stem for stem in KERNELS if stem not in BACKWARD]
 
 
-@pytest.mark.parametrize("stem", support.rotated(CAMPAIGNED, 6))
+@pytest.mark.parametrize("stem", support.rotated(CAMPAIGNED, 4))
 def test_damage_is_noticed(stem):
     """One mutant; decision 0009 has all of them."""
     subject = Subject(stem)

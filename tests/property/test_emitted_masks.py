@@ -67,7 +67,7 @@ WITH_PARAMS = {
 FAULTY = "sm90, two sides"
 
 
-@pytest.mark.parametrize("name", support.rotated(KERNELS, 20))
+@pytest.mark.parametrize("name", support.rotated(KERNELS, 14))
 def test_emitted_lines_say_what_rows_see(name: str) -> None:
     edges = EDGES if name == FAULTY else []
     check(Kernel(support.kernel_text(KERNELS[name])), [*SIZES, *edges])

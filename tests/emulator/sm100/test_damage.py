@@ -101,7 +101,7 @@ DAMAGE = {  # the kernel, the case that shows it, the text, what is there instea
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(DAMAGE, 7))
+@pytest.mark.parametrize("name", support.rotated(DAMAGE, 5))
 def test_damage_is_noticed(tmp_path, name):
     stem, tag, right, wrong = DAMAGE[name]
     path = damaged(tmp_path, stem, right, wrong, once=False)
