@@ -82,10 +82,16 @@ def load_text(text: str, stem: str = "candidate") -> SpecFile:
 
 
 @functools.cache
+def spec_file(stem: str) -> SpecFile:
+    """Return the spec of a shipped kernel."""
+    (spec,) = load_specs([SPECS / f"{stem}.yaml"])
+    return spec
+
+
+@functools.cache
 def shipped_plan(stem: str) -> KernelPlan:
     """Return the plan of a shipped kernel."""
-    (spec,) = load_specs([SPECS / f"{stem}.yaml"])
-    return plan.resolve(spec)
+    return plan.resolve(spec_file(stem))
 
 
 @functools.cache
@@ -105,8 +111,7 @@ def cases_of(stem: str) -> tuple[dict[str, Any], cases.Tiles, tuple[cases.Case, 
 @functools.cache
 def shipped(operation: Operation) -> tuple[str, ...]:
     """The shipped kernels of one operation, for tests about what no other operation has."""
-    specs = load_specs([SPECS / f"{stem}.yaml" for stem in SHIPPED])
-    return tuple(each.stem for each in specs if each.spec.op == operation.name)
+    return tuple(stem for stem in SHIPPED if spec_file(stem).spec.op == operation.name)
 
 
 @functools.cache

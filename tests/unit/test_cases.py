@@ -31,14 +31,11 @@ from fmha_gen.ops.cases import (
 from fmha_gen.ops.forward import FORWARD
 from fmha_gen.ops.masks import Lengths
 from fmha_gen.ops.paged import PAGED_FORWARD
-from fmha_gen.spec.model import load_specs
 
 # Those of the backward pass have problems of their own: see test_backward_cases.py.
 FORWARD_KERNELS = support.shipped(FORWARD)
 PACKED = [
-    each.stem
-    for each in load_specs([support.SPECS / f"{stem}.yaml" for stem in FORWARD_KERNELS])
-    if each.spec.batch != "dense"
+    stem for stem in FORWARD_KERNELS if support.spec_file(stem).spec.batch != "dense"
 ]
 KERNELS = [stem for stem in FORWARD_KERNELS if stem not in PACKED]
 UNPACKED = [stem for stem in support.SHIPPED if stem not in PACKED]
