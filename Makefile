@@ -9,6 +9,9 @@ INSTALLED := $(VENV)/.installed
 build: $(INSTALLED)
 	$(VENV)/bin/fmha-gen build specs/
 
+# Each worker, and hundreds of processes, import the package and the tests: without bytecode, that is
+# compiled and its asserts are rewritten each time.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED)
 	$(VENV)/bin/pytest -n 2 --dist worksteal
 

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import support
 from fmha_gen.build import engine, toolchain
-from fmha_gen.build.kernel_text import read_constants
 from fmha_gen.features.params import as_said
 from fmha_gen.host import tools
 from fmha_gen.host.executor import Local
@@ -158,7 +157,7 @@ def test_without_the_dsl_the_traceback_says_what_to_install(stem: str) -> None:
 
 @each_kernel
 def test_spec(stem: str) -> None:
-    constants = read_constants((GENERATED / f"{stem}.py").read_text("utf-8"))
+    constants = support.constants(stem)
     plan = support.shipped_plan(stem)
     spec = plan.spec_file.spec
     only_there = {"cta_group": spec.cta_group, "schedule": spec.schedule}
