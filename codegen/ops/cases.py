@@ -813,10 +813,9 @@ def _fitted_packed(
 
 def _most_blocks(case: Case, spec: Mapping[str, Any], tiles: Tiles) -> int:
     """KV blocks of the work tile that has most; with lists or params, all of K at most."""
-    mask = masks.of_spec(spec)
-    if spec.get("blocks") or mask.params:
+    if spec.get("blocks") or masks.of_spec(spec).params:
         return math.ceil(case.kv / tiles.kv)
     first = np.arange(0, case.q, tiles.cluster_rows)
     end, lengths = first + tiles.cluster_rows, Lengths(case.q, case.kv)
-    blocks = mask.key_blocks(first, end, lengths, tiles.kv)
+    blocks = masks.of_spec(spec).key_blocks(first, end, lengths, tiles.kv)
     return int(blocks.total.max())

@@ -37,18 +37,16 @@ def tag_of(case: Case) -> str:
 def captured(path: Path, cases: Sequence[Case]) -> tuple[str, list[Called]]:
     """A kernel's PTX and its launches for some cases.
 
-    Of a shipped one all its cases are captured by one compile, which tests share by the cache.
+    Of a shipped one all its cases are captured by the same compile, which tests share by the cache.
     """
     constants = read_constants(path.read_text(encoding="utf-8"))
     spec = constants["SPEC"]
-
-    def of(some: Sequence[Case]) -> tuple[str, list[Called]]:
-        calls = [arguments(spec, case, tiles_of(constants)) for case in some]
-        return captures.capture(path, calls, arch=spec["arch"])
-
+    wanted = [*cases]
     if path.parent == support.GENERATED:
-        of([*emulated_cases(path), *walks_for(spec, tiles_of(constants))])
-    return of(cases)
+        wanted += [*emulated_cases(path), *walks_for(spec, tiles_of(constants))]
+    calls = [arguments(spec, case, tiles_of(constants)) for case in wanted]
+    text, called = captures.capture(path, calls, arch=spec["arch"])
+    return text, called[: len(cases)]
 
 
 def rehearsals(
