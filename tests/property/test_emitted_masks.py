@@ -73,7 +73,7 @@ def test_emitted_lines_say_what_rows_see(name: str) -> None:
     check(Kernel(support.kernel_text(KERNELS[name])), [*SIZES, *edges])
 
 
-@pytest.mark.parametrize("name", WITH_PARAMS)
+@pytest.mark.parametrize("name", support.rotated(WITH_PARAMS, 8))
 def test_emitted_lines_read_what_the_mask_reads(name: str) -> None:
     check(Kernel(support.kernel_text(WITH_PARAMS[name])), SIZES)
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 many = settings(deadline=None, max_examples=120)
 few = settings(
     deadline=None,
-    max_examples=15,
+    max_examples=10,
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
     # Of two specs that differ in one field, often one is not legal.
     suppress_health_check=[HealthCheck.filter_too_much],
