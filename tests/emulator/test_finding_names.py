@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import support
 from fmha_gen.arch.sm90 import SMEM_ALIGN
-from fmha_gen.build import captures, kernel_text
+from fmha_gen.build import captures
 from fmha_gen.emulator import machine
 from fmha_gen.emulator.lower import lower_kernels
 from fmha_gen.emulator.report import Names
 from fmha_gen.evidence import rehearsal
 from fmha_gen.evidence.finding_names import names_of
 
-from tests.emulator.rehearsals import rehearsals
+from tests.emulator.rehearsals import emulated_cases, rehearsals
 
 GENERATED = support.ROOT / "generated"
 KERNELS = sorted(GENERATED.glob("sm*_*.py"))
@@ -28,7 +28,7 @@ SMALL = GENERATED / "sm90_d64_bf16_causal_lse.py"
 def test_every_barrier_tile_and_role_has_a_name(path: Path):
     text = path.read_text(encoding="utf-8")
     names = names_of(text)
-    constants = kernel_text.read_constants(text)
+    constants = support.constants(path.stem)
     rings = {name.split()[0] for name in names.barriers.values()}
     assert {"q"} < rings and ("kv" in rings) != ("k" in rings)
     assert len([n for n in names.barriers.values() if n.startswith("q full")]) == (
@@ -45,7 +45,7 @@ def test_every_barrier_tile_and_role_has_a_name(path: Path):
 
 def test_a_finding_names_them():
     """O is handed to TMA without a proxy fence."""
-    text, ready = rehearsals(SMALL)
+    text, (ready,) = rehearsals(SMALL, cases=emulated_cases(SMALL)[:1])
     lines = text.split("\n")
     fences = [n for n, line in enumerate(lines) if "fence.proxy.async" in line]
     assert fences
@@ -57,7 +57,7 @@ def test_a_finding_names_them():
     )
     programs = lower_kernels("\n".join(lines))
     told = dict.fromkeys(programs, names)
-    damaged = replace(ready[0], programs=programs, names=told)
+    damaged = replace(ready, programs=programs, names=told)
     result = damaged.run(rehearsal.schedules(0)[0])
     finding = next(text for text in result.findings if text.startswith("proxy-fence"))
     assert "shared memory (sQ)" in finding
@@ -67,12 +67,12 @@ def test_a_finding_names_them():
 
 def test_a_named_barrier_that_never_opens_is_named():
     """The stores of O wait for 160 threads, of which 128 come."""
-    text, ready = rehearsals(SMALL)
+    text, (ready,) = rehearsals(SMALL, cases=emulated_cases(SMALL)[:1])
     waits, count = re.subn(r"(bar(?:rier)?\.sync.*), 128;", r"\1, 160;", text)
     assert count
     damaged = lower_kernels(waits)
     names = dict.fromkeys(damaged, names_of(SMALL.read_text(encoding="utf-8")))
-    result = replace(ready[0], programs=damaged, names=names).run(
+    result = replace(ready, programs=damaged, names=names).run(
         rehearsal.schedules(0)[0]
     )
     assert any("(STORE_BARRIER" in text for text in result.findings), result.findings
