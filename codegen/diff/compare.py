@@ -126,7 +126,7 @@ class KernelChange:
 
     @property
     def same_ptx(self) -> bool:
-        """Whether both sides are compiled, to the same PTX byte for byte."""
+        """Whether both sides are compiled, to the same device code."""
         sides = (self.before, self.after)
         found = [s.compiled["ptx_sha256"] for s in sides if s and s.compiled]
         return len(found) == len(sides) and found[0] == found[1]

@@ -153,7 +153,7 @@ def _sides(before: KernelState, after: KernelState, page: Text) -> str:
 
 
 def _about_code(change: KernelChange) -> str:
-    ptx = " The PTX is the same, byte for byte." if change.same_ptx else ""
+    ptx = " The device code is the same." if change.same_ptx else ""
     if change.code == "comments":
         return f" Only comments and docstrings differ.{ptx}"
     return f" The text is the same.{ptx}" if change.code == "same" else ptx

@@ -127,7 +127,7 @@ def record(
     """A record that speaks for a text: compiled, and the rungs that are named."""
     made = replace(compiled or report(), ptx_sha256=ptx_of(text))
     results: dict[str, dict[str, Any]] = {"compiled": made.to_json()}
-    results |= dict.fromkeys(rungs, VALIDATED)
+    results |= dict.fromkeys(rungs, VALIDATED | {"ptx_sha256": made.ptx_sha256})
     body = render.body_digest(text)
     known = None
     for rung, result in results.items():

@@ -4,7 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from fmha_gen.build import engine, lint, manifest, records, render, tree
+from fmha_gen.build import engine, lint, manifest, records, render, toolchain, tree
 from fmha_gen.errors import CheckFailed, EnvironmentProblem, SpecError
 from fmha_gen.evidence import evaluation
 from fmha_gen.host import cache
@@ -216,6 +216,11 @@ def add_rung(out: Path, stem: str, rung: str, **result: object) -> None:
         record, kernel=stem, body_sha256=body, rung=rung, result={"gpu": "it", **result}
     )
     path.write_text(records.dump(record))
+
+
+def of_code(report: toolchain.CompileReport) -> dict[str, str]:
+    """What an entry says of the code that ran."""
+    return {"dsl": report.dsl, "ptx_sha256": report.ptx_sha256}
 
 
 @pytest.mark.parametrize("rung", ["emulated", "validated"])
@@ -456,7 +461,7 @@ def test_what_ran_holds_for_every_text_of_its_code_and_launch(specs, out):
     same = fake.Parts(dict.fromkeys("ab", fake.report(launch_sha256="l" * 64)))
     run(same, [specs], out)
     for stem in "ab":
-        add_rung(out, stem, "validated", dsl=fake.report().dsl)
+        add_rung(out, stem, "validated", **of_code(fake.report()))
     before = fake.record(out, "a")
     (specs / "a.yaml").write_text("256\n")
     assert run(same, [specs], out, check=True).kernels[0].rung == "validated"
@@ -473,7 +478,7 @@ def test_what_ran_holds_for_every_text_of_its_code_and_launch(specs, out):
 def test_without_a_compile_what_ran_waits_for_one(specs, out):
     same = fake.Parts(dict.fromkeys("ab", fake.report(launch_sha256="l" * 64)))
     run(same, [specs], out)
-    add_rung(out, "a", "validated", dsl=fake.report().dsl)
+    add_rung(out, "a", "validated", **of_code(fake.report()))
     before = fake.record(out, "a")
     (specs / "a.yaml").write_text("256\n")
     result = run(same, [specs], out, compile=False)

@@ -34,7 +34,7 @@ def record(**changes: Any) -> records.Record:
 def test_a_record_has_a_list_and_keeps_what_ran() -> None:
     known = record()
     assert [kernel["registers"] for kernel in known["compiled"]["kernels"]] == [32, 168]
-    ran = {"gpu": "NVIDIA H200", "dsl": BOTH.dsl}
+    ran = {"gpu": "NVIDIA H200", "dsl": BOTH.dsl, "ptx_sha256": BOTH.ptx_sha256}
     known = records.merge_rung(
         known, kernel=STEM, body_sha256="b" * 64, rung="validated", result=ran
     )
