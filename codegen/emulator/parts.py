@@ -93,7 +93,7 @@ class Run:
 
 @dataclass(frozen=True)
 class SharedRun:
-    """Bytes of a CTA's shared memory, one after another."""
+    """Bytes of a CTA's shared memory. reading: what reads them; None when nothing is checked."""
 
     cta: Cta
     begin: int

@@ -704,7 +704,7 @@ def run_on_gpu(
         device_code.keep(Path(folder))
         yield from _run_on_gpu(path, only=only, memcheck=memcheck)
         if code := device_code.kept(Path(folder)):
-            yield {"event": "device_code", **code}
+            yield {"event": "device_code", "found": code}
 
 
 def _run_on_gpu(

@@ -244,14 +244,9 @@ def judge(
     if findings or case is not None:
         return outcome
     (machine,) = of_kind(found, "machine")
-    code = {
-        name: value
-        for event in of_kind(found, "device_code")
-        for name, value in event.items()
-        if name != "event"
-    }
+    code = [event["found"] for event in of_kind(found, "device_code")]
     result = {
-        **code,
+        **(code[0] if code else {}),
         "gpu": machine["gpu"],
         "driver": driver,
         "dsl": machine["dsl"],

@@ -90,7 +90,7 @@ def test_a_kernel_that_held_earns_the_rung() -> None:
 
 def test_an_entry_names_the_code_that_ran() -> None:
     code = {"ptx_sha256": "ab" * 32, "ptx_version": "9.4"}
-    with_code = verdict([*GOOD, {"event": "device_code", **code}])
+    with_code = verdict([*GOOD, {"event": "device_code", "found": code}])
     without = verdict(GOOD)
     assert with_code.result == {**(without.result or {}), **code}
 
