@@ -41,10 +41,12 @@ def launches_finding(
         if is_backward(spec) and not suffix:
             work, ctas = backward_cases.work_tiles(case, tiles), math.prod(launch.grid)
             assert case.sm_count is not None
-            if not 1 <= ctas <= min(work, case.sm_count):
+            most = min(work, case.sm_count // tiles.ctas) * tiles.ctas
+            if not 1 <= ctas <= most or ctas % tiles.ctas:
+                of = "a CTA" if tiles.ctas == 1 else f"a cluster of {tiles.ctas} CTAs"
                 return (
                     f"{ctas} CTAs for {work} KV tiles: the GPU has {case.sm_count} SMs,"
-                    " and a CTA takes one tile after the other"
+                    f" and {of} takes one tile after the other"
                 )
     return ""
 

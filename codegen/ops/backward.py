@@ -92,7 +92,7 @@ def kernels(spec: Spec) -> tuple[str, ...]:
 
 def turns_of(arch: str, qk: int, v: int) -> int:
     """Turns of a block of rows, where sums have an order: one of all that add to it, or one of each
-    warpgroup where warpgroups wait for their turns themselves. qk, v: head_dim.
+    CTA of a pair, which add columns of their own. qk, v: head_dim.
     """
     return 2 if arch == "sm90" and splits_products(qk, v) else 1
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which problems a backward kernel is shown: few tiles, since a pair of them takes five products.
 
-Lengths are stated in the kernel's own tiles: n keys of a CTA, m query rows of a block.
+Lengths are stated in the kernel's own tiles: n keys of a cluster, m query rows of a block.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ LENGTHS: Final = (
 
 def pairs(case: Case, spec: Spec, tiles: Tiles) -> int:
     """(KV tile, row block) pairs of all query heads, as if every row saw every key."""
-    of_head = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.kv)
+    of_clusters = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.keys)
+    of_head = of_clusters * tiles.along_keys
     return case.batch * case.kv_heads * int(spec["q_per_kv"]) * of_head
 
 
 def work_tiles(case: Case, tiles: Tiles) -> int:
-    """KV tiles of all KV heads: what a CTA works on at a time."""
-    return case.batch * case.kv_heads * math.ceil(case.kv / tiles.kv)
+    """Of all KV heads: the KV tiles that a cluster works on at a time."""
+    return case.batch * case.kv_heads * math.ceil(case.kv / tiles.keys)
 
 
 def cases(spec: Spec, tiles: Tiles) -> Iterator[Case]:
@@ -71,7 +72,7 @@ class _Made:
     """Makes cases of a SPEC."""
 
     def __init__(self, spec: Spec, tiles: Tiles) -> None:
-        self.spec, self.tiles, self.m, self.n = spec, tiles, tiles.q, tiles.kv
+        self.spec, self.tiles, self.m, self.n = spec, tiles, tiles.q, tiles.keys
         self.mask = masks.of_spec(spec)
 
     def length(self, side: str, rows: int) -> int:
@@ -93,19 +94,20 @@ class _Made:
         batch: int = 1,
         kv_heads: int = 1,
         *,
-        ctas: int = 1,
+        clusters: int = 1,
         **options: Any,
     ) -> Case:
         """One that the emulator runs, unless its fixed lengths are too long; fewer heads, batches
         and then tiles where a group of many heads would make it too much.
 
-        ctas: of the GPU that the kernel is told of.
+        clusters: of the GPU that the kernel is told of, or CTAs, where these have no cluster.
         """
         while True:
             found = self.on_gpu(tag, q, kv, batch, kv_heads, **options)
             count = pairs(found, self.spec, self.tiles)
             if count <= self.most_pairs:
-                return replace(found, sm_count=ctas, blocks=count)
+                sms = clusters * self.tiles.ctas
+                return replace(found, sm_count=sms, blocks=count)
             if kv_heads > 1:
                 kv_heads = 1
             elif batch > 1:
@@ -132,10 +134,10 @@ def _tiled(of: _Made) -> Iterator[Case]:
     ragged, timing = (2 * m + m // 2 + 5, 2 * n + n // 2 + 1), {"timing": True}
     yield case("ragged", *ragged, data="edges", **timing)
     yield case("exact", 2 * m, 2 * n, **timing)
-    # More tiles than CTAs, and no multiple of them: one has two, of two heads.
-    yield case("waves", m - 1, n + 1, 1, 2, ctas=3, **timing)
-    yield case("long_q", 5 * m - 3, n // 2 + 3, ctas=2, data="edges", **timing)
-    yield case("long_kv", m // 2 + 1, 3 * n - 7, ctas=2, data="edges", **timing)
+    # More tiles than clusters, and no multiple of them: one has two, of two heads.
+    yield case("waves", m - 1, n + 1, 1, 2, clusters=3, **timing)
+    yield case("long_q", 5 * m - 3, n // 2 + 3, clusters=2, data="edges", **timing)
+    yield case("long_kv", m // 2 + 1, 3 * n - 7, clusters=2, data="edges", **timing)
     # With causal, rows and whole blocks of them that see no key come first.
     yield case("few_keys", 3 * m + 9, 5, data="edges")
     yield case("key_of_some", m + m // 2, m // 2 + 3, data="edges")
@@ -143,7 +145,14 @@ def _tiled(of: _Made) -> Iterator[Case]:
     yield case("one_row", 1, n + 3, data="edges")
     yield case("one_by_one", 1, 1)
     yield case("tiles", 5, 7, 2, 3, layout="mixed")
-    yield case("idle", 9, n // 2, 2, 1, ctas=ARCHITECTURES[of.spec["arch"]].sm_count)
+    yield case(
+        "idle",
+        9,
+        n // 2,
+        2,
+        1,
+        clusters=ARCHITECTURES[of.spec["arch"]].sm_count // of.tiles.ctas,
+    )
 
 
 def _magnitudes(of: _Made) -> Iterator[Case]:
@@ -210,7 +219,7 @@ def _edges(of: _Made) -> Iterator[Case]:
         q = m // 2 + 3
         yield of.case(f"left_{residue}", q, q + left + residue, data="edges")
     yield of.case("left_of_some", m + 3, max(m // 2 + left, 1), data="edges")
-    slides: dict[str, Any] = {"timing": True, "ctas": 2}
+    slides: dict[str, Any] = {"timing": True, "clusters": 2}
     yield of.case("slides", 2 * m + 5, 2 * m + 5 + left % n, **slides)
 
 
@@ -224,7 +233,7 @@ def _large(of: _Made) -> Iterator[Case]:
     yield of.on_gpu("large_fused", 1000, 1000, 1, 3, layout="fused")
     yield of.on_gpu("large_kv", 129, 4097, 1, 1)
     yield of.on_gpu("large_q", 4097, 129, 1, 1, data="edges")
-    # So many that some CTA of a persistent grid takes a third tile.
+    # So many that some cluster of a persistent grid takes a third tile.
     sms = ARCHITECTURES[of.spec["arch"]].sm_count
     for tag, q, kv, options in (
         ("many_odd", 545, 545, {"layout": "plain"}),
@@ -232,5 +241,5 @@ def _large(of: _Made) -> Iterator[Case]:
         ("many_short", 129, 1, {"layout": "mixed"}),
     ):
         of_head = 3 * math.ceil(of.length("kv", kv) / of.n)
-        heads = math.ceil((2 * sms + 1) / of_head)
+        heads = math.ceil((2 * sms // of.tiles.ctas + 1) / of_head)
         yield of.on_gpu(tag, q, kv, 3, heads, repeats=REPEATS, **options)

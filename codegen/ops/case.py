@@ -54,7 +54,8 @@ class Tiles:
     packed sequences takes in a row, which have about as many keys; 0 for other kernels.
     q_releases: arrivals that free each Q stage once. packed: query heads whose rows a tile holds.
     single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
-    may exceed their reference, 0 where that is constant.
+    may exceed their reference, 0 where that is constant. along_keys: CTAs of a cluster whose KV tiles
+    follow one another, of a backward pass.
     """
 
     q: int  # [rows]
@@ -66,11 +67,17 @@ class Tiles:
     packed: int = 1
     single: bool = False
     slack: float = 8.0
+    along_keys: int = 1
 
     @property
     def ctas(self) -> int:
         """Of a cluster."""
-        return self.cluster[0] * self.cluster[1]
+        return self.cluster[0] * self.cluster[1] * self.along_keys
+
+    @property
+    def keys(self) -> int:
+        """Keys that a cluster of a backward pass works on at a time."""
+        return self.kv * self.along_keys
 
     @property
     def positions(self) -> int:

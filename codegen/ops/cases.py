@@ -111,6 +111,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         // constants.get("TILE_POSITIONS", constants["TILE_Q"]),
         single=spec.get("schedule") == "single",
         slack=constants.get("RESCALE_SLACK", 0.0),
+        along_keys=constants.get("CLUSTER_CTAS", 1),
     )
 
 

@@ -26,6 +26,7 @@ TICKET_STAGES: Final = 1
 SECTION_BYTES: Final = 32 * 2**20
 STATS_THREADS: Final = 256
 FLOATS: Final = 4  # of 16 bytes
+CLUSTER_CTAS: Final = 2  # CTAs that exchange dS
 CONSTANTS: Final = {
     **{"TICKET_STAGES": TICKET_STAGES, "STAT_ALIGN": 128},
     **{"STATS_THREADS": STATS_THREADS, "FLOATS": FLOATS, "HALVES": 2 * FLOATS},
@@ -54,15 +55,26 @@ class Traits(shared.Traits):
     sizes: Sizes
 
     @property
-    def splits_products(self) -> bool:
-        """The warpgroups have the same keys and different products: see `splits`."""
+    def paired(self) -> bool:
+        """Two CTAs exchange dS, and the warpgroups of each have the same keys and different
+        products: see `splits`.
+        """
         return splits(self.spec)
+
+    @property
+    def keys_of_cluster(self) -> int:
+        """Of the KV tiles that come to a block of rows together."""
+        return CLUSTER_CTAS * self.sizes.tile_kv if self.paired else self.sizes.tile_kv
+
+    @property
+    def kv_tail(self) -> bool:
+        """The last KV tile may be partial; of a cluster one may be behind all keys."""
+        return self.seqlen_kv is None or self.seqlen_kv % self.keys_of_cluster != 0
 
     @property
     def hands_turns(self) -> bool:
         """Two producer warps watch and pass the turns in which math warps add dQ."""
-        ordered, on_hopper = self.spec.deterministic, self.spec.arch == "sm90"
-        return ordered and on_hopper and not self.splits_products
+        return self.spec.deterministic and self.spec.arch == "sm90"
 
     @property
     def first_stores(self) -> bool:
@@ -148,11 +160,16 @@ def plan_of(
     )
 
 
-def tiles(sizes: Sizes) -> Iterator[tuple[str, str, int, str]]:
+def tiles(traits: Traits) -> Iterator[tuple[str, str, int, str]]:
     """Yield (name, formula, stages, what each holds) of the rings of tiles in shared memory."""
+    sizes = traits.sizes
     yield "sQ", "2 * TILE_Q * HEAD_DIM_QK * Q_STAGES", sizes.q_stages, "Q"
     yield "sdO", "2 * TILE_Q * HEAD_DIM_V * DO_STAGES", sizes.do_stages, "dO"
-    yield "sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"
+    if traits.paired:
+        both = "K, behind it columns of the other CTA's"
+        yield "sK", "2 * TILE_KV * K_COLUMNS * KV_STAGES", sizes.kv_stages, both
+    else:
+        yield "sK", "2 * TILE_KV * HEAD_DIM_QK * KV_STAGES", sizes.kv_stages, "K"
     yield "sV", "2 * TILE_KV * HEAD_DIM_V * KV_STAGES", sizes.kv_stages, "V"
 
 
@@ -187,14 +204,17 @@ def section(why: str) -> Number:
     return Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
 
 
-def tx_bytes(*, with_statistics: bool) -> Iterator[tuple[str, str, str]]:
+def tx_bytes(
+    traits: Traits, *, with_statistics: bool
+) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula) of what loads fill a stage with."""
+    k = "K_COLUMNS" if traits.paired else "HEAD_DIM_QK"
     per_stage, stat = "bytes per stage", " + STAT_BYTES" if with_statistics else ""
     for name, rows, width, beside in (
-        *(("Q", "TILE_Q", "QK", stat), ("DO", "TILE_Q", "V", stat)),
-        *(("K", "TILE_KV", "QK", ""), ("V", "TILE_KV", "V", "")),
+        *(("Q", "TILE_Q", "HEAD_DIM_QK", stat), ("DO", "TILE_Q", "HEAD_DIM_V", stat)),
+        *(("K", "TILE_KV", k, ""), ("V", "TILE_KV", "HEAD_DIM_V", "")),
     ):
-        formula = f"{rows} * HEAD_DIM_{width} * ELEMENT_BYTES{beside}"
+        formula = f"{rows} * {width} * ELEMENT_BYTES{beside}"
         yield f"{name}_TX_BYTES", per_stage, formula
 
 
@@ -207,6 +227,8 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
         head_dim = traits.spec.head_dim
         turns = turns_of(traits.spec.arch, head_dim.qk, head_dim.v)
         adds = "of all that add" if traits.watched else "of each warpgroup that adds"
+        if traits.paired:
+            adds = "of each CTA of a pair"
         yield "TURNS", f"of a block of rows: {adds}", str(turns)
     yield from of_scores(traits)
     if not traits.first_stores:
@@ -282,6 +304,7 @@ def context(
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
+        "paired": traits.paired,
         "thin": traits.thin,
         # Apart from the keys before a window, which have a mask of their own.
         "masked": traits.kv_tail or bool(traits.mask.right_edges),
@@ -305,6 +328,11 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
         "A CTA has a KV tile; the blocks of rows that see it come one after the other, of each"
         " query head of its KV head in turn: dK and dV stay where they are summed."
     )
+    if traits.paired:
+        yield (
+            "A cluster of two CTAs has two KV tiles that follow one another. Each CTA sends its dS"
+            " to the other one, and adds half of the columns of dQ, of the keys of both."
+        )
     if traits.mask.edges:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield of_s

@@ -128,7 +128,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 2)"
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
     yield "STATS_TX_BYTES", "bytes per stage", "2 * STAT_BYTES"
-    yield from backward.tx_bytes(with_statistics=False)
+    yield from backward.tx_bytes(traits, with_statistics=False)
     releases = "MATH_WARPS + WARPGROUP_WARPS + 2"
     yield "TICKET_RELEASES", "warps: math, add, load, mma", releases
     yield "PART_COLUMNS", "query rows of a warpgroup", "TILE_Q // WARPGROUPS"
@@ -149,7 +149,7 @@ def _constants(spec: Spec) -> dict[str, int]:
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
-    sizes, chosen = traits.sizes, tuple(_chosen(traits))
+    chosen = tuple(_chosen(traits))
     pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {STAT_STAGES} + 4"
     pairs += f" + {backward.TICKET_STAGES}"
     barriers, words = f"2 * 8 * ({pairs})", f"4 * {backward.TICKET_STAGES}"
@@ -161,7 +161,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("padding", f"-({before}) % {align}", 1, ""),
         ("sStatS", f"4 * TILE_Q * {STAT_STAGES}", 1, ""),
         ("sStatD", f"4 * TILE_Q * {STAT_STAGES}", 1, ""),
-        *backward.tiles(sizes),
+        *backward.tiles(traits),
         ("sdS", "2 * TILE_KV * TILE_Q", 1, "dS; dV, then dK of a tile"),
     ]
     numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))

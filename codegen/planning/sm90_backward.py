@@ -5,6 +5,8 @@ S^T = K Q^T and dP^T = V dO^T of a KV tile and a block of query rows. dK and dV 
 dQ is added to sums in global memory from registers. Up to head_dim 128 each math warpgroup has 64
 keys and computes all five products of them; beyond, where the registers of a thread hold dK or dV
 of 64 keys, a tile has 64, of which one warpgroup computes S, P and dV, the other one dP, dS and dK.
+There two CTAs with tiles that follow one another exchange dS, so that each adds half of dQ's columns
+of both tiles' keys: half as many sums go to L2 (decision 0064).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from ..features.backward import splits, tile_kv
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import backward
-from .backward import Sizes
+from .backward import CLUSTER_CTAS, Sizes
 from .kernel_plan import (
     Barrier,
     DevicePlan,
@@ -35,15 +37,20 @@ from .numbers import derived, regions
 
 WARPGROUPS: Final = 2  # that compute; a third would leave them 160 registers
 REGISTERS: Final = sm90.REGISTERS[WARPGROUPS]
-# Of dQ, in registers at a time where the warpgroups have products of their own.
-SLICE_COLUMNS: Final = 64
 DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is stored
+TURN_STAGES: Final = 2  # a turn is awaited up to two blocks ahead
 # Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
 WATCH_WARP: Final = 1
 PASS_WARP: Final = 2
+SEND_WARP: Final = 2  # of a pair of CTAs, where it passes turns as well
 SCHEDULER_WARP: Final = 3
-CONSTANTS: Final = {**sm90.CONSTANTS, **backward.CONSTANTS, "DS_STAGES": DS_STAGES}
+CONSTANTS: Final = {
+    **sm90.CONSTANTS,
+    **backward.CONSTANTS,
+    "DS_STAGES": DS_STAGES,
+    "CLUSTER_CTAS": CLUSTER_CTAS,
+}
 
 REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
@@ -71,9 +78,14 @@ class Traits(backward.Traits):
         return self.softcap is not None or self.packed_products
 
     @property
-    def dq_slices_of_dv(self) -> int:
-        """Slices of dQ's columns of the warpgroup that computes dV; the other has those left."""
-        return self.spec.head_dim.qk // SLICE_COLUMNS // 2
+    def slice_columns(self) -> int:
+        """Of dQ, of a warpgroup of a pair of CTAs."""
+        return self.spec.head_dim.qk // (CLUSTER_CTAS * WARPGROUPS)
+
+    @property
+    def narrow_slices(self) -> bool:
+        """A slice is no multiple of the 64 columns that a swizzle of 128 bytes goes over."""
+        return self.paired and self.slice_columns % 64 != 0
 
 
 def resolve(spec_file: SpecFile) -> KernelPlan:
@@ -159,7 +171,8 @@ def _register_parts_by_product(spec: Spec, tile_q: int) -> dict[str, int]:
     dP and dS.
     """
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
-    of_slice = tile_q * SLICE_COLUMNS // (sm90.WARPGROUP_ROWS * 2)
+    columns = spec.head_dim.qk // (CLUSTER_CTAS * WARPGROUPS)
+    of_slice = tile_q * columns // (sm90.WARPGROUP_ROWS * 2)
     others = REGISTERS_BESIDE[spec.dtype == "bf16"]
     beside = {"a slice of dQ": of_slice, "others": others}
     if spec.head_dim.v >= spec.head_dim.qk:
@@ -194,7 +207,7 @@ def _reason(spec: Spec, name: str) -> str:
         needed = _needed(spec, 128)
         if needed > REGISTERS.consumer:
             return f"with 128 a thread would need {needed} registers"
-    if name == "TILE_KV" and splits(spec):
+    if splits(spec) and name == "TILE_KV":
         return "64: the registers of a warpgroup hold dK, or dV, of no more"
     return REASONS[name]
 
@@ -203,15 +216,30 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula)."""
     per_thread = "per thread: ptxas spills none"
     of_rows = "TILE_KV // WARPGROUP_ROWS"
-    warpgroups = f"2 * {of_rows}" if traits.splits_products else of_rows
+    warpgroups = f"2 * {of_rows}" if traits.paired else of_rows
     yield "WARPGROUPS", "that compute", warpgroups
     yield "THREADS", "per CTA", "WARPGROUP_THREADS * (WARPGROUPS + 1)"
     yield "MATH_WARPS", "that compute", "WARPGROUP_WARPS * WARPGROUPS"
     yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
-    yield from backward.tx_bytes(with_statistics=True)
-    if traits.watched:
+    if traits.paired:
+        yield "DQ_COLUMNS", "of dQ, which a CTA sums", "HEAD_DIM_QK // CLUSTER_CTAS"
+        yield "SLICE_COLUMNS", "of these, of a warpgroup", "DQ_COLUMNS // WARPGROUPS"
+        with_peers = "HEAD_DIM_QK + DQ_COLUMNS"
+        yield "K_COLUMNS", "per stage, the other CTA's among them", with_peers
+        halves = "(CLUSTER_CTAS + 1) * KV_STAGES"
+        yield "K_HALVES", "of DQ_COLUMNS, the other CTA's behind", halves
+        of_copy = "TILE_KV * TILE_Q * ELEMENT_BYTES"
+        yield "DS_BYTES", "of dS, which a CTA sends", of_copy
+    yield from backward.tx_bytes(traits, with_statistics=True)
+    if traits.paired:
+        beside = "3 + MATH_WARPS" if traits.watched else "2 + MATH_WARPS"
+        freed = "warps of both CTAs that free it: load, send, math"
+        if traits.watched:
+            freed = "warps of both CTAs that free it: load, send, watch, math"
+        yield "TICKET_RELEASES", freed, f"CLUSTER_CTAS * ({beside})"
+    elif traits.watched:
         freed = "warps that free it: of loads, of turns, of math"
         yield "TICKET_RELEASES", freed, "3 + MATH_WARPS"
     else:
@@ -219,11 +247,8 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
         yield "TICKET_RELEASES", freed, "1 + MATH_WARPS"
     yield "MATH_THREADS", "of both warpgroups", "WARPGROUP_THREADS * WARPGROUPS"
     yield "DQ_ELEMENTS", "sums of a block", "TILE_Q * HEAD_DIM_QK"
-    if traits.splits_products:
-        pairs = "TILE_KV * TILE_Q // 2"
-        yield "P_PAIRS", "of P in 16 bits", pairs
-        slices = "HEAD_DIM_QK // SLICE_COLUMNS // 2"
-        yield "DQ_SLICES_OF_DV", "of dQ, of the warpgroup that computes dV", slices
+    if traits.paired:
+        yield "P_PAIRS", "of P in 16 bits", "TILE_KV * TILE_Q // 2"
     yield from backward.of_kernels_beside(traits)
 
 
@@ -231,24 +256,22 @@ def _constants(spec: Spec) -> dict[str, int]:
     return {
         **CONSTANTS,
         "ELEMENT_BYTES": BYTES[spec.dtype],
-        "SLICE_COLUMNS": SLICE_COLUMNS,
     }
 
 
 def _smem(traits: Traits) -> tuple[Region, ...]:
-    sizes, chosen = traits.sizes, tuple(_chosen(traits))
-    pairs = (
-        f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {DS_STAGES} + {backward.TICKET_STAGES}"
-    )
-    of_p = []
+    chosen = tuple(_chosen(traits))
+    of_ds = 3 if traits.paired else DS_STAGES  # P, dS, the other CTA's dS
+    pairs = f"Q_STAGES + DO_STAGES + 2 * KV_STAGES + {of_ds} + {backward.TICKET_STAGES}"
+    ds = "sdS", f"2 * TILE_KV * TILE_Q * {DS_STAGES}", DS_STAGES, "dS"
     words = [("sTickets", f"4 * {backward.TICKET_STAGES}", 1, "")]
     if traits.watched:
-        pairs = f"{pairs} + 2 * {DS_STAGES}"
+        pairs = f"{pairs} + 2 * {TURN_STAGES}"
     if traits.first_stores:
-        words.append(("sTurns", f"4 * {DS_STAGES}", 1, ""))
-    if traits.splits_products:
-        pairs = f"{pairs} + 1"
-        of_p = [("sP", "2 * TILE_KV * TILE_Q", 1, "")]
+        words.append(("sTurns", f"4 * {TURN_STAGES}", 1, ""))
+    if traits.paired:
+        both = "P, then dS, and the other CTA's dS"
+        ds = "sdS", f"2 * TILE_KV * TILE_Q * {CLUSTER_CTAS}", CLUSTER_CTAS, both
     words.insert(0, ("barriers", f"2 * 8 * ({pairs})", 1, ""))
     in_use = " + ".join(formula for _, formula, _, _ in words)
     rows = [
@@ -256,9 +279,8 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ("padding", f"-({in_use}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
         ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
-        *of_p,
-        *backward.tiles(sizes),
-        ("sdS", f"2 * TILE_KV * TILE_Q * {DS_STAGES}", DS_STAGES, "dS"),
+        *backward.tiles(traits),
+        ds,
     ]
     numbers = (*chosen, *derived(_derived(traits), chosen, _constants(traits.spec)))
     return regions(rows, numbers, sm90.SMEM_ALIGN)
@@ -267,7 +289,7 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
 def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, warps = traits.sizes, 4 * WARPGROUPS
     every = warps, "every math warp"
-    if traits.splits_products:
+    if traits.paired:
         of_k = 1, "a warp, once dK has left it"
         of_v = 1, "a warp, once dV has left it"
         stored = "4: every warp of the second warpgroup, once its dS is stored"
@@ -284,22 +306,33 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         full = f"1 + {what}_TX_BYTES by TMA"
         yield Barrier(f"{name}_full", stages, 1, full, "math warpgroups")
         yield Barrier(f"{name}_empty", stages, count, f"{count}: {who}", "producer")
-    if traits.splits_products:
+    if traits.paired:
         first = "4: every warp of the first math warpgroup, once its P is stored"
         yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
-    arrivals = 4 if traits.splits_products else warps
-    yield Barrier("ds_full", DS_STAGES, arrivals, stored, "math warpgroups")
+        yield Barrier("ds_full", 1, 4, stored, "math warpgroups, sender")
+        read = f"{warps + 1}: every math warp, once it has read dS, and the other CTA's sender, once its copy has come"
+        yield Barrier("ds_empty", 1, warps + 1, read, "the first math warpgroup")
+        sent = "1 + DS_BYTES by the other CTA's sender"
+        yield Barrier("peer_full", 1, 1, sent, "math warpgroups, sender")
+        read = f"{warps}: every math warp of the other CTA, once it has read dS"
+        yield Barrier("peer_empty", 1, warps, read, "sender")
+    else:
+        yield Barrier("ds_full", DS_STAGES, warps, stored, "math warpgroups")
     takers, who = warps + 1, "load and math warps"
     if traits.watched:
         takers, who = warps + 3, "all but the scheduler"
-        handed = "1: warp 1, once the first tile, or all others, have added"
+        watcher, passer = WATCH_WARP, PASS_WARP
+        handed = f"1: warp {watcher}, once the first tile, or all others, have added"
         if traits.hands_turns:
-            handed = "1: warp 1, once the tiles before have added"
-        yield Barrier("turn_full", DS_STAGES, 1, handed, "math warpgroups")
-        seen = "1: warp 2, once both warpgroups have added"
-        yield Barrier("turn_empty", DS_STAGES, 1, seen, "warp 1")
+            handed = f"1: warp {watcher}, once the tiles before have added"
+        yield Barrier("turn_full", TURN_STAGES, 1, handed, "math warpgroups")
+        seen = f"1: warp {passer}, once both warpgroups have added"
+        yield Barrier("turn_empty", TURN_STAGES, 1, seen, f"warp {watcher}")
         added = f"{warps}: every math warp, once it has added"
-        yield Barrier("added_full", DS_STAGES, warps, added, "warp 2")
+        yield Barrier("added_full", TURN_STAGES, warps, added, f"warp {passer}")
+    if traits.paired:
+        takers = CLUSTER_CTAS * (warps + (3 if traits.watched else 2))
+        who = "all that work, of both CTAs"
     yield from backward.barriers_of_tickets(takers, who)
 
 
@@ -313,11 +346,11 @@ def _context(
 ) -> dict[str, Any]:
     """Every name that the templates of sm90 backward kernels read, but the digests."""
     math = "warps 4 to 11 compute"
-    if traits.splits_products:
+    if traits.paired:
         math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
     log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
-    by_rows = not traits.splits_products and traits.sizes.tile_q == rows_of_dq
+    by_rows = not traits.paired and traits.sizes.tile_q == rows_of_dq
     statistic = backward.statistic_of(log2=log2)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
@@ -347,8 +380,7 @@ def _context(
         and traits.softcap is None
         and not by_rows,
         "packed_products": traits.packed_products,
-        "splits_products": traits.splits_products,
-        "two_slices_of_dv": traits.dq_slices_of_dv == 2,
+        "narrow_slices": traits.narrow_slices,
         "dq_by_rows": by_rows,
     }
 
@@ -356,6 +388,22 @@ def _context(
 def _role_lines(traits: Traits, math: str) -> Iterator[str]:
     """The lines of the header that say which warp does what."""
     draws = f"warp {SCHEDULER_WARP} draws tickets for tiles"
+    if traits.paired:
+        yield (
+            "Clusters of two CTAs with tiles that follow one another: each sums half of dQ's columns,"
+            " of the keys of both."
+        )
+        yield (
+            f"Roles: warp 0 loads by TMA; warp {SEND_WARP} sends dS to the other CTA;"
+            f" {draws} of both (CTA 0);"
+        )
+        if traits.watched:
+            yield (
+                f"warp {WATCH_WARP} watches for the turns to add dQ in, and warp"
+                f" {SEND_WARP} passes them on;"
+            )
+        yield f"{math}."
+        return
     if not traits.watched:
         yield f"Roles: warp 0 loads by TMA; {draws}; {math}."
         return

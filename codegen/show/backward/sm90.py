@@ -12,7 +12,6 @@ from ...planning.protocol import Lane, Phase, Signal, Step, Wait
 from ...planning.sm90_backward import (
     PASS_WARP,
     SCHEDULER_WARP,
-    SLICE_COLUMNS,
     WATCH_WARP,
 )
 from .parts import (
