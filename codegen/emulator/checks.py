@@ -180,13 +180,16 @@ class Components:
 
     def _actions(self) -> list[tuple[int, str]]:
         """What warps do: the first component of each, and its name after the warp's."""
+        of_tensor = [
+            (self._products, "'s tcgen05.mma"),
+            (self._tensor_loads, "'s tcgen05.ld"),
+            (self._tensor_stores, "'s tcgen05.st"),
+        ]
         return [
             (0, ""),
             (self.warps, " (one lane)"),
             (2 * self.warps, "'s TMA store"),
-            (self._products, "'s tcgen05.mma"),
-            (self._tensor_loads, "'s tcgen05.ld"),
-            (self._tensor_stores, "'s tcgen05.st"),
+            *(of_tensor if self._tensor else ()),  # else they have no components
             (self._signals, "'s arrival"),
             (self._writes, "'s TMA store"),
         ]

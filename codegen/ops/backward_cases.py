@@ -18,7 +18,7 @@ from .case import DYNAMIC, FLAT, REPEATS, STEEP, Case, Tiles, residues
 Spec = Mapping[str, Any]
 
 # (KV tile, row block) pairs of all query heads that a case may have in the emulator: 3 x 5 of
-# three heads.
+# three heads. Of a cluster's two tiles of half the keys as many.
 MOST_PAIRS: Final = 48
 # The same where both lengths are fixed, which no case can shorten: four heads of 1024 rows in
 # blocks of 64, so that batches, rows and heads are told apart.
@@ -84,7 +84,8 @@ class _Made:
     def most_pairs(self) -> int:
         """Of a case in the emulator."""
         is_dynamic = DYNAMIC in self.spec["seqlen"].values()
-        return MOST_PAIRS if is_dynamic else MOST_PAIRS_OF_FIXED
+        of_clusters = MOST_PAIRS if is_dynamic else MOST_PAIRS_OF_FIXED
+        return of_clusters * self.tiles.along_keys
 
     def case(
         self,

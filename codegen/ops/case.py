@@ -54,8 +54,8 @@ class Tiles:
     packed sequences takes in a row, which have about as many keys; 0 for other kernels.
     q_releases: arrivals that free each Q stage once. packed: query heads whose rows a tile holds.
     single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
-    may exceed their reference, 0 where that is constant. along_keys: CTAs of a cluster whose KV tiles
-    follow one another, of a backward pass.
+    may exceed their reference, 0 where that is constant. along_keys: CTAs of a backward pass's
+    cluster, whose KV tiles follow one another.
     """
 
     q: int  # [rows]

@@ -4,9 +4,9 @@
 S^T = K Q^T and dP^T = V dO^T of a KV tile and a block of query rows. dK and dV stay in registers,
 dQ is added to sums in global memory from registers. Up to head_dim 128 each math warpgroup has 64
 keys and computes all five products of them; beyond, where the registers of a thread hold dK or dV
-of 64 keys, a tile has 64, of which one warpgroup computes S, P and dV, the other one dP, dS and dK.
-There two CTAs with tiles that follow one another exchange dS, so that each adds half of dQ's columns
-of both tiles' keys: half as many sums go to L2 (decision 0064).
+of 64 keys, a tile has 64, of which one warpgroup computes S, P and dV, the other one dP, dS and
+dK. There two CTAs with tiles that follow one another exchange dS, so that each adds half of dQ's
+columns of both tiles' keys: half as many sums go to L2 (decision 0064).
 """
 
 from __future__ import annotations
@@ -310,7 +310,9 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
         first = "4: every warp of the first math warpgroup, once its P is stored"
         yield Barrier("p_full", 1, 4, first, "the second math warpgroup")
         yield Barrier("ds_full", 1, 4, stored, "math warpgroups, sender")
-        read = f"{warps + 1}: every math warp, once it has read dS, and the other CTA's sender, once its copy has come"
+        read = (
+            f"{warps + 1}: every math warp, and the other CTA's sender, once dS is read"
+        )
         yield Barrier("ds_empty", 1, warps + 1, read, "the first math warpgroup")
         sent = "1 + DS_BYTES by the other CTA's sender"
         yield Barrier("peer_full", 1, 1, sent, "math warpgroups, sender")
@@ -376,6 +378,7 @@ def _context(
         # Two products are in flight there, and their registers leave room. At head_dim 64 it is
         # slower: decision 0059.
         "turn_beside_ds": traits.watched
+        and not traits.paired
         and traits.packed_products
         and traits.softcap is None
         and not by_rows,
@@ -390,12 +393,12 @@ def _role_lines(traits: Traits, math: str) -> Iterator[str]:
     draws = f"warp {SCHEDULER_WARP} draws tickets for tiles"
     if traits.paired:
         yield (
-            "Clusters of two CTAs with tiles that follow one another: each sums half of dQ's columns,"
-            " of the keys of both."
+            "Clusters of two CTAs with tiles that follow one another: each sums half of dQ's"
+            " columns for both."
         )
         yield (
-            f"Roles: warp 0 loads by TMA; warp {SEND_WARP} sends dS to the other CTA;"
-            f" {draws} of both (CTA 0);"
+            f"Roles: warp 0 loads by TMA; warp {SEND_WARP} sends dS to the other CTA; warp"
+            f" {SCHEDULER_WARP} of CTA 0 draws tickets;"
         )
         if traits.watched:
             yield (

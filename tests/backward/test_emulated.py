@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,19 +119,44 @@ KERNELS |= {
         (Case("fixed", 1, 1, 256, 256, sm_count=2),),
     ),
 }
-SPLIT = "sm90_d192x128_bf16_causal_bwd"
-# Whose warpgroups have products of their own. Two blocks of rows, two KV tiles.
+PAIRED = "sm90_d192x128_bf16_causal_bwd"
+# Pairs of CTAs, that exchange dS, of two KV tiles of 64 keys.
 KERNELS |= {
-    SPLIT: (
+    PAIRED: (
         "head_dim: {qk: 192, v: 128}\ndtype: bf16\nmask: causal\n",
-        (Case("tails", 1, 1, 70, 100, sm_count=1),),
+        (Case("tails", 1, 1, 70, 100, sm_count=2),),
+    ),
+    # Three tiles: the last pair has one behind all keys. One SM of five is left.
+    "sm90_d256_bf16_bwd_s70x192": (
+        "head_dim: 256\ndtype: bf16\nseqlen: {q: 70, kv: 192}\n",
+        (Case("odd", 1, 1, 70, 192, sm_count=5),),
     ),
     "sm90_d256_fp16_bwd_gqa2": (
         "head_dim: 256\ndtype: fp16\nheads: {q_per_kv: 2}\n",
-        (Case("groups", 1, 1, 30, 40, sm_count=1),),
+        (
+            Case("one_tile", 1, 1, 30, 40, sm_count=2),
+            Case("groups", 1, 2, 70, 200, sm_count=2),
+        ),
+    ),
+    "sm90_d192x128_fp16_bwd_w20x10_gqa2": (
+        "head_dim: {qk: 192, v: 128}\ndtype: fp16\nwindow: {left: 20, right: 10}\n"
+        "heads: {q_per_kv: 2}\n",
+        (
+            Case("late", 1, 1, 130, 70, sm_count=2),
+            Case("hidden", 1, 1, 9, 300, sm_count=4),
+        ),
+    ),
+    "sm90_d256_bf16_bwd_w70x_cap2": (
+        "head_dim: 256\ndtype: bf16\nwindow: {left: 70}\nsoftcap: 2\n",
+        (Case("capped", 1, 1, 80, 200, sm_count=2, scale_factor=5.0),),
+    ),
+    "sm90_d256_fp16_causal_bwd_cap30": (
+        "head_dim: 256\ndtype: fp16\nmask: causal\nsoftcap: 30\n",
+        (Case("capped", 1, 1, 70, 60, sm_count=2, scale_factor=20.0),),
     ),
 }
-# Of which dQ has the same bits, too: tiles in turn; warpgroups with products of their own.
+PAIRED_IN_ORDER = "sm90_d192x128_bf16_bwd_det"
+# Of which dQ has the same bits, too: tiles in turn.
 ORDERED = {
     "sm90_d64_bf16_causal_bwd_det": (
         D64 + "deterministic: true\n",
@@ -158,10 +184,24 @@ ORDERED = {
         "head_dim: 96\ndtype: fp16\ndeterministic: true\n",
         (Case("thin", 1, 2, 70, 200, sm_count=3),),
     ),
-    "sm90_d192x128_bf16_bwd_det": (
+    PAIRED_IN_ORDER: (
+        "head_dim: {qk: 192, v: 128}\ndtype: bf16\ndeterministic: true\n",
+        (Case("turns", 1, 1, 100, 500, sm_count=6),),
+    ),
+    "sm90_d192x128_bf16_bwd_w40x3_det": (
         "head_dim: {qk: 192, v: 128}\ndtype: bf16\nwindow: {left: 40, right: 3}\n"
         "deterministic: true\n",
-        (Case("turns", 1, 1, 70, 100, sm_count=2),),
+        (Case("turns", 1, 1, 130, 300, sm_count=4),),
+    ),
+    "sm90_d256_bf16_causal_bwd_gqa2_det": (
+        "head_dim: 256\ndtype: bf16\nmask: causal\nheads: {q_per_kv: 2}\n"
+        "deterministic: true\n",
+        (Case("turns", 1, 1, 100, 300, sm_count=6),),
+    ),
+    "sm90_d256_fp16_bwd_w70x_cap30_s130x192_det": (
+        "head_dim: 256\ndtype: fp16\nwindow: {left: 70}\nsoftcap: 30\n"
+        "seqlen: {q: 130, kv: 192}\ndeterministic: true\n",
+        (Case("turns", 1, 1, 130, 192, sm_count=4, scale_factor=20.0),),
     ),
     "sm100_d64_bf16_causal_bwd_det": (
         "head_dim: 64\ndtype: bf16\nmask: causal\ndeterministic: true\n",
@@ -372,39 +412,176 @@ def test_damage_of_the_first_and_the_last_tile_is_found(
     assert any(words in each for each in findings), findings[:3]
 
 
-SPLIT_DAMAGES = {
+# What a pair of CTAs can do wrong: the text that changes, and what must be said then.
+PAIR_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
     "P read before it is stored": (
-        "            rings.p.consumer_wait(p_state, rings.p.consumer_try_wait(p_state))\n",
-        "",
+        {
+            "            rings.p.consumer_wait(p_state, rings.p.consumer_try_wait(p_state))\n": ""
+        },
+        "race",
+    ),
+    "P stored where dS is still read": (
+        {"            rings.ds.producer_acquire(p_state)\n": ""},
+        "race",
+    ),
+    "dS stored where P is still read": (
+        {"            meet(1)  # dS comes where P was\n": ""},
         "race",
     ),
     "dS read before it is stored": (
-        "                rings.ds.consumer_wait(ds_state, rings.ds.consumer_try_wait(ds_state))\n",
-        "",
+        {
+            "        rings.ds.consumer_wait(state, rings.ds.consumer_try_wait(state))\n": (
+                "        pass\n"
+            )
+        },
         "race",
+    ),
+    "the other CTA's dS read before it has come": (
+        {
+            "        rings.peer.consumer_wait(state, rings.peer.consumer_try_wait(state))\n": (
+                "        pass\n"
+            )
+        },
+        "race",
+    ),
+    "dS seen by the copy only by chance": (
+        {
+            '            cute.arch.fence_proxy("async.shared", space="cta")\n'
+            "            cute.arch.sync_warp()\n"
+            "            with cute.arch.elect_one():\n"
+            "                rings.ds.producer_commit(p_state)\n": (
+                "            cute.arch.sync_warp()\n"
+                "            with cute.arch.elect_one():\n"
+                "                rings.ds.producer_commit(p_state)\n"
+            )
+        },
+        "fence",
+    ),
+    "zeros left out where the first step reads dS": (
+        {"        clear_ds(rings)\n": ""},
+        "read-before-write",
     ),
     "K overwritten by dK while dQ reads it": (
-        "    cute.arch.barrier(barrier_id=END_BARRIER, number_of_threads=MATH_THREADS)\n",
-        "    pass\n",
+        {
+            "    cute.arch.barrier(barrier_id=END_BARRIER, number_of_threads=MATH_THREADS)\n": (
+                "    pass\n"
+            )
+        },
         "race",
     ),
-    "a slice of dQ added in another one's place": (
-        "place + block, DQ_SLICES_OF_DV + 1)",
-        "place + block, DQ_SLICES_OF_DV)",
+    "dS copied before it is stored": (
+        {"            rings.ds.consumer_wait(state)\n": ""},
+        "race",
+    ),
+    "dS copied where the other CTA still reads the one before": (
+        {"            rings.peer.producer_acquire(state)\n": ""},
+        "race",
+    ),
+    "room for dS told in the CTA that has read it": (
+        {"MATH_WARPS, 1 - rank)": "MATH_WARPS, rank)"},
+        "race",
+    ),
+    "room for dS not told": (
+        {"        rings.peer.consumer_release(state)\n": ""},
+        "deadlock",
+    ),
+    "dS copied to where that CTA's own is": (
+        {"for cta in (OWN, PEERS)": "for cta in (OWN, OWN)"},
+        "race",
+    ),
+    "half of dS's bytes expected": (
+        {"expect_tx(barrier, DS_BYTES)": "expect_tx(barrier, DS_BYTES // 2)"},
+        "deadlock",
+    ),
+    "dS said to have come before it has": (
+        {"            rings.peer.consumer_wait(state)\n": ""},
+        "race",
+    ),
+    "dS said to have come in the CTA where it is": (
+        {"empty.arrive(0, peer)": "empty.arrive(0, 1 - peer)"},
+        "race",
+    ),
+    "dS not said to have come": (
+        {
+            "            with cute.arch.elect_one():\n"
+            "                say_come(rings, peer)\n": ""
+        },
+        "deadlock",
+    ),
+    "dS before the first not said to have come": (
+        {
+            "    with cute.arch.elect_one():\n        say_come(rings, peer)  # of the block"
+            " before the first, which there is not\n": ""
+        },
+        "deadlock",
+    ),
+    "dS freed by one arrival less": (
+        {"MATH_WARPS + 1)": "MATH_WARPS)"},
+        "race",
+    ),
+    "dS freed by the math warps alone": (
+        {
+            "MATH_WARPS + 1)": "MATH_WARPS)",
+            "    rings.ds.sync_object_empty.arrive(0, peer)\n": "    pass\n",
+        },
+        "race",
+    ),
+    "tickets handed to one CTA": (
+        {"range_constexpr(CLUSTER_CTAS)": "range_constexpr(1)"},
+        "deadlock",
+    ),
+    "the other half of the other CTA's K": (
+        {"(peers, rank, half_of_peers": "(peers, 1 - rank, half_of_peers"},
         "of dq: wrong",
+    ),
+    "K of the tile behind, in both CTAs": (
+        {"work.kv_tile + 1 - 2 * rank": "work.kv_tile + 1"},
+        "of dq: wrong",
+    ),
+    "dQ of the other half of the CTA's K": (
+        {"half_of_own(k_stage, rank)": "half_of_own(k_stage, 1 - rank)"},
+        "of dq: wrong",
+    ),
+    "the CTA's K beside the other one's dS": (
+        {
+            "peers = half_of_peers(k_stage)": "peers = half_of_own(k_stage, rank)",
+        },
+        "of dq: wrong",
+    ),
+    "a slice of dQ added in another one's place": (
+        {
+            "    part = cute.arch.block_idx_in_cluster() * WARPGROUPS + 1\n": (
+                "    part = cute.arch.block_idx_in_cluster() * WARPGROUPS\n"
+            )
+        },
+        "of dq: wrong",
+    ),
+    "barriers used before the other CTA has made them": (
+        {
+            "init_arrive(cluster_shape_mn=(CLUSTER_CTAS, 1), is_relaxed=True)": (
+                "init_arrive(is_relaxed=True)"
+            ),
+            "init_wait(cluster_shape_mn=(CLUSTER_CTAS, 1))": "init_wait()",
+        },
+        "initialis",
+    ),
+    "a CTA ends while the other one arrives there": (
+        {"    cute.arch.cluster_arrive()\n    cute.arch.cluster_wait()\n": ""},
+        "nothing makes cta",
     ),
 }
 
 
-@pytest.mark.parametrize("name", support.rotated(SPLIT_DAMAGES, 2))
-def test_damage_of_split_products_is_found(name: str, tmp_path: Path) -> None:
-    fields, (case,) = KERNELS[SPLIT]
-    text = kernels.damaged(
-        kernels.text_of(fields, SPLIT), {SPLIT_DAMAGES[name][0]: SPLIT_DAMAGES[name][1]}
-    )
-    path = kernels.written(tmp_path, text, SPLIT)
-    findings = [y for each in run(path, case, SCHEDULES[1:]) for y in each.findings]
-    assert any(SPLIT_DAMAGES[name][2] in each for each in findings), findings[:3]
+@pytest.mark.parametrize("name", support.rotated(PAIR_DAMAGES, 3))
+def test_damage_of_a_pair_of_ctas_is_found(name: str, tmp_path: Path) -> None:
+    """Two pairs of tiles, one after the other, the last tile partial; four blocks of rows."""
+    fields, _ = KERNELS[PAIRED]
+    changes, words = PAIR_DAMAGES[name]
+    text = kernels.damaged(kernels.text_of(fields, PAIRED), changes)
+    path = kernels.written(tmp_path, text, PAIRED)
+    case = Case("damaged", 1, 1, 200, 200, sm_count=2)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any(words in each for each in findings), findings[:3]
 
 
 # A wait or a fence between warps is gone, and what must be said then.
@@ -455,32 +632,76 @@ TURN_DAMAGES = {
     ),
     "a stage kept": "            rings.turn.consumer_release(turn_state)\n",
 }
+PAIRED_TURN_DAMAGES = {
+    "counted before all have added": "    rings.added.consumer_wait(state)\n",
+    "handed over before the stage is free": TURN_DAMAGES[
+        "handed over before the stage is free"
+    ],
+    "a stage kept": "        rings.turn.consumer_release(state)\n",
+    "a tile's last block not passed": (
+        "        pass_on(mTurns, rings, turn_state, before)\n        turn_state.advance()\n"
+        "        work = take_work"
+    ),
+}
+OF_TURNS = {
+    f"{stem}: {name}": (stem, Case("damaged", 1, 1, *lengths, sm_count=sms), gone)
+    for stem, lengths, sms, damages in (
+        (next(iter(ORDERED)), (330, 300), 2, TURN_DAMAGES),
+        (PAIRED_IN_ORDER, (330, 300), 4, PAIRED_TURN_DAMAGES),
+    )
+    for name, gone in damages.items()
+}
 
 
-@pytest.mark.parametrize("name", support.rotated(TURN_DAMAGES, 1))
+@pytest.mark.parametrize("name", support.rotated(OF_TURNS, 2))
 def test_damage_of_turns_is_found(name: str, tmp_path: Path) -> None:
-    stem, (fields, _) = next(iter(ORDERED.items()))
-    gone = {TURN_DAMAGES[name]: ""}
-    text = kernels.damaged(kernels.text_of(fields, stem), gone)
-    case = Case("damaged", 1, 1, 330, 300, sm_count=2)
+    stem, case, gone = OF_TURNS[name]
+    left = "        work = take_work" if gone.endswith("take_work") else ""
+    text = kernels.damaged(kernels.text_of(ORDERED[stem][0], stem), {gone: left})
     ran = run(kernels.written(tmp_path, text, stem), case, SCHEDULES[:1])
     assert any("deadlock" in each for each in ran[0].findings)
 
 
+IN_ORDER = next(iter(ORDERED))
+OF_CTA = "mTurns[cute.arch.block_idx_in_cluster(), None]"
+
+
 @pytest.mark.parametrize(
-    ("right", "wrong"),
+    ("stem", "changes"),
     [
-        ("while added < turn:", "while added < 0:"),
+        (IN_ORDER, {"while added < turn:": "while added < 0:"}),
         (
-            "            rings.turn.consumer_wait(dq_state)\n",
-            "            pass\n",
+            IN_ORDER,
+            {"            rings.turn.consumer_wait(dq_state)\n": "            pass\n"},
+        ),
+        (PAIRED_IN_ORDER, {"while added < turn:": "while added < 0:"}),
+        # Of the other CTA's, or of both in one.
+        (PAIRED_IN_ORDER, {f"address = {OF_CTA}": "address = mTurns[0, None]"}),
+        (
+            PAIRED_IN_ORDER,
+            {
+                f"{x} = {OF_CTA}": f"{x} = mTurns[0, None]"
+                for x in ("address", "counter")
+            },
         ),
     ],
 )
 def test_who_does_not_wait_for_a_turn_is_found(
-    right: str, wrong: str, tmp_path: Path
+    stem: str, changes: dict[str, str], tmp_path: Path
 ) -> None:
-    stem, (fields, (case,)) = next(iter(ORDERED.items()))
-    text = kernels.damaged(kernels.text_of(fields, stem), {right: wrong})
-    ran = run(kernels.written(tmp_path, text, stem), case, rehearsal.schedules(4))
+    fields, (case,) = ORDERED[stem]
+    text = kernels.damaged(kernels.text_of(fields, stem), changes)
+    path = kernels.written(tmp_path, text, stem)
+    ran = run(path, case, rehearsal.schedules(4))
+    assert len({each.bits["workspace"] for each in ran}) > 1
+
+
+def test_math_warps_of_a_pair_that_wait_for_no_turn_are_found(tmp_path: Path) -> None:
+    fields, (case,) = ORDERED[PAIRED_IN_ORDER]
+    text = kernels.text_of(fields, PAIRED_IN_ORDER)
+    waits = re.compile(r"rings\.turn\.consumer_wait\(turn_state\)")
+    text, count = waits.subn("pass", text)
+    assert count == 4
+    path = kernels.written(tmp_path, text, PAIRED_IN_ORDER)
+    ran = run(path, case, rehearsal.schedules(4))
     assert len({each.bits["workspace"] for each in ran}) > 1

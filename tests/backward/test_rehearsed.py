@@ -105,6 +105,24 @@ def test_launches_are_those_of_the_operation(changes: Any, expected: str) -> Non
     assert found.startswith(expected) and bool(found) == bool(expected)
 
 
+@pytest.mark.parametrize(
+    ("ctas", "expected"),
+    [
+        (2, ""),
+        (4, ""),
+        (3, "3 CTAs for 18 KV tiles: the GPU has 5 SMs, and a cluster of 2 CTAs takes"),
+        (5, "5 CTAs for 18 KV tiles"),
+        (6, "6 CTAs for 18 KV tiles"),
+    ],
+)
+def test_pairs_of_ctas_are_launched_whole(ctas: int, expected: str) -> None:
+    """300 keys are three pairs of tiles of 64 keys, and five SMs have room for two clusters."""
+    tiles, grid = Tiles(64, 64, (1, 1), along_keys=2), (ctas, 1, 1)
+    calls = launched((1, {"grid": grid, "cluster": (2, 1, 1)}))
+    found = launches.launches_finding(calls, tiles, SPEC, CASE)
+    assert found.startswith(expected) and bool(found) == bool(expected)
+
+
 def test_a_launch_too_few_is_a_finding() -> None:
     found = launches.launches_finding(launched()[:2], TILES, SPEC, CASE)
     assert found == "2 launches, fmha_bwd is 3"

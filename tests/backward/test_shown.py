@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,9 @@ FIELDS = {
     "sm100_d64_fp16_bwd_det": "head_dim: 64\ndtype: fp16\ndeterministic: true\n",
 }
 STEM = next(iter(FIELDS))
-SPLIT = [stem for stem in FIELDS if stem.startswith(("sm90_d256", "sm90_d192"))]
+PAIRED = [stem for stem in FIELDS if stem.startswith(("sm90_d256", "sm90_d192"))]
 ON_SM100 = [stem for stem in FIELDS if stem.startswith("sm100")]
-ALIKE = [stem for stem in FIELDS if stem not in (*SPLIT, *ON_SM100)]
+ALIKE = [stem for stem in FIELDS if stem not in (*PAIRED, *ON_SM100)]
 alike = pytest.mark.parametrize("stem", ALIKE)
 each_kernel = pytest.mark.parametrize("stem", FIELDS)
 
@@ -58,32 +58,52 @@ def planned(stem: str) -> KernelPlan:
 # --- steps --------------------------------------------------------------------------------
 
 CALL = re.compile(
-    r"(?:rings|pipes)\.(\w+)\.(consumer_wait|consumer_release|producer_\w+)\("
+    r"(?:rings|pipes)\.(\w+)\.(consumer_wait|consumer_release|producer_\w+|\w+\.arrive)\("
 )
 SAID = {
     "producer_acquire": "wait {}_empty",
     "consumer_wait": "wait {}_full",
     "consumer_release": "signal {}_empty",
     "producer_commit": "signal {}_full",
+    # Of a copy, whose bytes fill it; of what is told in the other CTA.
+    "producer_get_barrier": "signal {}_full",
+    "sync_object_empty.arrive": "signal {}_empty",
 }
+# Functions of a pair of CTAs in which barriers are waited for and signalled.
+INNER = re.compile(r"^(issue_slice|release_ds|say_come|pass_on)\(")
 
 
-def calls(body: Sequence[ast.stmt], of_tile: bool) -> Iterator[str]:
-    """Waits and signals in the order of the text; those of a tile's end, or all others."""
+def functions(stem: str) -> dict[str, ast.FunctionDef]:
+    """Those of a kernel's text, by name."""
+    body = ast.parse(render.render_kernel(planned(stem))).body
+    return {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
+
+
+def calls(
+    body: Sequence[ast.stmt],
+    of_tile: bool,
+    of: Mapping[str, ast.FunctionDef] | None = None,
+) -> Iterator[str]:
+    """Waits and signals in the order of the text; those of a tile's end, or all others.
+
+    of: functions whose own waits and signals are among them, where they are called.
+    """
     for node in body:
         if isinstance(node, ast.If):
             test = ast.unparse(node.test)
             if not of_tile and test in ("is_first", "is_last", "left == 0"):
                 continue
-            yield from calls(node.body, of_tile)
+            yield from calls(node.body, of_tile, of)
         elif isinstance(node, ast.With):
-            yield from calls(node.body, of_tile)
+            yield from calls(node.body, of_tile, of)
         elif "take_work(" in (text := ast.unparse(node)):
             yield from ("wait ticket_full", "signal ticket_empty")
         elif "take_turn(" in text:
             yield "wait turn_full"
         elif "say_added(" in text:
             yield "signal added_full"
+        elif of and (inner := INNER.match(text)):
+            yield from calls(of[inner[1]].body, of_tile, of)
         else:
             for ring, call in CALL.findall(text):
                 yield SAID[call].format(ring)
@@ -100,19 +120,30 @@ def said(lane: Lane) -> list[str]:
     ]
 
 
+def lanes(stem: str) -> tuple[dict[str, Lane], dict[str, Lane]]:
+    """By role: those of a block, those between two tiles."""
+    block, tile = planned(stem).kernels[1].phases
+    return {x.role: x for x in block.lanes}, {x.role: x for x in tile.lanes}
+
+
+def loop_of(function: ast.FunctionDef) -> ast.While:
+    """The loop over all tiles."""
+    (found,) = (node for node in function.body if isinstance(node, ast.While))
+    return found
+
+
+def split_at(loop: ast.While, kind: type[ast.For | ast.While]) -> tuple[Any, Any, Any]:
+    """What is before the loop over blocks in the one over tiles, its body, and what is behind."""
+    (place,) = (i for i, node in enumerate(loop.body) if isinstance(node, kind))
+    blocks = loop.body[place]
+    assert isinstance(blocks, kind)
+    return loop.body[:place], blocks.body, loop.body[place + 1 :]
+
+
 @alike
 def test_the_steps_are_those_of_the_loop(stem: str) -> None:
-    text = render.render_kernel(planned(stem))
-    (function,) = (
-        node
-        for node in ast.parse(text).body
-        if isinstance(node, ast.FunctionDef) and node.name == "differentiate"
-    )
-    (loop,) = (node for node in function.body if isinstance(node, ast.While))
-    block, tile = (
-        {lane.role: lane for lane in phase.lanes}
-        for phase in planned(stem).kernels[1].phases
-    )
+    loop = loop_of(functions(stem)["differentiate"])
+    block, tile = lanes(stem)
     of_block, of_tile = list(calls(loop.body, False)), list(calls(loop.body, True))
     # What is shown begins where the next tile is known, with a tile's last block.
     end = of_tile.index("wait ticket_full")
@@ -123,60 +154,52 @@ def test_the_steps_are_those_of_the_loop(stem: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "name"), [("watcher", "watch_turns"), ("passer", "pass_turns")]
+    "stem", ["sm90_d128_bf16_bwd_det", "sm90_d192x128_bf16_bwd_det"]
 )
-def test_the_steps_of_turns_are_those_of_their_loops(role: str, name: str) -> None:
+def test_the_steps_of_who_watches_turns_are_those_of_its_loop(stem: str) -> None:
+    loop = loop_of(functions(stem)["watch_turns"])
+    block, tile = lanes(stem)
+    before, blocks, behind = split_at(loop, ast.For)
+    assert said(block["watcher"]) == [*calls(blocks, True)]
+    # It is shown with the first block of the next tile.
+    around = [*behind, *before, *blocks]
+    assert said(tile["watcher"]) == [*calls(around, True)]
+
+
+def test_the_steps_of_who_passes_turns_are_those_of_its_loop() -> None:
     stem = "sm90_d128_bf16_bwd_det"
-    (function,) = (
-        node
-        for node in ast.parse(render.render_kernel(planned(stem))).body
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    )
-    (loop,) = (node for node in function.body if isinstance(node, ast.While))
-    block, tile = (
-        {lane.role: lane for lane in phase.lanes}
-        for phase in planned(stem).kernels[1].phases
-    )
-    inner = [i for i, node in enumerate(loop.body) if isinstance(node, ast.For)]
-    if role == "watcher":
-        # It is shown with the first block of the next tile.
-        (place,) = inner
-        blocks = loop.body[place]
-        assert isinstance(blocks, ast.For)
-        of_block = [*calls(blocks.body, True)]
-        of_tile = [*calls(loop.body[place + 1 :], True), *of_block]
-    else:
-        assert not inner
-        of_block = [*calls(loop.body, False)]
-        of_tile = [*calls(loop.body, True)]
-    assert said(block[role]) == of_block
-    assert said(tile[role]) == of_tile
+    loop = loop_of(functions(stem)["pass_turns"])
+    block, tile = lanes(stem)
+    assert not any(isinstance(node, ast.For) for node in loop.body)
+    assert said(block["passer"]) == [*calls(loop.body, False)]
+    assert said(tile["passer"]) == [*calls(loop.body, True)]
 
 
-@pytest.mark.parametrize("stem", SPLIT)
+@pytest.mark.parametrize("stem", PAIRED)
 @pytest.mark.parametrize(
     ("role", "name"), [("math 0", "compute_dv"), ("math 1", "compute_dk")]
 )
-def test_the_steps_of_split_products_are_those_of_their_loops(
+def test_the_steps_of_math_warps_of_a_pair_are_those_of_their_loops(
     stem: str, role: str, name: str
 ) -> None:
-    (function,) = (
-        node
-        for node in ast.parse(render.render_kernel(planned(stem))).body
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    )
-    (tiles,) = (node for node in function.body if isinstance(node, ast.While))
-    (place,) = (i for i, x in enumerate(tiles.body) if isinstance(x, ast.While))
-    blocks = tiles.body[place]
-    assert isinstance(blocks, ast.While)
-    block, tile = (
-        {lane.role: lane for lane in phase.lanes}
-        for phase in planned(stem).kernels[1].phases
-    )
-    assert said(block[role]) == [*calls(blocks.body, True)]
+    known = functions(stem)
+    before, blocks, behind = split_at(loop_of(known[name]), ast.While)
+    block, tile = lanes(stem)
+    assert said(block[role]) == [*calls(blocks, True, known)]
     # What is shown begins behind a tile's last block.
-    around = [*tiles.body[place + 1 :], *tiles.body[:place]]
-    assert said(tile[role]) == [*calls(around, True)]
+    assert said(tile[role]) == [*calls([*behind, *before], True, known)]
+
+
+@pytest.mark.parametrize("stem", PAIRED)
+def test_the_steps_of_the_sender_are_those_of_its_loop(stem: str) -> None:
+    known = functions(stem)
+    before, blocks, behind = split_at(loop_of(known["send_ds"]), ast.For)
+    block, tile = lanes(stem)
+    of_block = [*calls(blocks, True, known)]
+    # What is shown begins where it waits for the other CTA's dS.
+    first = of_block.index("wait peer_full")
+    assert said(block["sender"]) == [*of_block[first:], *of_block[:first]]
+    assert said(tile["sender"]) == [*calls([*behind, *before], True, known)]
 
 
 @pytest.mark.parametrize("stem", ON_SM100)
@@ -188,30 +211,19 @@ def test_the_steps_of_tensor_memory_are_those_of_their_loops(
     stem: str, role: str, name: str, first: int
 ) -> None:
     """What is shown of math begins behind P, its first calls."""
-    (function,) = (
-        node
-        for node in ast.parse(render.render_kernel(planned(stem))).body
-        if isinstance(node, ast.FunctionDef) and node.name == name
-    )
-    (tiles,) = (node for node in function.body if isinstance(node, ast.While))
-    (place,) = (i for i, x in enumerate(tiles.body) if isinstance(x, ast.For))
-    blocks = tiles.body[place]
-    assert isinstance(blocks, ast.For)
-    block, tile = (
-        {lane.role: lane for lane in phase.lanes}
-        for phase in planned(stem).kernels[1].phases
-    )
-    of_block = [*calls(blocks.body, True)]
+    before, blocks, behind = split_at(loop_of(functions(stem)[name]), ast.For)
+    block, tile = lanes(stem)
+    of_block = [*calls(blocks, True)]
     assert said(block[role]) == [*of_block[first:], *of_block[:first]]
-    around = [*calls(tiles.body[place + 1 :], True), *calls(tiles.body[:place], True)]
+    around = [*calls([*behind, *before], True)]
     # What is shown begins with the last block's dQ, and ends with the first one's P.
     of_dq = [x for x in of_block if x.endswith(("dq_empty", "dq_full"))]
     last = {
         "mma": lambda: of_dq[: of_dq.index("signal dq_full") + 1],
         "add": lambda: of_block,
     }
-    before = last.get(role, list)()
-    assert said(tile[role]) == [*before, *around, *of_block[:first]]
+    of_last = last.get(role, list)()
+    assert said(tile[role]) == [*of_last, *around, *of_block[:first]]
 
 
 @each_kernel
@@ -230,7 +242,8 @@ def test_all_arrivals_are_counted(stem: str) -> None:
                     arrived[signal.barrier] += signal.total
                     if signal.tx_bytes:
                         ring = signal.barrier.removesuffix("_full").upper()
-                        assert signal.tx_bytes == numbers[f"{ring}_TX_BYTES"]
+                        sent = "DS_BYTES" if ring == "PEER" else f"{ring}_TX_BYTES"
+                        assert signal.tx_bytes == numbers[sent]
         for barrier, count in arrived.items():
             assert known[barrier].count == count, barrier
         shown |= arrived.keys()
@@ -266,8 +279,9 @@ def test_products_have_the_flops_of_the_operation(stem: str) -> None:
         ("sm90_d128_bf16_causal_bwd", (2560, 2432, 512)),
         # Of 128 rows: S, dP 768, dV, dK 512, dQ 512, dS 256, loads 256.
         ("sm90_d64_bf16_gqa2_bwd", (2560, 2304, 1024)),
-        # Of 64 rows and 64 keys: S, dP 1024, dV, dK 512, dQ 512, dS and P 192, loads 512.
-        ("sm90_d256_bf16_causal_bwd", (2560, 2752, 256)),
+        # Of 64 rows and 64 keys: S, dP 1024, dV, dK 512, dQ 512, loads 512, dS and P 320: stored,
+        # P read, dS copied, and the other CTA's written.
+        ("sm90_d256_bf16_causal_bwd", (2560, 2880, 256)),
         # Of 128 rows: S, dP 1024, dV, dK 512, dQ 512, dS 256, loads 512.
         ("sm100_d128_bf16_causal_bwd", (2560, 2816, 1024)),
     ],
@@ -323,6 +337,36 @@ def test_other_kernels_are_as_they_were() -> None:
     found = support.shipped_plan("sm90_d128_bf16_causal_lse")
     assert backward.shown(found) is found
     assert "Products" not in explain.render(found, None)
+
+
+def test_a_pair_of_ctas_is_explained() -> None:
+    text = explain.render(planned("sm90_d192x128_bf16_bwd_det"), None)
+    assert max(map(len, text.splitlines())) <= explain.WIDTH
+    found = [" ".join(line.split()) for line in text.splitlines()]
+    for line in (
+        "main at most one per SM, in pairs, which draw tiles 384 dK and dV; adds to the sums of dQ",
+        "sender 2 24 copies dS to the other CTA, and tells it that its own has come;",
+        "math 1 8 to 11 240 dP, dS and dK of the tile's keys; columns 48-95 or 144-191 of dQ",
+        "dQ = dS K sdS, transposed sK, transposed 64 x 48 x 128 48 columns of it, added to the",
+        "- A step adds 24576 B of fp32 to the sums of dQ in global memory: 0.0036 B per FLOP,"
+        " 0.36 TB/s at",
+        "K 24576 B CTA 1 loads K, its own tile, for CTA 1",
+        "peer's K 12288 B CTA 1 loads peer's K, columns 96-191, for CTA 1",
+    ):
+        assert line in found, line
+
+
+@pytest.mark.parametrize("stem", PAIRED)
+def test_loads_of_k_fill_its_stage(stem: str) -> None:
+    """Of each CTA of a pair: its own tile, and the columns of the other one's that it needs."""
+    found = planned(stem)
+    known, of_k = backward.numbers(found), Counter[int]()
+    for load in found.kernels[1].loads:
+        if load.tensor in ("K", backward.PEERS_K):
+            rows, columns = load.rows[1], load.columns[1]
+            assert load.nbytes == 2 * rows * columns
+            of_k[load.cta] += load.nbytes
+    assert of_k == dict.fromkeys(range(2), known["K_TX_BYTES"])
 
 
 # --- evidence -----------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fmha_gen.emulator.checks import Components
 from fmha_gen.emulator.lanes import LANES
 from fmha_gen.emulator.scheduler import Completion, Order, Schedule
 
@@ -774,3 +775,14 @@ def test_write_under_a_product_in_flight():
 )
 def test_refused_launch(options, message):
     assert message in first("ret;", **options)
+
+
+@pytest.mark.parametrize("tensor", [False, True])
+def test_each_component_has_a_name_of_its_own(tensor):
+    # Without tensor memory there are none for what goes there: their numbers are the arrivals'.
+    components = Components(warps=2, groups=1, ctas=2, tensor=tensor, ordered=True)
+    assert components.name(components.signals(1)) == "cta 1 warp 0's arrival"
+    assert components.name(components.writes(0)) == "cta 0 warp 0's TMA store"
+    if tensor:
+        stores = components.tensor_stores(1)
+        assert components.name(stores) == "cta 1 warp 0's tcgen05.st"

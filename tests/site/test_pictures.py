@@ -23,10 +23,13 @@ from fmha_gen.show.picture.svg import SIZES, Panel, document, width_of
 from typer.testing import CliRunner
 
 SVG = "{http://www.w3.org/2000/svg}"
-# Beside the shipped ones: two rows of heads, fixed lengths.
+# Beside the shipped ones: two rows of heads, fixed lengths, pairs of CTAs in order.
 MADE_UP = {
     "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
     "sm90_d128_fp16_bwd_s1024": "head_dim: 128\ndtype: fp16\nseqlen: 1024\n",
+    "sm90_d192x128_fp16_bwd_det": (
+        "head_dim: {qk: 192, v: 128}\ndtype: fp16\ndeterministic: true\n"
+    ),
 }
 each_shipped = pytest.mark.parametrize("stem", [*support.SHIPPED, *MADE_UP])
 each_backward = pytest.mark.parametrize(

@@ -62,6 +62,17 @@ MADE_UP = {
         *(("causal", 1, (64, 128), 300), ("none", 1, (64, 128), 4096)),
     )
 }
+# Of pairs of CTAs, with two tiles of 64 keys.
+MADE_UP |= {
+    f"{mask}_gqa{group}_pairs_s{length}": (
+        spec_of(mask, group, 256, length),
+        Tiles(64, 64, (1, 1), along_keys=2),
+    )
+    for mask, group, length in (
+        *itertools.product(("none", "causal"), (1, 2, 8), ["dynamic"]),
+        ("causal", 1, 300),
+    )
+}
 SHIPPED = {
     stem: (support.constants(stem)["SPEC"], tiles_of(support.constants(stem)))
     for stem in support.shipped(BACKWARD)
@@ -78,20 +89,22 @@ def test_there_are_shipped_kernels_of_each_architecture():
 def test_a_case_is_small_enough_for_the_emulator(spec, tiles):
     shown = [case for case in cases_for(spec, tiles) if case.emulated]
     # A window's cases have all its keys: a long one has many tiles.
-    longest = 3 + math.ceil((masks.of_spec(spec).left or 0) / tiles.kv)
+    longest = 3 + math.ceil((masks.of_spec(spec).left or 0) / tiles.keys)
     fixed = {side: x for side, x in spec["seqlen"].items() if x != DYNAMIC}
     group = spec["q_per_kv"]
     limit = backward_cases.MOST_PAIRS
     if len(fixed) == 2:
         limit = backward_cases.MOST_PAIRS_OF_FIXED
+    limit *= tiles.along_keys
     for case in shown:
-        blocks = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.kv)
+        blocks = math.ceil(case.q / tiles.q) * math.ceil(case.kv / tiles.keys)
+        blocks *= tiles.along_keys
         assert case.blocks == case.batch * case.kv_heads * group * blocks
         assert case.blocks <= limit and case.clusters is None
-        assert "kv" in fixed or math.ceil(case.kv / tiles.kv) <= longest
+        assert "kv" in fixed or math.ceil(case.kv / tiles.keys) <= longest
         assert "q" in fixed or math.ceil(case.q / tiles.q) <= 5
     assert bool(shown) == (spec["seqlen"]["q"] != 4096)
-    most = max(160 * group, 600)
+    most = max(160 * group, 600) * tiles.along_keys
     if fixed and shown:  # each case has whole heads
         most = max(most, 40 * min(case.blocks for case in shown))
     assert sum(case.blocks for case in shown) <= most
@@ -131,7 +144,7 @@ def test_every_kind_of_problem(spec, tiles):
     assert max(case.repeats for case in big) == REPEATS
     if length != "dynamic":
         return
-    m, n = tiles.q, tiles.kv
+    m, n = tiles.q, tiles.keys
     assert {case.kv % n for case in shown} >= {*residues(n)}
     assert {case.q % m for case in shown} >= {*residues(m)}
     assert any(case.q < case.kv for case in shown) and any(c.q > c.kv for c in shown)
@@ -140,15 +153,18 @@ def test_every_kind_of_problem(spec, tiles):
     assert any(case.q == 1 and case.kv > n for case in shown)
     assert any(case.kv == 1 and case.q > m for case in shown)
     assert any(case.batch == 2 and case.kv_heads == 3 for case in shown)
-    most = max(backward_cases.work_tiles(case, tiles) / case.sm_count for case in shown)
-    assert most >= 6, "a CTA with more tiles than a ring has stages"
+    most = max(
+        backward_cases.work_tiles(case, tiles) / (case.sm_count // tiles.ctas)
+        for case in shown
+    )
+    assert most >= 6, "a cluster with more tiles than a ring has stages"
     assert any(math.ceil(case.q / m) * group >= 5 for case in shown), "blocks in a row"
     if mask == "causal":
         found = {(case.kv - case.q) % m for case in shown}
         assert found >= {*residues(m)}
         assert {(case.kv - case.q) % n for case in shown} >= {n // 2, n - 2, n - 1}
-    sms = ARCHITECTURES[spec["arch"]].sm_count
-    many = [case for case in big if backward_cases.work_tiles(case, tiles) > 2 * sms]
+    clusters = ARCHITECTURES[spec["arch"]].sm_count // tiles.ctas
+    many = [x for x in big if backward_cases.work_tiles(x, tiles) > 2 * clusters]
     assert len(many) >= 3
 
 

@@ -59,6 +59,47 @@ def test_tiles_stages_and_shared_memory(text, tiles, nbytes):
     assert found["Q_TX_BYTES"] == 2 * q * d + 4 * q
 
 
+@pytest.mark.parametrize(
+    ("text", "head_dim", "stages", "nbytes"),
+    [
+        ("head_dim: 256\ndtype: bf16", (256, 256), (2, 2, 1), 231424),
+        ("head_dim: 256\ndtype: fp16\nsoftcap: 9", (256, 256), (2, 2, 1), 231424),
+        (
+            "head_dim: {qk: 192, v: 128}\ndtype: bf16",
+            (192, 128),
+            (2, 2, 2),
+            206848,
+        ),
+    ],
+)
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_pair_of_ctas(text, head_dim, stages, nbytes, ordered):
+    """Each has a tile of 64 keys, half of the other one's K behind its own, and two tiles of dS."""
+    kernel = planned(f"{text}\ndeterministic: {str(ordered).lower()}")
+    found = numbers(kernel)
+    (qk, v), (q_stages, do_stages, kv_stages) = head_dim, stages
+    assert (found["TILE_Q"], found["TILE_KV"]) == (64, 64)
+    names = ("Q_STAGES", "DO_STAGES", "KV_STAGES")
+    assert tuple(found[name] for name in names) == stages
+    columns = (found["DQ_COLUMNS"], found["SLICE_COLUMNS"], found["K_COLUMNS"])
+    assert columns == (qk // 2, qk // 4, qk + qk // 2)
+    assert found["K_TX_BYTES"] == 2 * 64 * columns[2]
+    assert found["DS_BYTES"] == 2 * 64 * 64
+    assert found["TICKET_RELEASES"] == 2 * (11 if ordered else 10)
+    of_tiles = q_stages * qk + do_stages * v + kv_stages * (columns[2] + v) + 2 * 64
+    assert kernel.smem_bytes == 2048 + 2 * 64 * of_tiles == nbytes
+    (main,) = (each for each in kernel.kernels if each.barriers)
+    told = {each.name: each.count for each in main.barriers}
+    assert (told["ds_empty"], told["peer_empty"], told["peer_full"]) == (9, 8, 1)
+    assert ("turn_full" in told) == ordered
+
+
+def test_keys_of_a_pair_are_masked_where_its_second_tile_is_partial_or_beyond():
+    for kv, masked in ((128, False), (256, False), (192, True), (200, True)):
+        kernel = planned(f"head_dim: 256\ndtype: bf16\nseqlen: {{q: 64, kv: {kv}}}")
+        assert kernel.context["masked"] == masked
+
+
 # What ptxas compiled without a spill, and what it did not: (head_dim, rows, dtype, softcap).
 # Products in fp32 are those of fp16.
 COMPILED = {

@@ -14,7 +14,7 @@ from typing import Final
 from ...features.backward import is_backward
 from ...ops.backward import STATISTICS
 from ...ops.operation import BYTES
-from ...planning.backward import STATS_THREADS, what_kernels_do
+from ...planning.backward import CLUSTER_CTAS, STATS_THREADS, what_kernels_do
 from ...planning.kernel_plan import DevicePlan, KernelPlan
 from ...planning.protocol import Load
 from . import sm90, sm100
@@ -25,6 +25,7 @@ from .parts import statistic as statistic
 # Of an SM and a clock.
 SMEM_BYTES: Final = 128
 EXPONENTIALS: Final = 16
+PEERS_K: Final = "peer's K"
 _BY_ARCH: Final[Mapping[str, ModuleType]] = {"sm90": sm90, "sm100": sm100}
 
 
@@ -35,6 +36,15 @@ class Block(Load):
     def part(self) -> str:
         """What of the tensor it is."""
         return "a block of rows"
+
+
+class Own(Load):
+    """A load of a CTA's own tile, of a pair that has two."""
+
+    @property
+    def part(self) -> str:
+        """What of the tensor it is."""
+        return "its own tile"
 
 
 def _own(plan: KernelPlan) -> ModuleType:
@@ -66,9 +76,10 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     """Yield the titles, then (kernel, CTAs, threads, what it does) in the order of the launches."""
     yield "kernel", "CTAs", "threads", "does"
     known, blocks = numbers(plan), "blocks of rows of all query heads"
+    pairs = ", in pairs" if plan.context["paired"] else ""
     grids = {
         "stats": (blocks, STATS_THREADS),
-        MAIN: ("at most one per SM, which draw tiles", known["THREADS"]),
+        MAIN: (f"at most one per SM{pairs}, which draw tiles", known["THREADS"]),
         "finish": (blocks, known["MATH_THREADS"]),
     }
     does = what_kernels_do(
@@ -139,7 +150,8 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
         f" {units}; {most} bound it. A model: {peak} FLOPs, {SMEM_BYTES} B and {EXPONENTIALS}"
         " exponentials a clock of an SM; the reads of statistics are not counted."
     )
-    added = BYTES["fp32"] * rows * qk
+    # A CTA of a pair adds its columns, of the keys of both.
+    added = BYTES["fp32"] * rows * known.get("DQ_COLUMNS", qk)
     yield (
         f"A step adds {added} B of fp32 to the sums of dQ in global memory:"
         f" {added / flops:.2g} B per FLOP, {added / flops * 100:.2g} TB/s at 100 TFLOPS."
@@ -160,18 +172,32 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
 
 
 def loads(plan: KernelPlan) -> Iterator[Load]:
-    """What a CTA loads: K and V of a tile, Q and dO of each block, with their statistics."""
+    """What a CTA loads: K and V of a tile, Q and dO of each block, with their statistics; in a pair
+    also the columns of the other CTA's K whose dQ it sums.
+    """
     known = numbers(plan)
-    rows, keys = known["TILE_Q"], known["TILE_KV"]
+    rows, keys, paired = known["TILE_Q"], known["TILE_KV"], plan.context["paired"]
+    whole = Own if paired else Load
+    of_peer = known["K_TX_BYTES"] - BYTES["bf16"] * keys * known["HEAD_DIM_QK"]
     for kind, tensor, count, width in (
-        (Load, "K", keys, "QK"),
-        (Load, "V", keys, "V"),
+        (whole, "K", keys, "QK"),
+        *([(Load, PEERS_K, keys, "QK")] if paired else []),
+        (whole, "V", keys, "V"),
         (Block, "Q", rows, "QK"),
         (Block, "dO", rows, "V"),
     ):
-        columns, nbytes = (
-            known[f"HEAD_DIM_{width}"],
-            known[f"{tensor.upper()}_TX_BYTES"],
-        )
-        shape = (count, columns)
-        yield kind(tensor, 0, shape, (0, count), (0, columns), (0,), nbytes)
+        for cta in range(CLUSTER_CTAS if paired else 1):
+            columns = 0, known[f"HEAD_DIM_{width}"]
+            shape = count, columns[1]
+            if tensor == PEERS_K:
+                columns, nbytes = _columns_of(plan, cta), of_peer
+            else:
+                nbytes = known[f"{tensor.upper()}_TX_BYTES"]
+                nbytes -= of_peer if tensor == "K" else 0
+            yield kind(tensor, cta, shape, (0, count), columns, (cta,), nbytes)
+
+
+def _columns_of(plan: KernelPlan, cta: int) -> tuple[int, int]:
+    """(First, count) of the columns of dQ that a CTA of a pair sums."""
+    count = numbers(plan)["DQ_COLUMNS"]
+    return cta * count, count

@@ -79,15 +79,21 @@ def load(plan: KernelPlan, ring: str, what: str) -> Step:
     return Step(f"load {what}", "tma", (Wait(f"{ring}_empty", earlier=True),), (full,))
 
 
-def take(warps: int) -> Step:
-    """So many warps take the next tile, whose ticket was drawn while this one was computed."""
-    ready, freed = Wait("ticket_full", earlier=True), Signal("ticket_empty", warps)
+def take(warps: int, ctas: int = 1) -> Step:
+    """So many warps take the next tile, whose ticket was drawn while this one was computed.
+
+    ctas: that a ticket is for, whose warps all take it.
+    """
+    ready, freed = (
+        Wait("ticket_full", earlier=True),
+        Signal("ticket_empty", warps, ctas=ctas),
+    )
     return Step("take the next KV tile", "wait", (ready,), (freed,))
 
 
-def take_for_loads() -> Iterator[Step]:
+def take_for_loads(ctas: int = 1) -> Iterator[Step]:
     """The load warp's way to the next tile: it gives a ticket back once its loads are issued."""
-    freed = Signal("ticket_empty", 1)
+    freed = Signal("ticket_empty", 1, ctas=ctas)
     yield Step("all loads of the tile are issued", "wait", (), (freed,))
     yield Step("read the next ticket", "wait", (Wait("ticket_full", earlier=True),))
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Final
 
 from ...arch import sm90
+from ...planning.backward import CLUSTER_CTAS
 from ...planning.kernel_plan import KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
 from ...planning.sm90_backward import (
     PASS_WARP,
     SCHEDULER_WARP,
+    SEND_WARP,
     WATCH_WARP,
 )
 from .parts import (
@@ -31,6 +33,7 @@ from .parts import (
 FLOPS: Final = 4096  # of an SM and a clock
 ACCUMULATORS: Final = "in registers"
 LAST: Final = "dQ(last)"
+OF_PAIRED: Final = ("S, P and dV", "dP, dS and dK")
 
 
 def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
@@ -38,7 +41,7 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
     kernel = main_of(plan)
     of = {each.role: each.per_thread for each in kernel.registers}
     yield "producer", "0", f"{of['producer']:>9}", "loads by TMA"
-    handed = plan.context["hands_turns"]
+    handed, paired = plan.context["hands_turns"], plan.context["paired"]
     if plan.context["watched"]:
         watches = "waits until the first tile has stored dQ of a block, and tells math"
         passes = "tells other CTAs, once both warpgroups have stored"
@@ -48,40 +51,41 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
             )
             passes = "passes a turn to the next tile, once both warpgroups have added"
         yield "watcher", f"{WATCH_WARP}", f"{of['producer']:>9}", watches
-        yield "passer", f"{PASS_WARP}", f"{of['producer']:>9}", passes
+        if not paired:
+            yield "passer", f"{PASS_WARP}", f"{of['producer']:>9}", passes
+    if paired:
+        sends = "copies dS to the other CTA, and tells it that its own has come"
+        if handed:
+            sends = f"{sends}; passes turns"
+        yield "sender", f"{SEND_WARP}", f"{of['producer']:>9}", sends
     order = "last" if handed and plan.context["right_edge"] else "longest"
-    scheduler = f"draws tickets for KV tiles, the {order} of a section first"
+    tiles = "pairs of KV tiles, in CTA 0" if paired else "KV tiles"
+    scheduler = f"draws tickets for {tiles}, the {order} of a section first"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
-    slices = _slices(plan)
-    of_products = (
-        f"S, P and dV of all keys of the tile; {_columns(0, slices[0])} of dQ",
-        f"dP, dS and dK of all keys of the tile; {_columns(*slices)} of dQ",
-    )
     for index in range(math.warpgroups):
         first = WARPS * (index + 1)
         keys = f"keys {64 * index} to {64 * index + 63} of the tile"
         warps = f"{first} to {first + WARPS - 1}"
         does = f"the products of {keys}; half of dQ of each block"
-        if plan.context["splits_products"]:
-            does = of_products[index]
+        if paired:
+            does = f"{OF_PAIRED[index]} of the tile's keys; {_slice_of(plan, index)}"
         yield f"math {index}", warps, f"{math.per_thread:>9}", does
 
 
-def _slices(plan: KernelPlan) -> tuple[int, int]:
-    """Slices of dQ's columns of the first warpgroup, and of both, where products are split."""
+def _slice_of(plan: KernelPlan, index: int) -> str:
+    """The columns of dQ that a warpgroup sums, of each CTA of a pair."""
     known = numbers(plan)
-    return known.get("DQ_SLICES_OF_DV", 0), known["HEAD_DIM_QK"] // SLICE_COLUMNS
-
-
-def _columns(first: int, end: int) -> str:
-    return f"columns {first * SLICE_COLUMNS} to {end * SLICE_COLUMNS - 1}"
+    columns, of_cta = known["SLICE_COLUMNS"], known["DQ_COLUMNS"]
+    first = [cta * of_cta + index * columns for cta in range(CLUSTER_CTAS)]
+    spans = " or ".join(f"{each}-{each + columns - 1}" for each in first)
+    return f"columns {spans} of dQ"
 
 
 def products(plan: KernelPlan) -> tuple[Product, ...]:
     """The five, in the order of a step."""
-    if plan.context["splits_products"]:
-        return _split_products(plan)
+    if plan.context["paired"]:
+        return _products_of_pair(plan)
     known = numbers(plan)
     rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
     keys, by_rows = sm90.WARPGROUP_ROWS, plan.context["dq_by_rows"]
@@ -134,20 +138,19 @@ def _start_of_s(plan: KernelPlan) -> str:
 
 def places(plan: KernelPlan) -> Places:
     """Where results are in a step."""
-    splits, ds = plan.context["splits_products"], "sdS, for both warpgroups"
-    if splits:
-        return Places("registers", "by sP", ds, "sP and sdS")
-    return Places("registers", "P", ds, "sdS")
+    if plan.context["paired"]:
+        return Places("registers", "by sdS", "sdS, for both CTAs", "sdS")
+    return Places("registers", "P", "sdS, for both warpgroups", "sdS")
 
 
-def _split_products(plan: KernelPlan) -> tuple[Product, ...]:
-    """Those of the first warpgroup, then those of the second; dQ is of both."""
+def _products_of_pair(plan: KernelPlan) -> tuple[Product, ...]:
+    """Those of the first warpgroup, then those of the second; dQ is of both, of both CTAs' keys."""
     known = numbers(plan)
     rows, qk, v = known["TILE_Q"], known["HEAD_DIM_QK"], known["HEAD_DIM_V"]
-    keys, end = known["TILE_KV"], "until the tile's end"
-    start = _start_of_s(plan)
-    of_slice, slices = (rows, SLICE_COLUMNS, keys), qk // SLICE_COLUMNS
-    to_sums = f"{SLICE_COLUMNS} columns of it at a time, added to the sums"
+    keys, columns = known["TILE_KV"], known["SLICE_COLUMNS"]
+    start, end = _start_of_s(plan), "until the tile's end"
+    of_slice = rows, columns, CLUSTER_CTAS * keys
+    to_sums = f"{columns} columns of it, added to the sums"
     return (
         Product("S^T = K Q^T", "sK", "sQ", start, (keys, rows, qk), 1, 2),
         Product(
@@ -164,16 +167,19 @@ def _split_products(plan: KernelPlan) -> tuple[Product, ...]:
         ),
         Product(
             *("dQ = dS K", "sdS, transposed", "sK, transposed", to_sums),
-            *(of_slice, slices, 2),
+            *(of_slice, known["WARPGROUPS"], 2),
         ),
     )
 
 
 def stored_tiles(plan: KernelPlan) -> int:
-    """How many tiles of P's size are stored to shared memory, or read there by threads, in a step:
-    dS; P as well, which is also read, where one warpgroup hands it to the other.
+    """How many tiles of P's size are stored to shared memory, or read there by other than products,
+    in a step: dS.
+
+    In a pair of CTAs five: P is stored and read, dS is stored, and read by the copy to the other
+    CTA, whose own dS is written here as well.
     """
-    return 3 if plan.context["splits_products"] else 1
+    return 5 if plan.context["paired"] else 1
 
 
 def phases(plan: KernelPlan) -> Iterator[Phase]:
@@ -186,16 +192,21 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
     ) -> Iterator[Lane]:
         yield Lane("producer", "warp 0", beside, produce)
         if plan.context["watched"]:
-            of_turns = [*_turns(plan, end=end)]
-            yield Lane("watcher", f"warp {WATCH_WARP}", beside, of_turns[0])
-            yield Lane("passer", f"warp {PASS_WARP}", beside, of_turns[1])
+            watch = tuple(_watch(plan, end=end))
+            yield Lane("watcher", f"warp {WATCH_WARP}", beside, watch)
+        if plan.context["paired"]:
+            send = tuple(_send_tile(plan) if end else _send_block(plan))
+            yield Lane("sender", f"warp {SEND_WARP}", beside, send)
+        elif plan.context["watched"]:
+            passes = tuple(_pass(plan, end=end))
+            yield Lane("passer", f"warp {PASS_WARP}", beside, passes)
         if draw:
             yield Lane("scheduler", f"warp {SCHEDULER_WARP}", beside, draw)
         for index in range(math.warpgroups):
             first = WARPS * (index + 1)
             warps = f"warps {first} to {first + WARPS - 1}"
-            if plan.context["splits_products"]:
-                of_index = SPLIT_TILE[index] if end else SPLIT_BLOCK[index]
+            if plan.context["paired"]:
+                of_index = PAIRED_TILE[index] if end else PAIRED_BLOCK[index]
                 steps = of_index(plan)
             else:
                 steps = _tile(plan) if end else _block(plan)
@@ -206,25 +217,29 @@ def phases(plan: KernelPlan) -> Iterator[Phase]:
         load(plan, "q", f"Q(n+1), {statistic(plan)}"),
     )
     title = "One block of rows: dP beside P, dV and dQ of block n-1 beside dS, dK and S of n+1"
-    if plan.context["splits_products"]:
+    if plan.context["paired"]:
         block = (
             load(plan, "q", f"Q(n+1), {statistic(plan)}"),
             load(plan, "do", "dO(n+1), -D"),
         )
-        title = (
-            "One block of rows: P and dV beside dQ of block n-1, dS and dK of block n"
-        )
+        title = "One block of rows: dQ of block n-1 beside P, its sums beside dV and dK of block n"
     yield Phase(title, tuple(lanes(block, (), end=False)))
     tile = (
-        *take_for_loads(),
+        *take_for_loads(_ctas(plan)),
         load(plan, "k", "next K"),
         load(plan, "q", "next Q(0)"),
         load(plan, "v", "next V"),
         load(plan, "do", "next dO(0)"),
     )
     free, full = Wait("ticket_empty", earlier=True), Signal("ticket_full", 1)
-    draw = (Step("draw a ticket", "math", (free,), (full,)),)
+    text = "draw a ticket" + (", hand it to both CTAs" if _ctas(plan) > 1 else "")
+    draw = (Step(text, "math", (free,), (full,)),)
     yield Phase("From one KV tile to the next", tuple(lanes(tile, draw, end=True)))
+
+
+def _ctas(plan: KernelPlan) -> int:
+    """CTAs that a ticket is for."""
+    return CLUSTER_CTAS if plan.context["paired"] else 1
 
 
 def _block(plan: KernelPlan) -> Iterator[Step]:
@@ -318,91 +333,130 @@ def _early_turn(plan: KernelPlan, name: str) -> Iterator[Step]:
         yield Step(f"{name} may be summed", "wait", (Wait("turn_full", earlier=True),))
 
 
-def _turns(plan: KernelPlan, *, end: bool) -> Iterator[tuple[Step, ...]]:
-    """Of the warp that watches who adds, then of the one that says that this tile has."""
-    handed, added = ("next block 0", LAST) if end else ("block n", "dQ(n-1)")
+def _watch(plan: KernelPlan, *, end: bool) -> Iterator[Step]:
+    """Of the warp that watches who adds."""
+    handed = "next block 0" if end else "block n"
     free, given = Wait("turn_empty", earlier=True), Signal("turn_full", 1)
-    taken = (take(1),) if end else ()
-    waits, counts = (
-        f"{handed}: its sum is free",
-        "say so to all CTAs",
-    )
+    waits = f"{handed}: its sum is free"
     if plan.context["hands_turns"]:
-        waits, counts = (
-            f"hand over the turn of {handed}",
-            "count it, once its sums are in L2",
-        )
-    yield *taken, Step(waits, "wait", (free,), (given,))
-    seen = Step(
-        f"{added} is added", "wait", (Wait("added_full"),), (Signal("turn_empty", 1),)
-    )
-    yield *taken, seen, Step(counts, "math")
+        waits = f"hand over the turn of {handed}"
+    if end:
+        yield take(1, _ctas(plan))
+    yield Step(waits, "wait", (free,), (given,))
 
 
-# --- of warpgroups that have products of their own ----------------------------------------
+def _pass(plan: KernelPlan, *, end: bool) -> Iterator[Step]:
+    """Of the warp that says that this tile has added."""
+    counts = "say so to all CTAs"
+    if plan.context["hands_turns"]:
+        counts = "count it, once its sums are in L2"
+    if end:
+        yield take(1)
+    yield _added(LAST if end else "dQ(n-1)")
+    yield Step(counts, "math")
 
 
-def _slice(name: str, number: int, retires: tuple[str, ...]) -> Iterator[Step]:
-    yield over(f"{', '.join(retires)} {'are' if retires[1:] else 'is'} there", retires)
-    yield Step(f"add slice {number} of {name} to its sums", "math")
+def _added(name: str, *, earlier: bool = False) -> Step:
+    seen = Wait("added_full", earlier=earlier)
+    return Step(f"{name} is added", "wait", (seen,), (Signal("turn_empty", 1),))
+
+
+# --- of pairs of CTAs, whose warpgroups have products of their own ------------------------
+
+
+def _send_block(plan: KernelPlan) -> Iterator[Step]:
+    """Of the sender, from where it waits for the other CTA's dS of block n-1."""
+    come, tell = Wait("peer_full", earlier=True), Signal("ds_empty", 1)
+    text = "the other CTA's dS(n-1) is there: tell it"
+    yield Step(text, "wait", (come,), (tell,))
+    if plan.context["watched"]:
+        yield from _pass_on("dQ(n-2)", earlier=True)
+    ready, nbytes = (Wait("ds_full"), Wait("peer_empty")), numbers(plan)["DS_BYTES"]
+    sent = Signal("peer_full", 1, tx_bytes=nbytes)
+    yield Step("copy dS(n) to the other CTA", "tma", ready, (sent,))
+
+
+def _send_tile(plan: KernelPlan) -> Iterator[Step]:
+    if plan.context["watched"]:
+        yield from _pass_on(LAST)
+    yield take(1, CLUSTER_CTAS)
+
+
+def _pass_on(name: str, *, earlier: bool = False) -> Iterator[Step]:
+    yield _added(name, earlier=earlier)
+    yield Step("count it, once its sums are in L2", "math")
+
+
+def _issue_slice(name: str) -> Step:
+    """A warpgroup's columns of dQ, of this CTA's keys and of the other one's."""
+    ready = Wait("ds_full", earlier=True), Wait("peer_full", earlier=True)
+    return mma(name, *ready)
+
+
+def _slice_is_there() -> Step:
+    """dS has been read: this CTA's, and the other one's, which that CTA is told."""
+    freed = Signal("ds_empty", WARPS), Signal("peer_empty", WARPS)
+    return over("dQ(n-1) is there", ("dQ(n-1)",), *freed)
+
+
+def _add_slice(plan: KernelPlan, name: str) -> Step:
+    text = f"add {name} to its sums"
+    if not plan.context["watched"]:
+        return Step(text, "math")
+    turn, added = Wait("turn_full", earlier=True), Signal("added_full", WARPS)
+    return Step(text, "math", (turn,), (added,))
 
 
 def _block_of_dv(plan: KernelPlan) -> Iterator[Step]:
-    first, second = "dQ(n-1), slice 0", "dQ(n-1), slice 1"
     masks = "masks of S(n); " if plan.context["masked"] else ""
-    yield mma(first, Wait("ds_full", earlier=True))
+    yield _issue_slice("dQ(n-1)")
     yield Step(f"{masks}exp2; P(n) in 16 bits", "math")
-    yield Step("P(n) to the other warpgroup", "math", (), (Signal("p_full", WARPS),))
-    yield mma("dV(n)", Wait("do_full"))
-    yield from _slice("dQ(n-1)", 0, (first,))
-    if plan.context["two_slices_of_dv"]:
-        yield mma(second)
-    yield over("dV(n) is there", ("dV(n)",), Signal("do_empty", WARPS))
+    yield _slice_is_there()
+    to_dk = Wait("ds_empty"), Signal("p_full", WARPS)
+    yield Step("P(n) to sdS, where dS(n-1) was", "math", to_dk[:1], to_dk[1:])
+    yield mma("dV(n)", Wait("do_full", earlier=True))
+    yield _add_slice(plan, "dQ(n-1)")
     yield mma("S(n+1)", Wait("q_full"))
-    if plan.context["two_slices_of_dv"]:
-        yield from _slice("dQ(n-1)", 1, (second,))
+    yield over("dV(n) is there", ("dV(n)",), Signal("do_empty", WARPS))
     yield over("S(n+1) is there", ("S(n+1)",), Signal("q_empty", WARPS))
 
 
 def _block_of_dk(plan: KernelPlan) -> Iterator[Step]:
-    first, _ = _slices(plan)
-    one, other = (f"dQ(n), slice {first + i}" for i in range(2))
-    yield Step("dS(n) = P * dP, also to sdS", "math", (Wait("p_full"),))
+    yield _issue_slice("dQ(n-1)")
+    yield _slice_is_there()
+    yield Step("dS(n) = P * dP, to sdS, where P was", "math", (Wait("p_full"),))
     yield mma("dK(n)", Wait("q_full", earlier=True))
-    yield Step(
-        "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
-    )
-    yield mma(one, Wait("ds_full"))
+    stored = Signal("ds_full", WARPS)
+    yield Step("sdS is visible to tensor cores", "wait", (), (stored,))
+    yield _add_slice(plan, "dQ(n-1)")
     yield mma("dP(n+1)", Wait("do_full"))
     yield over("dK(n) is there", ("dK(n)",), Signal("q_empty", WARPS))
-    yield from _slice("dQ(n)", first, (one,))
-    yield mma(other)
-    freed = Signal("do_empty", WARPS)
-    yield over(f"dP(n+1), {other} are there", ("dP(n+1)", other), freed)
-    yield Step(f"add slice {first + 1} of dQ(n) to its sums", "math")
+    yield over("dP(n+1) is there", ("dP(n+1)",), Signal("do_empty", WARPS))
+
+
+def _last_slice(plan: KernelPlan) -> Iterator[Step]:
+    """dQ of a tile's last block; its dS is freed in the next tile's first step."""
+    yield _issue_slice(LAST)
+    yield over(f"{LAST} is there", (LAST,))
+    yield _add_slice(plan, LAST)
+    yield Step("both warpgroups meet", "wait")
 
 
 def _tile_of_dv(plan: KernelPlan) -> Iterator[Step]:
-    waits: tuple[Wait, ...] = (Wait("ds_full", earlier=True),)
-    for i in range(_slices(plan)[0]):
-        name = f"{LAST}, slice {i}"
-        yield mma(name, *waits)
-        yield from _slice(LAST, i, (name,))
-        waits = ()
-    yield Step("both warpgroups meet", "wait")
+    yield from _last_slice(plan)
     yield Step("dV in 16 bits, in V's place", "math")
     yield Step("store dV", "tma", issues="store dV")
-    yield take(WARPS)
+    yield take(WARPS, CLUSTER_CTAS)
     yield over("dV has left", ("store dV",), Signal("v_empty", 1))
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
     yield over("S(0) is there", ("next S(0)",))
 
 
 def _tile_of_dk(plan: KernelPlan) -> Iterator[Step]:
-    yield Step("both warpgroups meet", "wait")
+    yield from _last_slice(plan)
     yield Step("dK * scale in 16 bits, in K's place", "math")
     yield Step("store dK", "tma", issues="store dK")
-    yield take(WARPS)
+    yield take(WARPS, CLUSTER_CTAS)
     yield over("dK has left", ("store dK",), Signal("k_empty", 1))
     yield mma("next dP(0)", Wait("v_full"), Wait("do_full"))
     yield Step("K is there for dQ", "wait", (Wait("k_full", earlier=True),))
@@ -410,5 +464,5 @@ def _tile_of_dk(plan: KernelPlan) -> Iterator[Step]:
 
 
 _Steps = Callable[[KernelPlan], Iterator[Step]]
-SPLIT_BLOCK: Final[tuple[_Steps, ...]] = (_block_of_dv, _block_of_dk)
-SPLIT_TILE: Final[tuple[_Steps, ...]] = (_tile_of_dv, _tile_of_dk)
+PAIRED_BLOCK: Final[tuple[_Steps, ...]] = (_block_of_dv, _block_of_dk)
+PAIRED_TILE: Final[tuple[_Steps, ...]] = (_tile_of_dv, _tile_of_dk)

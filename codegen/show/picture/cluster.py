@@ -8,7 +8,8 @@ from typing import Final
 
 from ...planning.kernel_plan import DevicePlan
 from ...planning.protocol import Load
-from .svg import Panel, arrow, rect, text
+from ..backward import PEERS_K
+from .svg import Panel, arrow, rect, text, width_of
 
 WIDTH: Final = 372.0
 _TOP: Final = 58.0
@@ -16,7 +17,7 @@ _BAND: Final = 160.0  # of a tensor
 _LOAD: Final = 44.0  # the height of what is loaded
 _GAP: Final = 50.0  # arrows
 _STAGE: Final = 46.0  # the height of a stage in shared memory
-_KINDS: Final = {"Q": "q", "K": "k", "V": "v", "dO": "o"}
+_KINDS: Final = {"Q": "q", "K": "k", PEERS_K: "k", "V": "v", "dO": "o"}
 
 
 def cluster(kernel: DevicePlan, *, pair: bool) -> Panel | None:
@@ -53,7 +54,10 @@ def _band(loads: Sequence[Load], y: float, column: float) -> Iterator[str]:
     for load in loads:
         x = 1 + load.cta * (column + 12)
         yield rect(x, y, column, _LOAD, f"box {kind}")
-        yield text(x + 8, y + 18, f"{tensor}: {load.part}", "strong")
+        told = f"{tensor}: {load.part}"
+        if width_of(told, "strong") > column - 16:
+            told = f"{tensor}: {load.span}"
+        yield text(x + 8, y + 18, told, "strong")
         yield text(x + 8, y + 35, f"{load.nbytes} B", "mono")
         yield from _stage(load, loads, x, y + _LOAD + _GAP, column)
     for load in loads:

@@ -16,7 +16,7 @@ from ...build import records, render, tree
 from ...build.kernel_text import read_constants
 from ...errors import CheckFailed
 from ...evidence import table
-from ...features.backward import is_backward
+from ...features.backward import is_backward, splits
 from ...ops.forward import LSE
 from ...planning import plan
 from ...planning.kernel_plan import DevicePlan, KernelPlan
@@ -34,8 +34,9 @@ _IN_WORDS: Final = (
     "validated",
 )  # the rungs that have no table of their own
 
-# The backward pass, of each architecture; what adds to global memory in an order.
+# The backward pass, of each architecture; pairs of CTAs; what adds to global memory in an order.
 OF_BACKWARD: Final = {"sm90": ("0059",), "sm100": ("0059", "0062")}
+OF_PAIRS: Final = ("0064",)
 OF_ORDERED: Final = ("0060",)
 
 _ROOT: Final = "../"  # from a kernel's page
@@ -192,7 +193,8 @@ def _reasons(found: KernelPlan) -> tuple[str, ...]:
     """The decisions that such kernels are as they are by."""
     arch, spec = ARCHITECTURES[found.arch], found.spec_file.spec
     if is_backward(spec):
-        return OF_BACKWARD[found.arch] + OF_ORDERED * spec.deterministic
+        of_pairs = OF_PAIRS * splits(spec)
+        return OF_BACKWARD[found.arch] + of_pairs + OF_ORDERED * spec.deterministic
     return arch.decisions_of_pairs if spec.cta_group == 2 else arch.decisions
 
 
