@@ -80,7 +80,7 @@ class Traits(backward.Traits):
     @property
     def slice_columns(self) -> int:
         """Of dQ, of a warpgroup of a pair of CTAs."""
-        return self.spec.head_dim.qk // (CLUSTER_CTAS * WARPGROUPS)
+        return _slice_columns(self.spec)
 
     @property
     def narrow_slices(self) -> bool:
@@ -166,13 +166,16 @@ def _register_parts(spec: Spec, tile_q: int) -> dict[str, int]:
     return {**kept, **worst, "others": REGISTERS_BESIDE[packed]}
 
 
+def _slice_columns(spec: Spec) -> int:
+    return spec.head_dim.qk // (CLUSTER_CTAS * WARPGROUPS)
+
+
 def _register_parts_by_product(spec: Spec, tile_q: int) -> dict[str, int]:
     """Of the warpgroup that needs more: beside dV a slice of dQ, S and P, beside dK a slice of dQ,
     dP and dS.
     """
     of_scores, of_p = tile_q // 2, tile_q * BYTES[spec.dtype] // 8
-    columns = spec.head_dim.qk // (CLUSTER_CTAS * WARPGROUPS)
-    of_slice = tile_q * columns // (sm90.WARPGROUP_ROWS * 2)
+    of_slice = tile_q * _slice_columns(spec) // (sm90.WARPGROUP_ROWS * 2)
     others = REGISTERS_BESIDE[spec.dtype == "bf16"]
     beside = {"a slice of dQ": of_slice, "others": others}
     if spec.head_dim.v >= spec.head_dim.qk:
