@@ -40,7 +40,7 @@ STATISTICS: Final = 2
 TICKETS: Final = 1
 # Most rows of heads in which the first tile stores dQ and the last one writes it, by head_dim:
 # decision 0059.
-SHORT_HEADS: Final = {64: 1024, 96: 1024, 128: 2048}
+SHORT_HEADS: Final = {64: 2048, 96: 1024, 128: 2048}
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:

@@ -41,6 +41,15 @@ DS_STAGES: Final = 2  # dQ of a block is computed while dS of the next one is st
 TURN_STAGES: Final = 2  # a turn is awaited up to two blocks ahead
 # Addresses, pipeline states: from what compiled unspilled, with products in 16 bits and in fp32.
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
+K_STEP: Final = 16  # K of a wgmma of 16-bit elements
+# k-steps of S = K Q^T and of dP = V dO^T whose K and V stay in registers for a tile, by head_dim:
+# as many as compiled unspilled (decision 0065). Each is read from shared memory no more.
+KEPT_STEPS: Final = {
+    (64, 64): (3, 0),
+    (96, 96): (6, 5),
+    (128, 128): (1, 0),
+    (192, 128): (12, 8),
+}
 WATCH_WARP: Final = 1
 PASS_WARP: Final = 2
 SEND_WARP: Final = 2  # of a pair of CTAs, where it passes turns as well
@@ -50,6 +59,7 @@ CONSTANTS: Final = {
     **backward.CONSTANTS,
     "DS_STAGES": DS_STAGES,
     "CLUSTER_CTAS": CLUSTER_CTAS,
+    "K_STEP": K_STEP,
 }
 
 REASONS: Final[Mapping[str, str]] = {
@@ -57,6 +67,7 @@ REASONS: Final[Mapping[str, str]] = {
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
     "SECTION_BYTES": "32 MiB of the 50 of L2",
+    "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
 
@@ -76,6 +87,24 @@ class Traits(backward.Traits):
         Else S starts at -LSE / scale: beside P in fp32 no registers are left for statistics.
         """
         return self.softcap is not None or self.packed_products
+
+    @property
+    def kept_steps(self) -> tuple[int, int]:
+        """k-steps of S that read K from registers, and of dP that read V from there.
+
+        P in fp32, and the slopes of a softcap, leave no room for any.
+        """
+        head_dim = self.spec.head_dim
+        if not self.packed_products or self.softcap is not None:
+            return 0, 0
+        return KEPT_STEPS.get((head_dim.qk, head_dim.v), (0, 0))
+
+    @property
+    def frees_v_late(self) -> bool:
+        """dK of a tile is given the time of P to leave the V stage: not at head_dim 128, where
+        it is slower unless lengths are short (decision 0059).
+        """
+        return not self.paired and (self.first_stores or self.spec.head_dim.qk < 128)
 
     @property
     def slice_columns(self) -> int:
@@ -202,6 +231,12 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int) -> SpecError:
 def _chosen(traits: Traits) -> Iterator[Number]:
     yield from backward.chosen(traits, (), partial(_reason, traits.spec))
     yield backward.section(REASONS["SECTION_BYTES"])
+    for name, steps, of in zip(
+        ("K_STEPS", "V_STEPS"), traits.kept_steps, ("S", "dP"), strict=True
+    ):
+        if steps:
+            unit = f"k-steps of {of} that read {name[0]} from registers"
+            yield Number(name, steps, unit, "planned", reason=REASONS["KEPT_STEPS"])
 
 
 def _reason(spec: Spec, name: str) -> str:
@@ -293,8 +328,8 @@ def _barriers(traits: Traits) -> Iterator[Barrier]:
     sizes, warps = traits.sizes, 4 * WARPGROUPS
     every = warps, "every math warp"
     if traits.paired:
-        of_k = 1, "a warp, once dK has left it"
-        of_v = 1, "a warp, once dV has left it"
+        of_k = every
+        of_v = 4, "every warp of the second warpgroup"
         stored = "4: every warp of the second warpgroup, once its dS is stored"
     else:
         of_k = every
@@ -386,6 +421,9 @@ def _context(
         and traits.softcap is None
         and not by_rows,
         "packed_products": traits.packed_products,
+        "keeps_k": traits.kept_steps[0] > 0,
+        "keeps_v": traits.kept_steps[1] > 0,
+        "frees_v_late": traits.frees_v_late,
         "narrow_slices": traits.narrow_slices,
         "dq_by_rows": by_rows,
     }

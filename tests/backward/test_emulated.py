@@ -425,7 +425,7 @@ PAIR_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
         "race",
     ),
     "dS stored where P is still read": (
-        {"            meet(1)  # dS comes where P was\n": ""},
+        {"            meet()  # dS comes where P was\n": ""},
         "race",
     ),
     "dS read before it is stored": (
@@ -461,13 +461,19 @@ PAIR_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
         {"        clear_ds(rings)\n": ""},
         "read-before-write",
     ),
-    "K overwritten by dK while dQ reads it": (
+    "dK without the scale": (
         {
-            "    cute.arch.barrier(barrier_id=END_BARRIER, number_of_threads=MATH_THREADS)\n": (
-                "    pass\n"
+            "store_rows(dk, mma.acc_dK, softmax_scale,": "store_rows(dk, mma.acc_dK, Float32(1.0),"
+        },
+        "of dk: wrong",
+    ),
+    "columns of the neighbour's rows": (
+        {
+            "shuffle_sync_bfly(cutlass.select_(odd, pairs[0], pairs[1]), 1)": (
+                "shuffle_sync_bfly(cutlass.select_(odd, pairs[0], pairs[1]), 4)"
             )
         },
-        "race",
+        "wrong",
     ),
     "dS copied before it is stored": (
         {"            rings.ds.consumer_wait(state)\n": ""},
@@ -581,6 +587,74 @@ def test_damage_of_a_pair_of_ctas_is_found(name: str, tmp_path: Path) -> None:
     path = kernels.written(tmp_path, text, PAIRED)
     case = Case("damaged", 1, 1, 200, 200, sm_count=2)
     findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any(words in each for each in findings), findings[:3]
+
+
+def test_k_given_back_before_dq_has_read_it_is_found(tmp_path: Path) -> None:
+    """At head_dim 256, where K has one stage."""
+    stem, fields = "sm90_d256_bf16_bwd", "head_dim: 256\ndtype: bf16\n"
+    waits, frees = (
+        "        warpgroup.wait_group(0)\n",
+        "        rings.k.consumer_release(k_state)\n",
+    )
+    last = "k_state.index, 0, has_before)\n"
+    changes = {last + waits + frees: last + frees + waits}
+    text = kernels.damaged(kernels.text_of(fields, stem), changes)
+    path = kernels.written(tmp_path, text, stem)
+    case = Case("damaged", 1, 1, 100, 300, sm_count=2)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert any("race" in each for each in findings), findings[:3]
+
+
+# Of K and V that stay in registers for a tile, at head_dim 96: all of K, most of V.
+KEPT_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
+    "K of the tile before": (
+        {"                keep(mma, rings.sK, mma.rK, k_state.index)\n": ""},
+        "wrong",
+    ),
+    "V of the tile before": (
+        {
+            "            keep(mma, rings.sV, mma.rV, v_state.index)\n": (
+                "            if not has_before:\n"
+                "                keep(mma, rings.sV, mma.rV, v_state.index)\n"
+            )
+        },
+        "wrong",
+    ),
+    "V of the other stage": (
+        {"mma.rV, v_state.index)": "mma.rV, 1 - v_state.index)"},
+        "",
+    ),
+    "K loaded before it is there": (
+        {
+            "                rings.k.consumer_wait(k_state)\n"
+            "                keep(mma, rings.sK, mma.rK, k_state.index)\n": (
+                "                keep(mma, rings.sK, mma.rK, k_state.index)\n"
+                "                rings.k.consumer_wait(k_state)\n"
+            )
+        },
+        "race",
+    ),
+    "a k-step fewer": (
+        {
+            "    for k in range(cute.size(kept.shape[2])):\n        cute.copy": (
+                "    for k in range(cute.size(kept.shape[2]) - 1):\n        cute.copy"
+            )
+        },
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(KEPT_DAMAGES, 1))
+def test_damage_of_operands_in_registers_is_found(name: str, tmp_path: Path) -> None:
+    stem, fields = "sm90_d96_bf16_bwd", "head_dim: 96\ndtype: bf16\n"
+    changes, words = KEPT_DAMAGES[name]
+    text = kernels.damaged(kernels.text_of(fields, stem), changes)
+    path = kernels.written(tmp_path, text, stem)
+    case = Case("damaged", 1, 1, 150, 400, sm_count=1)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    assert findings, name
     assert any(words in each for each in findings), findings[:3]
 
 

@@ -28,6 +28,7 @@ from tests import support
 FIELDS = {
     "sm90_d128_bf16_causal_bwd": "head_dim: 128\ndtype: bf16\nmask: causal\n",
     "sm90_d64_bf16_gqa2_bwd": "head_dim: 64\ndtype: bf16\nheads: {q_per_kv: 2}\n",
+    "sm90_d96_bf16_causal_bwd": "head_dim: 96\ndtype: bf16\nmask: causal\n",
     "sm90_d64_fp16_bwd": "head_dim: 64\ndtype: fp16\n",
     "sm90_d256_bf16_causal_bwd": "head_dim: 256\ndtype: bf16\nmask: causal\n",
     "sm90_d192x128_bf16_bwd": "head_dim: {qk: 192, v: 128}\ndtype: bf16\n",
@@ -275,10 +276,17 @@ def test_products_have_the_flops_of_the_operation(stem: str) -> None:
 @pytest.mark.parametrize(
     ("stem", "clocks"),
     [
-        # Of 64 rows: S, dP 1024 of shared memory, dV, dK, dQ 1024, dS 128, loads 256.
-        ("sm90_d128_bf16_causal_bwd", (2560, 2432, 512)),
-        # Of 128 rows: S, dP 768, dV, dK 512, dQ 512, dS 256, loads 256.
-        ("sm90_d64_bf16_gqa2_bwd", (2560, 2304, 1024)),
+        # Of 64 rows: S, dP 1024 of shared memory, but for 32 of K in registers, dV, dK, dQ 1024, dS
+        # 128, loads 256.
+        ("sm90_d128_bf16_causal_bwd", (2560, 2400, 512)),
+        # Of 128 rows: S, dP 768, but for 96 of K, dV, dK 512, dQ 512, dS 256, loads 256.
+        ("sm90_d64_bf16_gqa2_bwd", (2560, 2208, 1024)),
+        # Of 64 rows: S, dP 768, but for 192 of K and 160 of V, dV, dK 384, dQ 448, dS 128, loads
+        # 192.
+        ("sm90_d96_bf16_causal_bwd", (1920, 1568, 512)),
+        # As of 256 below, with no K and no V in shared memory: S, dP 320, dV, dK 320, dQ 448, loads
+        # 320, dS and P 320.
+        ("sm90_d192x128_bf16_bwd_det", (1664, 1728, 256)),
         # Of 64 rows and 64 keys: S, dP 1024, dV, dK 512, dQ 512, loads 512, dS and P 320: stored,
         # P read, dS copied, and the other CTA's written.
         ("sm90_d256_bf16_causal_bwd", (2560, 2880, 256)),
@@ -322,7 +330,7 @@ def test_explain_has_kernels_roles_products_and_costs() -> None:
         "main: Roles",
         f"  scheduler  3{24:>17}  draws tickets for KV tiles, the longest of a section first",
         "main: Products of a step, in their order",
-        "  dK += dS^T Q   registers        sQ, transposed   64 x 128 x 64  until the tile's end",
+        f"  dK += dS^T Q   registers{'sQ, transposed':>43}   64 x 128 x 64  until the",
         "Costs",
         "  - A step adds 32768 B of fp32 to the sums of dQ in global memory:"
         " 0.0031 B per FLOP, 0.31 TB/s at",
@@ -347,7 +355,8 @@ def test_a_pair_of_ctas_is_explained() -> None:
         "main at most one per SM, in pairs, which draw tiles 384 dK and dV; adds to the sums of dQ",
         "sender 2 24 copies dS to the other CTA, and tells it that its own has come;",
         "math 1 8 to 11 240 dP, dS and dK of the tile's keys; columns 48-95 or 144-191 of dQ",
-        "dQ = dS K sdS, transposed sK, transposed 64 x 48 x 128 48 columns of it, added to the",
+        "S^T = K Q^T registers, for a tile sQ 64 x 64 x 192 becomes P^T",
+        "dQ = dS K sdS, transposed sK, transposed 64 x 48 x 128 48 columns of it, added to",
         "- A step adds 24576 B of fp32 to the sums of dQ in global memory: 0.0036 B per FLOP,"
         " 0.36 TB/s at",
         "K 24576 B CTA 1 loads K, its own tile, for CTA 1",

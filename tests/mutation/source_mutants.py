@@ -135,15 +135,15 @@ REPLACEMENTS = (
         r"^( +warpgroup\.wait_group\(0\)\n)( +rings\.do\.consumer_release\(do_state\)\n)",
         r"\2\1",
     ),
-    ("rows beyond the end count", r"(?<=stat_s = )-Float32\.inf", "Float32(0.0)"),
+    ("rows beyond the end count", r"(?<=of_row = )-Float32\.inf", "Float32(0.0)"),
     (
         "rows beyond the end have an LSE",
-        r"if position < seqlen_q:(?=\n +of_row = )",
-        "if position >= 0:",
+        r"if first \+ thread < dout\.shape\[1\]:(?=\n +of_row = )",
+        "if thread >= 0:",
     ),
     (
         "rows without keys count",
-        r"cutlass\.select_\(has_keys, (-of_row \* (?:inverse_scale|LOG2_E)), of_row\)",
+        r"cutlass\.select_\(\s*has_keys, (-of_row \* (?:inverse_scale|LOG2_E)), of_row\s*\)",
         r"\1",
     ),
     (

@@ -102,13 +102,17 @@ ACCEPTED = (
     *(
         Accepted(kernels, "source", name, "equivalent", " ".join(text.split()))
         for kernels, name, text in (
-            (BACKWARD, r"stat_s = -Float32\.inf: rows beyond the end count", _BEYOND),
+            (BACKWARD, r"of_row = -Float32\.inf: rows beyond the end count", _BEYOND),
             (
                 r"sm90_d64_fp16_causal_bwd",
-                r"stat_s = .*: rows without keys count",
+                r"mStatS\[thread, place\] = .*: rows without keys count",
                 _MASKED,
             ),
-            (r"sm90_d64_bf16_bwd", r"stat_s = .*: rows without keys count", _NO_ROW),
+            (
+                r"sm90_d64_bf16_bwd",
+                r"mStatS\[thread, place\] = .*: rows without keys count",
+                _NO_ROW,
+            ),
             (TWO_OF_DO, r".*: gives dO back before dV and dQ are done", _AFTER_Q),
             (CAUSAL_BACKWARD, r".*: keys beyond the end are seen", _TAIL_OF_CAUSAL),
         )

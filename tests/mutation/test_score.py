@@ -39,8 +39,9 @@ OF_BACKWARD = {
     "warpgroup.wait_group(0): gives Q back before dK and S are done": GROUPS,
     "warpgroup.wait_group(0): gives dO back before dV and dQ are done": ONE_OF_DO,
     "beyond = key + ROW_STEP * r >= problem.seqlen_kv: keys beyond the end are seen": FULL,
-    "if position < seqlen_q:: rows beyond the end have an LSE": FULL,
-    "stat_s = cutlass.select_(has_keys, -of_row * LOG2_E, of_row): rows without keys count": GROUPS,
+    "if first + thread < dout.shape[1]:: rows beyond the end have an LSE": FULL,
+    "mStatS[thread, place] = cutlass.select_(has_keys, -of_row * LOG2_E, of_row):"
+    " rows without keys count": GROUPS,
     "cute.arch.griddepcontrol_wait(): dropped": GROUPS,
     "cute.arch.griddepcontrol_wait() #2: dropped": GROUPS,
     "mTicket[0] = 0: tickets are not set back": GROUPS,

@@ -20,7 +20,8 @@ class Product:
     """One of the five. a, b: where operands are. to: what the accumulator, in fp32, becomes.
 
     shape: (m, n, k) of whoever issues it. times: how many such there are in a step.
-    in_smem: how many of the operands are read from shared memory.
+    in_smem: how many of the operands are read from shared memory. kept: how much of k of A is in
+    registers for a whole tile, though A is in shared memory.
     """
 
     name: str
@@ -30,12 +31,14 @@ class Product:
     shape: tuple[int, int, int]
     times: int
     in_smem: int
+    kept: int = 0
 
     @property
     def smem_bytes(self) -> int:
         """Of 16-bit operands that are read in a step."""
         m, n, k = self.shape
-        return 2 * self.times * k * (n + m * (self.in_smem == 2))
+        of_a = m * (k - self.kept) * (self.in_smem == 2)
+        return 2 * self.times * (k * n + of_a)
 
     @property
     def flops(self) -> int:

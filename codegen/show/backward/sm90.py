@@ -11,6 +11,7 @@ from ...planning.backward import CLUSTER_CTAS
 from ...planning.kernel_plan import KernelPlan
 from ...planning.protocol import Lane, Phase, Signal, Step, Wait
 from ...planning.sm90_backward import (
+    K_STEP,
     PASS_WARP,
     SCHEDULER_WARP,
     SEND_WARP,
@@ -96,8 +97,13 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
     start, end = _start_of_s(plan), "until the tile's end"
     return (
         Product(
-            *("dP^T = V dO^T", f"sV, {own}", "sdO", "starts at -D, becomes dS^T"),
-            *((keys, rows, v), both, 2),
+            *(
+                "dP^T = V dO^T",
+                _kept(plan, "V", own),
+                "sdO",
+                "starts at -D, becomes dS^T",
+            ),
+            *((keys, rows, v), both, 2, _kept_columns(plan, "V")),
         ),
         Product(
             *(
@@ -125,9 +131,24 @@ def products(plan: KernelPlan) -> tuple[Product, ...]:
             ),
         ),
         Product(
-            *("S^T = K Q^T", f"sK, {own}", "sQ", start, (keys, rows, qk), both, 2),
+            *("S^T = K Q^T", _kept(plan, "K", own), "sQ", start),
+            *((keys, rows, qk), both, 2, _kept_columns(plan, "K")),
         ),
     )
+
+
+def _kept_columns(plan: KernelPlan, tensor: str) -> int:
+    """Of K or V, which a product reads from registers, where they stay for a tile."""
+    return numbers(plan).get(f"{tensor}_STEPS", 0) * K_STEP
+
+
+def _kept(plan: KernelPlan, tensor: str, rows: str = "") -> str:
+    """Where the K of S is, or the V of dP."""
+    known, kept = numbers(plan), _kept_columns(plan, tensor)
+    if kept == known["HEAD_DIM_QK" if tensor == "K" else "HEAD_DIM_V"]:
+        return "registers, for a tile"
+    place = f"s{tensor}{', ' if rows else ''}{rows}"
+    return f"{place}; {kept} columns in registers" if kept else place
 
 
 def _start_of_s(plan: KernelPlan) -> str:
@@ -152,14 +173,17 @@ def _products_of_pair(plan: KernelPlan) -> tuple[Product, ...]:
     of_slice = rows, columns, CLUSTER_CTAS * keys
     to_sums = f"{columns} columns of it, added to the sums"
     return (
-        Product("S^T = K Q^T", "sK", "sQ", start, (keys, rows, qk), 1, 2),
+        Product(
+            *("S^T = K Q^T", _kept(plan, "K"), "sQ", start),
+            *((keys, rows, qk), 1, 2, _kept_columns(plan, "K")),
+        ),
         Product(
             *("dV += P^T dO", "registers", "sdO, transposed", end),
             *((keys, v, rows), 1, 1),
         ),
         Product(
-            *("dP^T = V dO^T", "sV", "sdO", "starts at -D, becomes dS^T"),
-            *((keys, rows, v), 1, 2),
+            *("dP^T = V dO^T", _kept(plan, "V"), "sdO", "starts at -D, becomes dS^T"),
+            *((keys, rows, v), 1, 2, _kept_columns(plan, "V")),
         ),
         Product(
             *("dK += dS^T Q", "registers", "sQ, transposed", end),
@@ -278,7 +302,8 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
 
 def _tile(plan: KernelPlan) -> Iterator[Step]:
     """From dK of a tile's last block to its dQ, beside the next tile's first block."""
-    beside = plan.context["first_stores"]  # dV beside dK, the V stage freed behind P
+    beside = plan.context["first_stores"]  # dV beside dK
+    late = plan.context["frees_v_late"]
     stored = (
         Step("dV in 16 bits, in its V's place", "math"),
         Step("store dV", "tma", issues="store dV"),
@@ -296,11 +321,11 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield over("dV has left", ("store dV",))
     yield Step("dK * scale in 16 bits, in the same place", "math")
     yield Step("store dK", "tma", issues="store dK")
-    if not beside:
+    if not late:
         yield freed_v
     yield mma("dP(0)", Wait("v_full"), Wait("do_full"))
     yield Step("exp2; P(0) in 16 bits", "math")
-    if beside:
+    if late:
         yield freed_v
     yield mma("dV(0)")
     yield mma(LAST, Wait("ds_full", earlier=True))
@@ -437,27 +462,23 @@ def _block_of_dk(plan: KernelPlan) -> Iterator[Step]:
 def _last_slice(plan: KernelPlan) -> Iterator[Step]:
     """dQ of a tile's last block; its dS is freed in the next tile's first step."""
     yield _issue_slice(LAST)
-    yield over(f"{LAST} is there", (LAST,))
+    yield over(f"{LAST} is there", (LAST,), Signal("k_empty", WARPS))
     yield _add_slice(plan, LAST)
-    yield Step("both warpgroups meet", "wait")
 
 
 def _tile_of_dv(plan: KernelPlan) -> Iterator[Step]:
     yield from _last_slice(plan)
-    yield Step("dV in 16 bits, in V's place", "math")
-    yield Step("store dV", "tma", issues="store dV")
+    yield Step("store dV in 16 bits, from registers", "math")
     yield take(WARPS, CLUSTER_CTAS)
-    yield over("dV has left", ("store dV",), Signal("v_empty", 1))
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
     yield over("S(0) is there", ("next S(0)",))
 
 
 def _tile_of_dk(plan: KernelPlan) -> Iterator[Step]:
+    yield Step("the last dP has come", "wait", (), (Signal("v_empty", WARPS),))
     yield from _last_slice(plan)
-    yield Step("dK * scale in 16 bits, in K's place", "math")
-    yield Step("store dK", "tma", issues="store dK")
+    yield Step("store dK * scale in 16 bits, from registers", "math")
     yield take(WARPS, CLUSTER_CTAS)
-    yield over("dK has left", ("store dK",), Signal("k_empty", 1))
     yield mma("next dP(0)", Wait("v_full"), Wait("do_full"))
     yield Step("K is there for dQ", "wait", (Wait("k_full", earlier=True),))
     yield over("dP(0) is there", ("next dP(0)",))
