@@ -389,6 +389,7 @@ def _context(
     if traits.paired:
         math = "warps 4 to 7 compute P and dV, warps 8 to 11 dS and dK, all of them dQ"
     told = {each.name: each.arrivals for each in barriers}
+    head_dim = traits.spec.head_dim
     log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
     by_rows = not traits.paired and traits.sizes.tile_q == rows_of_dq
     statistic = backward.statistic_of(log2=log2)
@@ -423,6 +424,8 @@ def _context(
         "packed_products": traits.packed_products,
         "keeps_k": traits.kept_steps[0] > 0,
         "keeps_v": traits.kept_steps[1] > 0,
+        "keeps_all_k": traits.kept_steps[0] * K_STEP == head_dim.qk,
+        "keeps_all_v": traits.kept_steps[1] * K_STEP == head_dim.v,
         "frees_v_late": traits.frees_v_late,
         "narrow_slices": traits.narrow_slices,
         "dq_by_rows": by_rows,
