@@ -43,7 +43,7 @@ TURN_STAGES: Final = 2  # a turn is awaited up to two blocks ahead
 REGISTERS_BESIDE: Final = {True: 16, False: 20}
 K_STEP: Final = 16  # K of a wgmma of 16-bit elements
 # k-steps of S = K Q^T and of dP = V dO^T whose K and V stay in registers for a tile, by head_dim:
-# as many as compiled unspilled (decision 0065). Each is read from shared memory no more.
+# as many as compiled unspilled (decision 0065). They are loaded once per tile, not in each step.
 KEPT_STEPS: Final = {
     (64, 64): (3, 0),
     (96, 96): (6, 5),
@@ -92,7 +92,7 @@ class Traits(backward.Traits):
     def kept_steps(self) -> tuple[int, int]:
         """k-steps of S that read K from registers, and of dP that read V from there.
 
-        P in fp32, and the slopes of a softcap, leave no room for any.
+        None where P is in fp32 or scores are capped, which leave fewer registers: not tried.
         """
         head_dim = self.spec.head_dim
         if not self.packed_products or self.softcap is not None:
