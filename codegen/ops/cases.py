@@ -112,6 +112,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         single=spec.get("schedule") == "single",
         slack=constants.get("RESCALE_SLACK", 0.0),
         along_keys=constants.get("CLUSTER_CTAS", 1),
+        section_rows=constants.get("SECTION_BYTES", 0) // constants.get("ROW_BYTES", 1),
     )
 
 

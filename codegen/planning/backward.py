@@ -24,6 +24,7 @@ from .numbers import given, of_scores, tuned
 TICKET_STAGES: Final = 1
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
 SECTION_BYTES: Final = 32 * 2**20
+BLOCKS_APART: Final = 8
 STATS_THREADS: Final = 256
 FLOATS: Final = 4  # of 16 bytes
 CLUSTER_CTAS: Final = 2  # CTAs that exchange dS
@@ -103,8 +104,24 @@ class Traits(shared.Traits):
 
     @property
     def falling_sections(self) -> bool:
-        """A head's tiles are drawn in falling order, but in the last section (decision 0059)."""
-        return self._meets_late and self.spec.head_dim.qk <= 64
+        """A head's tiles are drawn in falling order, but in the last section (decisions 0059 and
+        0066).
+        """
+        return self.long_last or (self._meets_late and self.spec.head_dim.qk <= 64)
+
+    @property
+    def long_last(self) -> bool:
+        """The last section may have the heads of two or more: its tiles, the longest first, would
+        wait long for their turns if many of a head began at once.
+        """
+        edges = self.mask
+        causal = bool(edges.right_edges) and not edges.left_edges
+        return self.hands_turns and causal
+
+    @property
+    def section_bytes(self) -> int:
+        """Of L2, that the heads have whose tiles CTAs work on at a time."""
+        return SECTION_BYTES
 
     @property
     def shortest_early(self) -> bool:
@@ -198,10 +215,14 @@ def chosen(
     yield from tuned(traits.spec, rows, why)
 
 
-def section(why: str) -> Number:
-    """The constant of how much of L2 a section of heads has."""
+def sections(traits: Traits, why: str) -> Iterator[Number]:
+    """Yield the constants of how many heads a section has."""
     unit = "bytes that the heads of a section have in L2"
-    return Number("SECTION_BYTES", SECTION_BYTES, unit, "planned", reason=why)
+    yield Number("SECTION_BYTES", traits.section_bytes, unit, "planned", reason=why)
+    if traits.long_last:
+        unit = "blocks within which rising tiles of a head begin"
+        why = "a tile that rises waits at its first block (decision 0066)"
+        yield Number("BLOCKS_APART", BLOCKS_APART, unit, "planned", reason=why)
 
 
 def tx_bytes(
@@ -301,6 +322,7 @@ def context(
         "first_stores": traits.first_stores,
         "keyless_blocks": traits.keyless_blocks,
         "falling_sections": traits.falling_sections,
+        "long_last": traits.long_last,
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",

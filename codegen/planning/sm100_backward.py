@@ -110,7 +110,7 @@ def _chosen(traits: Traits) -> Iterator[Number]:
         ("ADD_REGS", add, "per thread", ""),
     )
     yield from backward.chosen(traits, registers, REASONS.__getitem__)
-    yield backward.section(REASONS["SECTION_BYTES"])
+    yield from backward.sections(traits, REASONS["SECTION_BYTES"])
 
 
 def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:

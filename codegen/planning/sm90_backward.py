@@ -66,7 +66,7 @@ REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "SECTION_BYTES": "32 MiB of the 50 of L2",
+    "SECTION_BYTES": "of the 50 MiB of L2; without a mask half as much (decision 0066)",
     "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
@@ -105,6 +105,12 @@ class Traits(backward.Traits):
         it is slower unless lengths are short (decision 0059).
         """
         return not self.paired and (self.first_stores or self.spec.head_dim.qk < 128)
+
+    @property
+    def section_bytes(self) -> int:
+        """Half as much without a mask: a head's tiles begin at the same block."""
+        free = not self.mask.edges and not self.spec.deterministic
+        return backward.SECTION_BYTES // (2 if free else 1)
 
     @property
     def slice_columns(self) -> int:
@@ -230,7 +236,7 @@ def _too_many_registers(spec_file: SpecFile, tile_q: int) -> SpecError:
 
 def _chosen(traits: Traits) -> Iterator[Number]:
     yield from backward.chosen(traits, (), partial(_reason, traits.spec))
-    yield backward.section(REASONS["SECTION_BYTES"])
+    yield from backward.sections(traits, REASONS["SECTION_BYTES"])
     for name, steps, of in zip(
         ("K_STEPS", "V_STEPS"), traits.kept_steps, ("S", "dP"), strict=True
     ):

@@ -21,7 +21,7 @@ from fmha_gen.ops.backward import BACKWARD, forward_of
 from fmha_gen.ops.cases import Case, tiles_of
 from fmha_gen.ops.forward import FORWARD
 from fmha_gen.ops.operation import Given
-from fmha_gen.planning.backward import SECTION_BYTES
+from fmha_gen.planning.backward import BLOCKS_APART, SECTION_BYTES
 
 from tests import support
 
@@ -288,14 +288,46 @@ def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> 
         assert len({each.bits[name] for each in ran}) == 1
 
 
-def test_sections_of_falling_tiles(tmp_path: Path) -> None:
-    """Two sections of a head each, whose tiles fall, and a last one, whose tiles rise."""
-    stem = "sm90_d64_bf16_causal_bwd_s300"
-    text = kernels.text_of(D64 + "seqlen: 300\n", stem)
-    one_head = {f"SECTION_BYTES = {SECTION_BYTES}": "SECTION_BYTES = 1"}
-    path = kernels.written(tmp_path, kernels.damaged(text, one_head), stem)
-    for ran in run(path, Case("sections", 1, 3, 300, 300, sm_count=2), SCHEDULES):
-        assert ran.findings == []
+# What a spec says, heads, and CTAs: two sections of a head each, and a last one of what is left.
+SECTIONS = {
+    "in any order": ("seqlen: 300\n", 3, 2),
+    "in a fixed order": ("deterministic: true\n", 3, 2),
+    "in a fixed order, the last one of two heads": (
+        "deterministic: true\n",
+        4,
+        BLOCKS_APART,
+    ),
+}
+
+
+def of_sections(
+    name: str, changes: dict[str, str], schedules: list[Schedule], folder: Path
+) -> list[Ran]:
+    fields, heads, sm_count = SECTIONS[name]
+    stem = "sm90_d64_bf16_causal_bwd_sections"
+    one_head = {f"SECTION_BYTES = {SECTION_BYTES}": "SECTION_BYTES = 1", **changes}
+    text = kernels.damaged(kernels.text_of(D64 + fields, stem), one_head)
+    case = Case("sections", 1, heads, 300, 300, sm_count=sm_count)
+    return run(kernels.written(folder, text, stem), case, schedules)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_tiles_of_sections_fall_and_those_of_the_last_one_rise(
+    name: str, tmp_path: Path
+) -> None:
+    ran = of_sections(name, {}, SCHEDULES, tmp_path)
+    assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
+    same = ("dq", "dk", "dv") if "fixed" in name else ("dk", "dv")
+    assert [len({each.bits[x] for each in ran}) for x in same] == [1] * len(same)
+
+
+@pytest.mark.parametrize("rises", ["True", "False"])
+def test_a_turn_that_is_counted_from_the_other_end_is_found(
+    rises: str, tmp_path: Path
+) -> None:
+    counted = {"                    work.rises,\n": f"Boolean({rises}),\n"}
+    (ran,) = of_sections("in a fixed order", counted, SCHEDULES[:1], tmp_path)
+    assert any("deadlock" in each for each in ran.findings)
 
 
 DAMAGES = {

@@ -59,9 +59,13 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         if handed:
             sends = f"{sends}; passes turns"
         yield "sender", f"{SEND_WARP}", f"{of['producer']:>9}", sends
-    order = "last" if handed and plan.context["right_edge"] else "longest"
+    order = "the longest of a section first"
+    if plan.context["falling_sections"]:
+        order = "the last of a head first, of the last section the longest"
+    elif handed and plan.context["right_edge"]:
+        order = "the last of a head first"
     tiles = "pairs of KV tiles, in CTA 0" if paired else "KV tiles"
-    scheduler = f"draws tickets for {tiles}, the {order} of a section first"
+    scheduler = f"draws tickets for {tiles}, {order}"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
     for index in range(math.warpgroups):
