@@ -245,5 +245,6 @@ def _large(of: _Made) -> Iterator[Case]:
         heads = math.ceil((2 * sms // of.tiles.ctas + 1) / of_head)
         yield of.on_gpu(tag, q, kv, 3, heads, repeats=REPEATS, **options)
     # So many heads that there are sections of them before the last one, or the last two.
-    heads = math.ceil(3.5 * of.tiles.section_rows / of.length("q", 300) / 3)
-    yield of.on_gpu("sections", 300, 300, 3, heads, repeats=REPEATS)
+    if rows := of.tiles.section_rows:
+        heads = math.ceil(3.5 * rows / of.length("q", 300) / 3)
+        yield of.on_gpu("sections", 300, 300, 3, heads, repeats=REPEATS)

@@ -221,7 +221,7 @@ def sections(traits: Traits, why: str) -> Iterator[Number]:
     yield Number("SECTION_BYTES", traits.section_bytes, unit, "planned", reason=why)
     if traits.long_last:
         unit = "blocks within which rising tiles of a head begin"
-        why = "a tile that rises waits at its first block (decision 0066)"
+        why = "a tile that rises waits at its first block for the one before"
         yield Number("BLOCKS_APART", BLOCKS_APART, unit, "planned", reason=why)
 
 

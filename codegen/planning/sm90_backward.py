@@ -66,7 +66,7 @@ REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "SECTION_BYTES": "of the 50 MiB of L2; without a mask half as much (decision 0066)",
+    "SECTION_BYTES": "of the 50 MiB of L2: 32, or 16 where a head's tiles begin together",
     "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
