@@ -55,8 +55,8 @@ class Tiles:
     q_releases: arrivals that free each Q stage once. packed: query heads whose rows a tile holds.
     single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
     may exceed their reference, 0 where that is constant. along_keys: CTAs of a backward pass's
-    cluster, whose KV tiles follow one another. section_rows: query rows of a KV head, of all that a
-    backward pass has in L2 at a time.
+    cluster, whose KV tiles follow one another. section_rows: query rows of the
+    KV heads of a backward pass's section together.
     """
 
     q: int  # [rows]

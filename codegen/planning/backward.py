@@ -24,6 +24,7 @@ from .numbers import given, of_scores, tuned
 TICKET_STAGES: Final = 1
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
 SECTION_BYTES: Final = 32 * 2**20
+# In the last section, where a causal kernel sums in a fixed order (decision 0066).
 BLOCKS_APART: Final = 8
 STATS_THREADS: Final = 256
 FLOATS: Final = 4  # of 16 bytes
@@ -95,12 +96,15 @@ class Traits(shared.Traits):
         return rows - keys - right >= self.sizes.tile_q
 
     @property
+    def _longest_first(self) -> bool:
+        """Of a head's tiles the first are seen by most rows, as with a causal mask."""
+        return bool(self.mask.right_edges) and not self.mask.left_edges
+
+    @property
     def _meets_late(self) -> bool:
         """Tiles of a causal head wait for one another where they come to a block."""
-        spec, edges = self.spec, self.mask
-        free = self.first_stores and not spec.deterministic
-        causal = bool(edges.right_edges) and not edges.left_edges
-        return free and causal and spec.heads.q_per_kv == 1
+        free = self.first_stores and not self.spec.deterministic
+        return free and self._longest_first and self.spec.heads.q_per_kv == 1
 
     @property
     def falling_sections(self) -> bool:
@@ -114,9 +118,7 @@ class Traits(shared.Traits):
         """The last section may have the heads of two or more: its tiles, the longest first, would
         wait long for their turns if many of a head began at once.
         """
-        edges = self.mask
-        causal = bool(edges.right_edges) and not edges.left_edges
-        return self.hands_turns and causal
+        return self.hands_turns and self._longest_first
 
     @property
     def section_bytes(self) -> int:

@@ -66,7 +66,7 @@ REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "SECTION_BYTES": "of the 50 MiB of L2: 32, or 16 where a head's tiles begin together",
+    "SECTION_BYTES": "of the 50 MiB of L2: 32, or 16 without a mask unless sums have an order",
     "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
@@ -108,7 +108,7 @@ class Traits(backward.Traits):
 
     @property
     def section_bytes(self) -> int:
-        """Half as much without a mask: a head's tiles begin at the same block."""
+        """Half as much without a mask, unless sums have an order (decision 0066)."""
         free = not self.mask.edges and not self.spec.deterministic
         return backward.SECTION_BYTES // (2 if free else 1)
 
