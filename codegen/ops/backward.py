@@ -44,14 +44,17 @@ SHORT_HEADS: Final = {64: 2048, 96: 1024, 128: 2048}
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
-    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, and turns with
-    each block where tiles are counted.
+    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, turns with
+    each block where tiles are counted, and a counter of each KV head whose sums are cleared ahead.
     """
-    blocks = sizes.batch * HEADS.size(spec, sizes) * -(-sizes.q // cut.q)
+    heads = sizes.batch * HEADS.size(spec, sizes)
+    blocks = heads * -(-sizes.q // cut.q)
     width = int(spec["head_dim"]["qk"]) + STATISTICS
     counted = spec["deterministic"] or _first_stores(spec)
     turns = turns_of(spec["arch"], *spec["head_dim"].values()) if counted else 0
-    return blocks * cut.q * width + TICKETS + turns * blocks
+    clears = clears_ahead(spec["arch"], spec["head_dim"]["qk"], counted=counted)
+    counters = heads // int(spec["q_per_kv"]) if clears else 0
+    return blocks * cut.q * width + TICKETS + turns * blocks + counters
 
 
 def _first_stores(spec: Spec) -> bool:
@@ -82,6 +85,14 @@ def first_stores(arch: str, qk: int, v: int, q: int | None, kv: int | None) -> b
     if arch != "sm90" or q is None or kv is None or splits_products(qk, v):
         return False
     return max(q, kv) <= SHORT_HEADS[qk]
+
+
+def clears_ahead(arch: str, qk: int, *, counted: bool) -> bool:
+    """Whether the main kernel writes the zeros to which it adds dQ of later heads.
+
+    It is faster at head_dim 64 alone (decision 0067). qk: head_dim. counted: tiles take turns.
+    """
+    return arch == "sm90" and qk <= 64 and not counted
 
 
 def kernels(spec: Spec) -> tuple[str, ...]:

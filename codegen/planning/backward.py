@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import SHORT_HEADS, first_stores, turns_of
+from ..ops.backward import SHORT_HEADS, clears_ahead, first_stores, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -24,6 +24,8 @@ from .numbers import given, of_scores, tuned
 TICKET_STAGES: Final = 1
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
 SECTION_BYTES: Final = 32 * 2**20
+# Where causal kernels beyond head_dim 64 sum in a fixed order (decision 0067).
+HEAD_TILES: Final = 5
 # In the last section, where a causal kernel sums in a fixed order (decision 0066).
 BLOCKS_APART: Final = 8
 STATS_THREADS: Final = 256
@@ -119,6 +121,24 @@ class Traits(shared.Traits):
         wait long for their turns if many of a head began at once.
         """
         return self.hands_turns and self._longest_first
+
+    @property
+    def caps_heads(self) -> bool:
+        """Sections have no more heads than leave CTAs several tiles of each at a time: sooner done
+        beyond head_dim 64 where heads are short (decision 0067).
+        """
+        return self.long_last and self.spec.head_dim.qk > 64
+
+    @property
+    def counted(self) -> bool:
+        """Tiles take turns where they come to a block of rows."""
+        return self.spec.deterministic or self.first_stores
+
+    @property
+    def clears_ahead(self) -> bool:
+        """A ticket clears a part of the sums of a later section's heads, which stays in L2."""
+        spec = self.spec
+        return clears_ahead(spec.arch, spec.head_dim.qk, counted=self.counted)
 
     @property
     def section_bytes(self) -> int:
@@ -221,6 +241,10 @@ def sections(traits: Traits, why: str) -> Iterator[Number]:
     """Yield the constants of how many heads a section has."""
     unit = "bytes that the heads of a section have in L2"
     yield Number("SECTION_BYTES", traits.section_bytes, unit, "planned", reason=why)
+    if traits.caps_heads:
+        unit = "tiles of a head, at least, that CTAs work on at a time"
+        short = "short heads, of which L2 has many, are done sooner"
+        yield Number("HEAD_TILES", HEAD_TILES, unit, "planned", reason=short)
     if traits.long_last:
         unit = "blocks within which rising tiles of a head begin"
         why = "a tile that rises waits at its first block for the one before"
@@ -281,6 +305,7 @@ def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
         statistic,
         first_stores=traits.first_stores,
         keyless_blocks=traits.keyless_blocks,
+        clears_ahead=traits.clears_ahead,
     )
     width = max(map(len, does))
     for suffix, what in does.items():
@@ -288,20 +313,22 @@ def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
 
 
 def what_kernels_do(
-    statistic: str, *, first_stores: bool, keyless_blocks: bool
+    statistic: str, *, first_stores: bool, keyless_blocks: bool, clears_ahead: bool
 ) -> dict[str, str]:
     """What each kernel does, by its suffix: `ops.backward.kernels`.
 
-    statistic: that of S. keyless_blocks: no row of some block sees a key.
+    statistic: that of S. keyless_blocks: no row of some block sees a key. The others: see `Traits`.
     """
     of_rows = f"{statistic} and -D of each row"
     if first_stores:
         zeros = ", and dQ of blocks that see no key" if keyless_blocks else ""
         sums = "a block's first tile stores dQ, its last one adds and writes it"
         return {"_stats": f"{of_rows}{zeros}", "": f"dK and dV; {sums}"}
+    of_first = " of the first heads" if clears_ahead else ""
+    of_later = ", and clears those of later heads" if clears_ahead else ""
     return {
-        "_stats": f"{of_rows}, and zeros where dQ is summed",
-        "": "dK and dV; adds to the sums of dQ",
+        "_stats": f"{of_rows}, and zeros where dQ{of_first} is summed",
+        "": f"dK and dV; adds to the sums of dQ{of_later}",
         "_finish": "dQ of its sums",
     }
 
@@ -320,11 +347,13 @@ def context(
     return {
         **common,
         "ordered": spec_file.spec.deterministic,
-        "counted": spec_file.spec.deterministic or traits.first_stores,
+        "counted": traits.counted,
         "first_stores": traits.first_stores,
         "keyless_blocks": traits.keyless_blocks,
         "falling_sections": traits.falling_sections,
         "long_last": traits.long_last,
+        "caps_heads": traits.caps_heads,
+        "clears_ahead": traits.clears_ahead,
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",

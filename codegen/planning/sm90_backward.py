@@ -440,7 +440,8 @@ def _context(
 
 def _role_lines(traits: Traits, math: str) -> Iterator[str]:
     """The lines of the header that say which warp does what."""
-    draws = f"warp {SCHEDULER_WARP} draws tickets for tiles"
+    clears = ", and clears sums" if traits.clears_ahead else ""
+    draws = f"warp {SCHEDULER_WARP} draws tickets for tiles{clears}"
     if traits.paired:
         yield (
             "Clusters of two CTAs with tiles that follow one another: each sums half of dQ's"

@@ -291,6 +291,8 @@ def test_gradients_are_right_under_every_schedule(call: str, tmp_path: Path) -> 
 # What a spec says, heads, and CTAs: two sections of a head each, and a last one of what is left.
 SECTIONS = {
     "in any order": ("seqlen: 300\n", 3, 2),
+    "of any length": ("", 4, 2),
+    "of groups": ("heads: {q_per_kv: 2}\n", 4, 2),
     "in a fixed order": ("deterministic: true\n", 3, 2),
     "in a fixed order, the last one of two heads": (
         "deterministic: true\n",
@@ -319,6 +321,50 @@ def test_tiles_of_sections_fall_and_those_of_the_last_one_rise(
     assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
     same = ("dq", "dk", "dv") if "fixed" in name else ("dk", "dv")
     assert [len({each.bits[x] for each in ran}) for x in same] == [1] * len(same)
+
+
+# Of how the sums of later heads are cleared.
+CLEAR_DAMAGES = {
+    "a counter begins with what was there": (
+        "        mCleared[place] = 0\n",
+        "        pass\n",
+        "read-before-write",
+    ),
+    "counted before all lanes have cleared": (
+        "        cute.arch.sync_warp()\n        if lane_idx == 0:\n            counter",
+        "        if lane_idx == 0:\n            counter",
+        "race",
+    ),
+    "counted without a release": (
+        'Int32(1), op="add", dtype="s32", sem="release"',
+        'Int32(1), op="add", dtype="s32", sem="relaxed"',
+        "race",
+    ),
+    "awaited without an acquisition": (
+        "        while cleared < shares:\n"
+        '            cleared = cute.arch.load(counter, Int32, sem="acquire"',
+        "        cleared = Int32(0)\n        while cleared < shares:\n"
+        '            cleared = cute.arch.load(counter, Int32, sem="relaxed"',
+        "race",
+    ),
+    "a head left out": (
+        "    head += problem.cleared\n",
+        "    head += problem.cleared + 1\n",
+        "deadlock",
+    ),
+    "a block of each share left out": (
+        "    begin = share * of_share\n",
+        "    begin = share * of_share + 1\n",
+        "read-before-write",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(CLEAR_DAMAGES, 2))
+def test_sums_that_are_not_cleared_in_time_are_found(name: str, tmp_path: Path) -> None:
+    old, new, words = CLEAR_DAMAGES[name]
+    (ran,) = of_sections("of any length", {old: new}, SCHEDULES[:1], tmp_path)
+    assert any(words in each for each in ran.findings)
 
 
 @pytest.mark.parametrize("rises", ["True", "False"])
@@ -358,7 +404,7 @@ DAMAGES = {
         "race",
     ),
     "no zeros where dQ is summed": (
-        "        cute.autovec_copy(zeros, gSums[None, i * STATS_THREADS + thread])",
+        "        cute.autovec_copy(zeros, gSums[None, i * threads + thread])",
         "        pass",
         "read-before-write",
     ),

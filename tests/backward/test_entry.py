@@ -26,8 +26,8 @@ CONSTANTS = read_constants(TEXT)
 SPEC, TILES = CONSTANTS["SPEC"], tiles_of(CONSTANTS)
 CASE = Case("x", batch=2, kv_heads=2, q=70, kv=40, sm_count=5)
 PLAIN = Case("plain", batch=2, kv_heads=2, q=70, kv=40, sm_count=5, layout="plain")
-# Batches, heads, rows in blocks of 64, sums and statistics; a ticket.
-ELEMENTS = 2 * 4 * 128 * 66 + 1
+# Batches, heads, rows in blocks of 64, sums and statistics; a ticket; counters of KV heads.
+ELEMENTS = 2 * 4 * 128 * 66 + 1 + 2 * 2
 
 
 def function(name: str) -> ast.FunctionDef:
@@ -51,7 +51,8 @@ def test_the_header_has_every_tensor_the_workspace_and_the_kernels() -> None:
         "lse:       [batch, heads, seqlen_q] fp32, natural log",
         "dv:        [batch, seqlen_kv, heads / 2, 64] bf16",
         "workspace: [workspace_size(batch, seqlen_q, heads)] fp32",
-        "  _stats   -LSE * log2(e) and -D of each row, and zeros where dQ is summed",
+        "  _stats   -LSE * log2(e) and -D of each row, and zeros where dQ of the first heads is"
+        " summed",
         "  _finish  dQ of its sums",
     ):
         assert line in said, line
@@ -107,7 +108,8 @@ def test_the_file_and_the_operation_have_one_size_of_workspaces(
     blocks = batch * heads * group * -(-rows // known["TILE_Q"])
     of_block = known["TILE_Q"] * (known["HEAD_DIM_QK"] + 2)
     of_block += 2 if known["SPEC"]["deterministic"] else 0
-    assert wanted == blocks * of_block + 1
+    counters = batch * heads if "mCleared" in text else 0
+    assert wanted == blocks * of_block + 1 + counters
 
 
 def test_the_size_of_workspaces_is_of_the_host_section() -> None:

@@ -341,6 +341,18 @@ def test_explain_has_kernels_roles_products_and_costs() -> None:
     assert explain.render(found, None).splitlines() == lines, "whoever has the plan"
 
 
+def test_sums_that_tickets_clear_are_explained() -> None:
+    text = explain.render(planned("sm90_d64_bf16_gqa2_bwd"), None)
+    assert max(map(len, text.splitlines())) <= explain.WIDTH
+    words = " ".join(text.split())
+    for each in (
+        "and zeros where dQ of the first heads is summed",
+        "adds to the sums of dQ, and clears those of later heads",
+        "+ 1 + batch * heads / 2) B",
+    ):
+        assert each in words, each
+
+
 def test_other_kernels_are_as_they_were() -> None:
     found = support.shipped_plan("sm90_d128_bf16_causal_lse")
     assert backward.shown(found) is found

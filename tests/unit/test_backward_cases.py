@@ -275,7 +275,7 @@ def test_a_workspace_lies_alone_between_guards_at_16_bytes():
     for layout in get_args(Layout):
         case = Case("x", 2, 1, 65, 7, layout=layout, sm_count=1)
         placed = place_tensors(spec, case, TILES).tensors["workspace"]
-        assert placed.shape == (2 * 3 * 128 * 66 + 1,) and placed.strides == (1,)
+        assert placed.shape == (2 * 3 * 128 * 66 + 1 + 2,) and placed.strides == (1,)
         assert placed.storage == "workspace" and placed.offset * 4 % 16 == 0
         if layout == "farther":
             continue

@@ -86,6 +86,7 @@ def kernel_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         statistic(plan),
         first_stores=plan.context["first_stores"],
         keyless_blocks=plan.context["keyless_blocks"],
+        clears_ahead=plan.context["clears_ahead"],
     )
     for each, what in zip(plan.kernels, does.values(), strict=True):
         ctas, threads = grids[each.name]
@@ -161,10 +162,13 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
     of_row = BYTES["fp32"] * (qk + STATISTICS)
     counted, turns = plan.context["counted"], known.get("TURNS", 0)
     of_turns = f" + {turns} * batch * heads * {blocks}" if counted else ""
+    clears, group = plan.context["clears_ahead"], plan.spec_file.spec.heads.q_per_kv
+    of_heads = f" + batch * heads{f' / {group}' if group > 1 else ''}" if clears else ""
+    beside = ["a ticket"] + ["turns"] * counted + ["counters of KV heads"] * clears
     yield (
         f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"
-        f" + 1{of_turns}) B, {of_row} B a row: sums of dQ, {statistic(plan)} and -D of whole"
-        f" blocks; a ticket{'; turns' if counted else ''}."
+        f" + 1{of_turns}{of_heads}) B, {of_row} B a row: sums of dQ, {statistic(plan)} and -D of"
+        f" whole blocks; {'; '.join(beside)}."
     )
 
 

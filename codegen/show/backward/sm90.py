@@ -66,6 +66,8 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         order = "the last of a head first"
     tiles = "pairs of KV tiles, in CTA 0" if paired else "KV tiles"
     scheduler = f"draws tickets for {tiles}, {order}"
+    if plan.context["clears_ahead"]:
+        scheduler = f"{scheduler}; clears sums of dQ of later heads"
     yield "scheduler", f"{SCHEDULER_WARP}", f"{of['producer']:>9}", scheduler
     (math,) = (each for each in kernel.registers if each.role == "math")
     for index in range(math.warpgroups):
