@@ -57,8 +57,9 @@ class Atomics:
         if (shadow := machine.global_shadow) is not None:
             nbytes = values[0].itemsize * len(values)
             what = machine.program.instructions[index].opcode
+            note = shadow.reduce_floats if kind == "f32" else shadow.reduce
             self._group.transfers.note_global(
-                index, addresses, nbytes, mask, shadow.reduce, what
+                index, addresses, nbytes, mask, note, what
             )
         if machine.program.orders and (kind != "f32" or acquires or releases):
             self._read(addresses, acquires, mask)

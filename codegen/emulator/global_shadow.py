@@ -8,7 +8,8 @@ other, a programmatic one from where it waits; those of two streams run in no or
 cannot be written are not looked at.
 
 Strong accesses (`red`, `atom`, `ld` and `st` with a scope, bulk reductions) may meet each other in
-no order; a weak one, which `ld` and `st` are without, may meet neither.
+no order; a weak one, which `ld` and `st` are without, may meet neither. Where sums are said to be
+ordered two additions of floats may not either: their order rounds the sum.
 """
 
 from __future__ import annotations
@@ -63,17 +64,23 @@ class _Access:
     strong: bool
     generic: bool
     """Whether lanes do it, and not a copy."""
+    rounds: bool
+    """Whether it adds floats."""
 
 
 class GlobalShadow:
     """The last write and the last read of each byte, by all clusters of all launches.
 
-    `report(kind, message)` is told what is wrong. Of reads and of reductions all are known that are
+    `report(kind, message)` is told what is wrong; `ordered_sums`: additions of floats in no order
+    are. Of reads and of reductions all are known that are
     in no order: who overwrites what was read, or reads a sum, has to know of each.
     """
 
-    def __init__(self, report: Callable[[Kind, str], None]) -> None:
+    def __init__(
+        self, report: Callable[[Kind, str], None], *, ordered_sums: bool = False
+    ) -> None:
         self._report = report
+        self._ordered_sums = ordered_sums
         self.knowledge = Knowledge()
         self._launches: list[_Launch] = []
         self._cluster = self._clusters = 0
@@ -197,9 +204,36 @@ class GlobalShadow:
         line: int,
         what: str,
     ) -> None:
-        """Checks and notes an atomic read, addition and write."""
+        """Checks and notes an atomic read, addition and write of integers."""
+        self._reduce(place, component, epoch, clock, line, what, False)
+
+    def reduce_floats(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+    ) -> None:
+        """The same of floats."""
+        self._reduce(place, component, epoch, clock, line, what, True)
+
+    def _reduce(
+        self,
+        place: Place,
+        component: int,
+        epoch: int,
+        clock: Clock,
+        line: int,
+        what: str,
+        rounds: bool,
+    ) -> None:
         self._check_written(place, f"{what} adds to")
-        access = self._access(component, epoch, line, "adds to", True)
+        access = self._access(component, epoch, line, "adds to", True, rounds)
+        if rounds and self._ordered_sums and _repeats(place.words):
+            told = f"bytes of {place.buffer.name} by several lanes, in no order"
+            self._report(Kind.SUM_ORDER, f"{what} adds to {told}")
         for before in (self._writes, self._reads):
             self._check(before, place, clock, f"{what} adds to", access)
         self._note_beside(self._writes, place, access, clock)
@@ -262,6 +296,8 @@ class GlobalShadow:
                 kind, why = Kind.RACE, "in no order"
                 if not whose and self._lacks_fence(other, access, clock):
                     kind, why = Kind.PROXY_FENCE, "with no fence.proxy.async in between"
+                elif whose and self._ordered_sums and access.rounds and other.rounds:
+                    kind = Kind.SUM_ORDER
                 elif not whose or (access.strong and other.strong):
                     continue
                 told = f"{whose or other.who} {other.did} (line {other.line}) {why}"
@@ -319,13 +355,20 @@ class GlobalShadow:
         return number in launch.over or (bool(waited) and number in launch.awaited)
 
     def _access(
-        self, component: int, epoch: int, line: int, did: str, strong: bool
+        self,
+        component: int,
+        epoch: int,
+        line: int,
+        did: str,
+        strong: bool,
+        rounds: bool = False,
     ) -> _Access:
         assert self._components is not None  # a cluster runs
         return _Access(
             *(self._launches[-1], self._cluster, component, epoch, line),
             *(self._components.name(component), did, strong),
             generic=bool(self._components.is_generic(component)),
+            rounds=rounds,
         )
 
     def _number(self, accesses: tuple[_Access, ...]) -> int:
@@ -343,6 +386,11 @@ class GlobalShadow:
             size = -(-len(buffer.bytes) // WIDEST) * WIDEST
             entries = arrays[buffer.address] = np.zeros(size, np.int32)
         return entries.reshape(-1, place.width)
+
+
+def _repeats(words: Any) -> bool:
+    """Whether a word is named twice, of those that lanes number."""
+    return isinstance(words, np.ndarray) and len(np.unique(words)) < words.size
 
 
 def _knows(others: Known, access: _Access, row: int) -> bool:

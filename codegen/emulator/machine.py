@@ -75,6 +75,7 @@ def run(
     names: Mapping[str, Names] | None = None,
     accumulation: Accumulation = Accumulation.DEVICE,
     resident: int | None = None,
+    ordered_sums: bool = False,
 ) -> RunResult:
     """Executes launches in their order; their results are in `memory` afterwards.
 
@@ -87,13 +88,15 @@ def run(
     tensor is only right in the ragged last tile of a dimension, and is a finding in dimensions
     without tiles. `names`: by kernel, what findings call barriers, tiles and warps. `accumulation`:
     of wgmmas with 8-bit operands. `resident`: how many clusters run at a time; None: all of a
-    launch whose kernel loads what others store meanwhile, and one of others. Raises KeyError for a
-    launch of a kernel that is not among the programs.
+    launch whose kernel loads what others store meanwhile, and one of others. `ordered_sums`: two
+    additions of floats to one number in no order are a finding. Raises KeyError for a launch of a
+    kernel that is not among the programs.
     """
     machine = Machine(
         *(programs, memory, schedule or Schedule(), checks),
         *(timeline, max_steps, tiles or {}, names or {}),
         accumulation=accumulation,
+        ordered_sums=ordered_sums,
     )
     for launch in launches:
         if not machine.run(launch, clusters, resident):
@@ -122,6 +125,7 @@ class Machine:
         names: Mapping[str, Names],
         *,
         accumulation: Accumulation = Accumulation.DEVICE,
+        ordered_sums: bool = False,
     ) -> None:
         self._programs = programs
         self._names = names
@@ -139,7 +143,9 @@ class Machine:
         self.elected = np.full(LANES, self.leader, np.uint32), lanes == self.leader
         """That lane, and the mask of those, when all lanes run."""
         self.findings = Report()
-        self.global_shadow = GlobalShadow(self.report) if checks else None
+        self.global_shadow = (
+            GlobalShadow(self.report, ordered_sums=ordered_sums) if checks else None
+        )
         self.writes = Writes()
         self.landing = Landing(schedule, self.rng)
         """Additions of clusters that are over."""

@@ -25,6 +25,7 @@ class Kind(str, Enum):
     TENSOR_MEMORY = "tensor-memory"
     REGISTERS = "registers"
     SATURATION = "saturation"
+    SUM_ORDER = "sum-order"
     TRAP = "trap"
     OUTSTANDING = "outstanding"
     UNSUPPORTED = "unsupported"

@@ -241,6 +241,7 @@ class Rehearsal:
             tiles=tiles_of_case(self.tiles, self.spec, self.case),
             names=self.names,
             max_steps=self.max_steps or STEPS + STEPS_OF_BLOCK * self.case.blocks,
+            ordered_sums=not operation_of(self.spec).unordered(self.spec),
         )
 
     def shift(self, name: str) -> NDArray[np.float64]:

@@ -51,6 +51,20 @@ def test_a_right_kernel_holds(right: Path) -> None:
         assert told["rows"] == told["of_rows"] > 0
 
 
+def test_sums_without_an_order_are_found_where_a_spec_asks_for_one(
+    tmp_path: Path,
+) -> None:
+    fields, stem = kernels.SMALL + "deterministic: true\n", "sm90_d64_bf16_bwd_det"
+    text = kernels.text_of(fields, stem)
+    case = Case("tiles", 1, 1, 3, 131, sm_count=2, blocks=4)
+    for relaxed, found in (("release", set()), ("relaxed", {"sum-order"})):
+        changed = text.replace('sem="release"', f'sem="{relaxed}"')
+        path = kernels.written(tmp_path, changed, stem)
+        (ready,) = rehearsals(path, [case])
+        ran = ready.run(schedules(2)[0])
+        assert {each.partition(":")[0] for each in ran.findings} == found
+
+
 def test_a_run_of_the_command_has_the_errors_of_each_output(
     right: Path, tmp_path: Path
 ) -> None:

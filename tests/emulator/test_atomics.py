@@ -208,6 +208,24 @@ def test_additions_meet_and_others_wait(schedule):
         assert seen(other + sync + FIRST_WARP) == []
 
 
+@pytest.mark.parametrize("schedule", (Schedule(), *RANDOM[:3]), ids=str)
+def test_where_sums_are_ordered_additions_of_floats_wait_too(schedule):
+    def seen(body: str, ordered: bool = True) -> list[str]:
+        return found(body, schedule=schedule, ordered_sums=ordered)
+
+    mine, sync = f"@!%p2 {FIRST_WARP}", "bar.sync 0;"
+    second = f"shr.u32 %r41, %r1, 5; setp.eq.u32 %p4, %r41, 1; @%p4 {FIRST_WARP}"
+    for unordered in (FIRST_WARP, mine + second, second + mine, OWN + second):
+        assert seen(unordered) == ["sum-order"]
+        assert seen(unordered, ordered=False) == []
+        assert seen(unordered.replace("add.f32", "add.u32")) == []
+    for ordered in (OWN, OWN + OWN, mine + sync + second, second + sync + mine):
+        assert seen(ordered) == []
+    # Lanes of one instruction have no order either.
+    assert seen(ADD.format("%rd1")) == seen(f"@!%p2 {ADD.format('%rd1')}")
+    assert seen(f"@!%p2 {ADD.format('%rd1')}") == ["sum-order"]
+
+
 def test_who_reads_a_sum_must_know_of_each_addition():
     """All warps add; then a reader waits for some of them. Only the last addition is not enough."""
     add = f"{FIRST_WARP} setp.lt.u32 %p4, %r1, 64; setp.eq.u32 %p5, %r1, 127;"

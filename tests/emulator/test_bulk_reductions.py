@@ -304,8 +304,15 @@ def test_who_knows_of_what_was_added(schedule):
         assert seen(f"{SYNC} {access}") == []
         assert seen(access) == ["race"]
         assert seen(f"{SYNC} {access}", READ) == ["race"]
-    # Additions meet in any order.
+    # Additions meet in any order, unless sums are ordered.
     assert seen(add) == seen(add, READ) == []
+
+    def in_turn(after: str, waits: str = WAIT) -> list[str]:
+        code = body(waits=waits, after=after)
+        return found(code, schedule=schedule, ordered_sums=True)
+
+    assert in_turn(f"{SYNC} {add}") == []
+    assert in_turn(add) == in_turn(f"{SYNC} {add}", READ) == ["sum-order"]
 
     # Zeros that are written first, and in no order.
     def zeroed(fence: str) -> list[str]:

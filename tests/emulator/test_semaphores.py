@@ -152,6 +152,21 @@ def test_what_hands_nothing_over(name, schedule):
     assert found(body, schedule=schedule, resident=CTAS) == ["race"]
 
 
+SUM = "mov.b32 %r20, 0f3F800000; red.relaxed.gpu.global.add.f32 [%rd2], %r20;"
+
+
+@pytest.mark.parametrize("schedule", SOME, ids=str)
+def test_sums_are_ordered_by_what_is_handed_over(schedule):
+    def seen(body: str, ordered: bool = True) -> list[str]:
+        return found(body, schedule=schedule, resident=CTAS, ordered_sums=ordered)
+
+    assert seen(ACQUIRE + SUM + RELEASE) == []
+    for name, (acquire, release) in DAMAGED.items():
+        if name != "a weak store":
+            assert seen(acquire + SUM + release) == ["sum-order"], name
+            assert seen(acquire + SUM + release, ordered=False) == [], name
+
+
 @pytest.mark.parametrize("schedule", SOME, ids=str)
 def test_a_plain_load_in_place_of_an_acquisition_is_a_race(schedule):
     """Once with what it waits for, and with the data behind it."""
