@@ -460,7 +460,7 @@ FIRST_DAMAGES = {
         "of dq: wrong",
     ),
     "stored is told before it is": (
-        "        rings.added.consumer_wait(turn_state)\n",
+        "    rings.added.consumer_wait(state)\n",
         "",
         "race",
     ),
@@ -780,20 +780,14 @@ def test_damage_on_sm100_is_found(name: str, tmp_path: Path) -> None:
 
 # Damages of the warps that watch and pass turns, each of which ends in a deadlock.
 TURN_DAMAGES = {
-    "counted before all have added": (
-        "        rings.added.consumer_wait(turn_state)\n"
-    ),
+    "counted before all have added": "    rings.added.consumer_wait(state)\n",
     "handed over before the stage is free": (
         "            rings.turn.producer_acquire(turn_state)\n"
     ),
-    "a stage kept": "            rings.turn.consumer_release(turn_state)\n",
+    "a stage kept": "        rings.turn.consumer_release(state)\n",
 }
 PAIRED_TURN_DAMAGES = {
-    "counted before all have added": "    rings.added.consumer_wait(state)\n",
-    "handed over before the stage is free": TURN_DAMAGES[
-        "handed over before the stage is free"
-    ],
-    "a stage kept": "        rings.turn.consumer_release(state)\n",
+    **TURN_DAMAGES,
     "a tile's last block not passed": (
         "        pass_on(mTurns, rings, turn_state, before)\n        turn_state.advance()\n"
         "        work = take_work"

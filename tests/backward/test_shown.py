@@ -169,11 +169,12 @@ def test_the_steps_of_who_watches_turns_are_those_of_its_loop(stem: str) -> None
 
 def test_the_steps_of_who_passes_turns_are_those_of_its_loop() -> None:
     stem = "sm90_d128_bf16_bwd_det"
-    loop = loop_of(functions(stem)["pass_turns"])
+    found = functions(stem)
+    loop = loop_of(found["pass_turns"])
     block, tile = lanes(stem)
     assert not any(isinstance(node, ast.For) for node in loop.body)
-    assert said(block["passer"]) == [*calls(loop.body, False)]
-    assert said(tile["passer"]) == [*calls(loop.body, True)]
+    assert said(block["passer"]) == [*calls(loop.body, False, found)]
+    assert said(tile["passer"]) == [*calls(loop.body, True, found)]
 
 
 @pytest.mark.parametrize("stem", PAIRED)
