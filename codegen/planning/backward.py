@@ -136,7 +136,7 @@ class Traits(shared.Traits):
 
     @property
     def clears_ahead(self) -> bool:
-        """A ticket clears a part of the sums of a later section's heads, which stays in L2."""
+        """Tickets clear sums of dQ of a later section's heads, which the first kernel does not."""
         spec = self.spec
         return clears_ahead(spec.arch, spec.head_dim.qk, counted=self.counted)
 
