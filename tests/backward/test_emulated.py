@@ -306,6 +306,19 @@ SECTIONS = {
 }
 
 
+@pytest.mark.parametrize(("q", "kv", "heads"), [(70, 600, 3), (300, 60, 4)])
+def test_sums_are_cleared_whatever_the_share_of_a_ticket(
+    q: int, kv: int, heads: int, tmp_path: Path
+) -> None:
+    """Fewer blocks of rows than tickets, and one ticket for all of them."""
+    stem = "sm90_d64_bf16_bwd_shares"
+    one_head = {f"SECTION_BYTES = {SECTION_BYTES // 2}": "SECTION_BYTES = 1"}
+    text = kernels.damaged(kernels.text_of(kernels.SMALL, stem), one_head)
+    case = Case("shares", 1, heads, q, kv, sm_count=2)
+    ran = run(kernels.written(tmp_path, text, stem), case, SCHEDULES)
+    assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
+
+
 def of_sections(
     name: str, changes: dict[str, str], schedules: list[Schedule], folder: Path
 ) -> list[Ran]:
