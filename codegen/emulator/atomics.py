@@ -10,6 +10,7 @@ acquisition.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Atomics:
         if (shadow := machine.global_shadow) is not None:
             nbytes = values[0].itemsize * len(values)
             what = machine.program.instructions[index].opcode
-            note = shadow.reduce_floats if kind == "f32" else shadow.reduce
+            note = partial(shadow.reduce, rounds=kind == "f32")
             self._group.transfers.note_global(
                 index, addresses, nbytes, mask, note, what
             )

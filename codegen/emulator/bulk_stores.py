@@ -217,7 +217,7 @@ class BulkStores:
             *(operation.component, operation.epoch, operation.clock, what),
         )
         writes = self._group.cluster.components.writes(self._group.warps[number].serial)
-        action = "reduce_floats" if adds else "write"
+        action = "reduce" if adds else "write"
         note(part, self._group.machine, operation, writes, action, what)
 
     def commit(self, index: int, mask: Mask) -> None:

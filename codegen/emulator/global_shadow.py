@@ -203,32 +203,9 @@ class GlobalShadow:
         clock: Clock,
         line: int,
         what: str,
+        rounds: bool = True,
     ) -> None:
-        """Checks and notes an atomic read, addition and write of integers."""
-        self._reduce(place, component, epoch, clock, line, what, False)
-
-    def reduce_floats(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-    ) -> None:
-        """The same of floats."""
-        self._reduce(place, component, epoch, clock, line, what, True)
-
-    def _reduce(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-        rounds: bool,
-    ) -> None:
+        """Checks and notes an atomic read, addition and write; rounds: of floats."""
         self._check_written(place, f"{what} adds to")
         access = self._access(component, epoch, line, "adds to", True, rounds)
         if rounds and self._ordered_sums and _repeats(place.words):

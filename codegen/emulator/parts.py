@@ -142,7 +142,7 @@ def note(
     action: str,
     what: str,
 ) -> None:
-    """Tells the global shadow what an operation does to a part: read, write or reduce_floats.
+    """Tells the global shadow what an operation does to a part: read, write or reduce.
 
     component: of its accesses to global memory.
     """

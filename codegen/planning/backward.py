@@ -25,7 +25,7 @@ TICKET_STAGES: Final = 1
 # Of the heads whose tiles CTAs work on at a time: what L2 holds beside other data.
 SECTION_BYTES: Final = 32 * 2**20
 # Where causal kernels beyond head_dim 64 sum in a fixed order (decision 0067).
-HEAD_TILES: Final = 5
+HEAD_CTAS: Final = 5
 # In the last section, where a causal kernel sums in a fixed order (decision 0066).
 BLOCKS_APART: Final = 8
 STATS_THREADS: Final = 256
@@ -124,8 +124,8 @@ class Traits(shared.Traits):
 
     @property
     def caps_heads(self) -> bool:
-        """Sections have no more heads than leave CTAs several tiles of each at a time: sooner done
-        beyond head_dim 64 where heads are short (decision 0067).
+        """Sections have no more heads than leave several CTAs for each: sooner done beyond
+        head_dim 64 where heads are short (decision 0067).
         """
         return self.long_last and self.spec.head_dim.qk > 64
 
@@ -242,9 +242,9 @@ def sections(traits: Traits, why: str) -> Iterator[Number]:
     unit = "bytes that the heads of a section have in L2"
     yield Number("SECTION_BYTES", traits.section_bytes, unit, "planned", reason=why)
     if traits.caps_heads:
-        unit = "tiles of a head, at least, that CTAs work on at a time"
+        unit = "CTAs, or clusters, for each head of a section but the last, at least"
         short = "short heads, of which L2 has many, are done sooner"
-        yield Number("HEAD_TILES", HEAD_TILES, unit, "planned", reason=short)
+        yield Number("HEAD_CTAS", HEAD_CTAS, unit, "planned", reason=short)
     if traits.long_last:
         unit = "blocks within which rising tiles of a head begin"
         why = "a tile that rises waits at its first block for the one before"

@@ -358,9 +358,11 @@ CLEAR_DAMAGES = {
         "race",
     ),
     "awaited without an acquisition": (
+        '        cleared = cute.arch.load(counter, Int32, sem="acquire", scope="gpu")\n'
         "        while cleared < shares:\n"
         '            cleared = cute.arch.load(counter, Int32, sem="acquire"',
-        "        cleared = Int32(0)\n        while cleared < shares:\n"
+        '        cleared = cute.arch.load(counter, Int32, sem="relaxed", scope="gpu")\n'
+        "        while cleared < shares:\n"
         '            cleared = cute.arch.load(counter, Int32, sem="relaxed"',
         "race",
     ),
