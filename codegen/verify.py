@@ -56,7 +56,7 @@ _ENTRY = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)*) ([0-9a-f]{64})((?: \S+:[0-9a-f]
 _TOKEN = re.compile(
     r'''"""(?:[^\\]|\\.)*?"""|"(?:[^"\\\n]|\\.)*"'''
     r"""|'''(?:[^\\]|\\.)*?'''|'(?:[^'\\\n]|\\.)*'|#([^\n]*)"""
-    r"""|\n(?<!\\\n)(?![\s#)\]}]|(?:elif|else|except|finally)\b|\Z)""",
+    r"""|\n(?<!\\\n)(?![\s#)\]}\\]|(?:elif|else|except|finally)\b|\Z)""",
     re.DOTALL,
 )
 _KEPT_PIECES = 4096

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import numpy as np
 
 from ..ops import params
-from ..ops.backward import BACKWARD, DOUT, GIVEN_LSE, forward_of
+from ..ops.backward import BACKWARD, DOUT, DQ_SUMS, GIVEN_LSE, forward_of
 from ..ops.e4m3 import (
     E4M3,
     OWN_FIELDS,
@@ -275,6 +275,8 @@ def asks(problem: Problem) -> Iterator[str]:
         if has_block_factors(problem.spec):
             yield BLOCK_FACTORS
         further = {name: x for name, x in further.items() if name not in OWN_FIELDS}
+    if problem.backward:
+        further = {name: x for name, x in further.items() if name != DQ_SUMS}
     if band is None:
         beside = BESIDE_DOCUMENTS if "documents" in further else EXPRESSION
         yield OF_SEQUENCES if problem.lengths else beside

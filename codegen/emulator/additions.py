@@ -4,8 +4,8 @@
 Those of a bulk reduction are under way from when it has read shared memory. The schedule says when
 each of them arrives, in no order, among those of others.
 
-Floats are rounded to nearest after each addition. Subnormals are zeros of their sign, those in
-memory too, as the device has it for `.f32` in global memory.
+Floats are rounded to nearest after each addition. Subnormals of `.f32` are zeros of their sign,
+those in memory too, as the device has it in global memory; `.noftz.f16x2` keeps them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ I64 = NDArray[np.int64]
 
 KINDS: dict[str, Any] = {
     "f32": np.float32,
+    "f16x2": np.float16,
     "u32": np.uint32,
     "s32": np.uint32,
     "u64": np.uint64,
 }
-"""By PTX type, numpy's: sums of signed integers are the same bits."""
+"""By PTX type, numpy's of a word: sums of signed integers are the same bits."""
+ROUNDED = frozenset(("f32", "f16x2"))
+"""Of these, those whose sums depend on their order."""
 
 
 def check_writable(buffer: Buffer, address: int, nbytes: int) -> None:
@@ -112,12 +115,15 @@ def add_lanes(
     mask: Mask,
     order: NDArray[np.intp],
 ) -> list[Lanes]:
-    """`red` and `atom`: adds one value per lane to each of neighbouring words.
+    """`red` and `atom`: adds one value per lane to each of neighbouring words, two if it is packed.
 
     kind: of KINDS. order: of all lanes. Returns what was there before, zero where masked out.
     """
     dtype = np.dtype(KINDS[kind])
     width = dtype.itemsize
+    packed = values[0].itemsize // width
+    words_of = [each.view(dtype).reshape(-1, packed) for each in values]
+    values = [each[:, i] for each in words_of for i in range(packed)]
     nbytes = width * len(values)
     parts = memory.split(addresses, nbytes, mask)
     for buffer, lanes, _ in parts:
@@ -129,6 +135,6 @@ def add_lanes(
         lanes, places = lanes[turns], offsets[turns] // width
         words = buffer.words[width].view(dtype)
         for number, each in enumerate(values):
-            given = each.view(dtype)[lanes]
+            given = each[lanes]
             found[number][lanes] = add(words, places + number, given)
     return found

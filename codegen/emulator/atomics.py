@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .additions import ROUNDED
 from .agents import Agent
 from .checks import HAPPENED
 from .knowledge import NOTHING, Known, joined
@@ -58,11 +59,11 @@ class Atomics:
         if (shadow := machine.global_shadow) is not None:
             nbytes = values[0].itemsize * len(values)
             what = machine.program.instructions[index].opcode
-            note = partial(shadow.reduce, rounds=kind == "f32")
+            note = partial(shadow.reduce, rounds=kind in ROUNDED)
             self._group.transfers.note_global(
                 index, addresses, nbytes, mask, note, what
             )
-        if machine.program.orders and (kind != "f32" or acquires or releases):
+        if machine.program.orders and (kind not in ROUNDED or acquires or releases):
             self._read(addresses, acquires, mask)
             self._written(addresses, releases, mask, adds=True)
         return found

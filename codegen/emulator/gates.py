@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from .additions import ROUNDED
 from .ptx import Instruction
 
 ALIGNED_NONE, ALIGNED_WARP, ALIGNED_GROUP = range(3)
@@ -59,7 +60,7 @@ def is_signal(instruction: Instruction) -> bool:
         or (opcode in ("bar", "barrier") and "arrive" in modifiers)
         or (opcode == "cp" and not modifiers[2].endswith("_group"))
         or (opcode == "tcgen05" and modifiers[0] == "commit")
-        or (opcode in ("red", "atom") and "f32" not in modifiers)
+        or (opcode in ("red", "atom") and ROUNDED.isdisjoint(modifiers))
         or (opcode == "st" and not _STRONG.isdisjoint(modifiers))
     )
 

@@ -52,6 +52,7 @@ from ..ops.cases import (
 from ..ops.compare import Shown, nearly_same, same_bits
 from ..ops.inputs import numbers_of
 from ..ops.operation import Given
+from ..ops.reference import Bounded
 from .coverage import (
     count_of_rows,
     rows_stored,
@@ -244,10 +245,10 @@ class Rehearsal:
             ordered_sums=not operation_of(self.spec).unordered(self.spec),
         )
 
-    def shift(self, name: str) -> NDArray[np.float64]:
-        """What an output's elements may be off by for their sums, as of `Bounded`."""
-        shift: NDArray[np.float64] = getattr(self.truth(self._wanted()), name).shift
-        return shift
+    def right(self, name: str) -> Bounded:
+        """An output, with what its elements may be off by."""
+        right: Bounded = getattr(self.truth(self._wanted()), name)
+        return right
 
     def _wanted(self) -> NDArray[np.bool_] | None:
         """Rows that the clusters which run should store; None for all."""
@@ -304,7 +305,7 @@ def rehearse(
             ):
                 if output.name in unordered:
                     numbers = output.of_bits(bits), output.of_bits(expected)
-                    of_type = output.placed.dtype, rehearsal.shift(output.name)
+                    of_type = output.placed.dtype, rehearsal.right(output.name)
                     text = nearly_same(output.name, what, *numbers, *of_type)
                 else:
                     text = same_bits(output.name, what, bits, expected)

@@ -41,6 +41,7 @@ from ..ops.cases import (
 from ..ops.compare import Shown, Verdict, nearly_same, outside_touched, same_bits
 from ..ops.inputs import Placed, numbers_of, place_tensors, values
 from ..ops.operation import Axis, Given, Operation, Tensor, Workspace
+from ..ops.reference import Bounded
 from ..ops.varlen import is_packed
 
 DTYPES = {
@@ -136,15 +137,15 @@ class Guarded:
         what: str,
         found: torch.Tensor,
         expected: torch.Tensor,
-        shift: torch.Tensor | None,
+        right: Bounded | None,
     ) -> str:
-        """Finding when bits are not those of a launch before; of sums without an order, which have
-        a shift, when numbers are not nearly those.
+        """Finding when bits are not those of a launch before; when numbers are not nearly those, of
+        sums without an order, whose bounds are given.
         """
-        if shift is None:
+        if right is None:
             return same_bits(self.name, what, found, expected)
         one, other = (x.view(self.view.dtype).double() for x in (found, expected))
-        return nearly_same(self.name, what, one, other, self.dtype, shift)
+        return nearly_same(self.name, what, one, other, self.dtype, right)
 
     def outside(self) -> str:
         """Finding when a guard was written."""
@@ -310,7 +311,7 @@ def _check_case(
         """Whether the outputs still hold the first launch's bits; if not, says so."""
         device.synchronize()
         found = [
-            output.differs(what, output.snapshot(), expected, shifts.get(output.name))
+            output.differs(what, output.snapshot(), expected, rights.get(output.name))
             for output, expected in zip(outputs, first, strict=True)
         ]
         result.findings += filter(None, found)
@@ -327,7 +328,7 @@ def _check_case(
     device.synchronize()
     first = [output.snapshot() for output in outputs]
     verdicts, truth = judged()
-    shifts = {name: getattr(truth, name).shift for name in operation.unordered(spec)}
+    rights = {name: getattr(truth, name) for name in operation.unordered(spec)}
     result.shown.note(verdicts)
     result.findings += filter(None, (each.finding for each in verdicts.values()))
 
@@ -356,7 +357,7 @@ def _check_case(
     if case.layout == "plain":
         returned = function(leading, *others, **options)
         device.synchronize()
-        result.findings += _judge_returned(spec, returned, outputs, first, shifts)
+        result.findings += _judge_returned(spec, returned, outputs, first, rights)
 
     watched = (*outputs, *tensors.scratch)
     result.findings += filter(None, (written.outside() for written in watched))
@@ -394,7 +395,7 @@ def _judge_returned(
     returned: Any,
     outputs: Sequence[Guarded],
     expected: Sequence[torch.Tensor],
-    shifts: Mapping[str, torch.Tensor],
+    rights: Mapping[str, Bounded],
 ) -> Iterator[str]:
     """What a kernel returns when it allocates: its outputs, a tuple where there are several."""
     operation = operation_of(spec)
@@ -411,7 +412,7 @@ def _judge_returned(
             )
         else:
             what = "when the kernel allocates it"
-            differs = output.differs(what, bits(x), wanted, shifts.get(output.name))
+            differs = output.differs(what, bits(x), wanted, rights.get(output.name))
             yield from filter(None, [differs])
 
 

@@ -7,7 +7,7 @@ What it does not take is refused by name, whatever the forward pass makes of it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from ..errors import Violation
 from ..ops.backward import BACKWARD_OP, splits_products
@@ -38,6 +38,29 @@ DETERMINISTIC: Final = Feature(
         )
     ],
     title=lambda spec: "deterministic" if spec.deterministic else "",
+)
+
+DqSums = Annotated[
+    Literal["fp32", "fp16"],
+    Accepts(
+        "of fmha_bwd: what dQ is summed in, tile by tile: fp16 is faster, and less exact"
+    ),
+]
+DQ_SUMS: Final = Feature(
+    "dq_sums",
+    tokens={r"dq16": lambda spec: ["dq16" if spec.dq_sums == "fp16" else ""]},
+    keys={r"dq_accum(_dtype|ulator)?|dq_acc(_dtype)?": "write dq_sums: fp16"},
+    relations=[
+        Relation(["fp32"], {"op": [FORWARD.name]}, hint="it has no dQ: leave it out"),
+        Relation(["fp32"], {"arch": ["sm100"]}),
+        Relation(
+            ["fp32"],
+            {"dtype": ["fp16", "e4m3"]},
+            hint="leave it out: P in fp16 has no room for a scale",
+        ),
+        Relation(["fp32"], {"head_dim": [256, {"qk": 192, "v": 128}]}),
+    ],
+    title=lambda spec: "dQ summed in fp16" if spec.dq_sums == "fp16" else "",
 )
 
 HEAD_DIMS: Final[Mapping[int, Sequence[Any]]] = {

@@ -38,28 +38,38 @@ DV: Final = replace(V, name="dv")
 # Rows of two statistics, of S and -D, behind those of the sums of dQ.
 STATISTICS: Final = 2
 TICKETS: Final = 1
+# The field that says what dQ is summed in: how a kernel computes it, not what.
+DQ_SUMS: Final = "dq_sums"
+# Behind the statistics of S of a block, where dQ is summed in fp16: of its scales, 16 bytes.
+EXPONENTS: Final = 4
 # Most rows of heads in which the first tile stores dQ and the last one writes it, by head_dim:
 # decision 0059.
 SHORT_HEADS: Final = {64: 2048, 96: 1024, 128: 2048}
+# The same of sums in fp16, whose zeros and last kernel cost half as much: decision 0068.
+SHORT_HEADS_OF_HALVES: Final = 1024
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
-    """fp32 sums of dQ, then the statistics, for whole blocks of rows; then a ticket, turns with
-    each block where tiles are counted, and a counter of each KV head whose sums are cleared ahead.
+    """Sums of dQ, then the statistics, for whole blocks of rows; then a ticket, turns with each
+    block where tiles are counted, and a counter of each KV head whose sums are cleared ahead. In
+    fp32, of which two sums in fp16 are one element: then blocks have exponents of scales, too.
     """
     heads = sizes.batch * HEADS.size(spec, sizes)
     blocks = heads * -(-sizes.q // cut.q)
-    width = int(spec["head_dim"]["qk"]) + STATISTICS
+    halves = sums_in_fp16(spec)
+    width = int(spec["head_dim"]["qk"]) // (2 if halves else 1) + STATISTICS
+    scales = EXPONENTS if halves else 0
     counted = spec["deterministic"] or _first_stores(spec)
     turns = turns_of(spec["arch"], *spec["head_dim"].values()) if counted else 0
     clears = clears_ahead(spec["arch"], spec["head_dim"]["qk"], counted=counted)
     counters = heads // int(spec["q_per_kv"]) if clears else 0
-    return blocks * cut.q * width + TICKETS + turns * blocks + counters
+    return blocks * (cut.q * width + scales) + TICKETS + turns * blocks + counters
 
 
 def _first_stores(spec: Spec) -> bool:
     fixed = (x if isinstance(x, int) else None for x in spec["seqlen"].values())
-    return first_stores(spec["arch"], *spec["head_dim"].values(), *fixed)
+    halves = sums_in_fp16(spec)
+    return first_stores(spec["arch"], *spec["head_dim"].values(), *fixed, halves=halves)
 
 
 WORKSPACE: Final = Workspace(
@@ -75,16 +85,23 @@ def splits_products(qk: int, v: int) -> bool:
     return max(qk, v) > 128
 
 
-def first_stores(arch: str, qk: int, v: int, q: int | None, kv: int | None) -> bool:
+def first_stores(
+    arch: str, qk: int, v: int, q: int | None, kv: int | None, *, halves: bool
+) -> bool:
     """Whether the first tile that comes to a block of rows stores its dQ, for which others wait,
     and the last one, which waits for all, writes it.
 
     Short heads are done sooner without zeros and a last kernel; in long ones the wait of each step
-    costs more. qk, v: head_dim; q, kv: lengths that are fixed, else None.
+    costs more. qk, v: head_dim; q, kv: lengths that are fixed, else None. halves: sums in fp16.
     """
     if arch != "sm90" or q is None or kv is None or splits_products(qk, v):
         return False
-    return max(q, kv) <= SHORT_HEADS[qk]
+    return max(q, kv) <= short_heads(qk, halves=halves)
+
+
+def short_heads(qk: int, *, halves: bool) -> int:
+    """Most rows of heads as `first_stores` has them."""
+    return min(SHORT_HEADS[qk], SHORT_HEADS_OF_HALVES) if halves else SHORT_HEADS[qk]
 
 
 def clears_ahead(arch: str, qk: int, *, counted: bool) -> bool:
@@ -108,6 +125,11 @@ def turns_of(arch: str, qk: int, v: int) -> int:
     return 2 if arch == "sm90" and splits_products(qk, v) else 1
 
 
+def sums_in_fp16(spec: Spec) -> bool:
+    """Whether a SPEC sums dQ in fp16, of which SPECs without the field know nothing."""
+    return bool(spec.get(DQ_SUMS, "fp32") == "fp16")
+
+
 def is_backward(spec: Spec) -> bool:
     """Whether a SPEC is of this operation."""
     return bool(spec.get("op") == BACKWARD_OP)
@@ -115,7 +137,7 @@ def is_backward(spec: Spec) -> bool:
 
 def forward_of(spec: Spec) -> dict[str, Any]:
     """The SPEC of the forward pass whose O and LSE a kernel is given."""
-    own = {"deterministic"}
+    own = {"deterministic", DQ_SUMS}
     kept = {name: x for name, x in spec.items() if name not in own}
     return {**kept, "op": FORWARD.name, "lse": True}
 
@@ -136,6 +158,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
         **defined_by(given),
         dtype=given.spec["dtype"],
         rounds_p=splits_products(**given.spec["head_dim"]),
+        half_sums=sums_in_fp16(given.spec),
         wanted=wanted,
     )
 

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from ..arch import ARCHITECTURES
 from . import masks
+from .backward import sums_in_fp16
 from .case import DYNAMIC, FLAT, REPEATS, STEEP, Case, Tiles, residues
 
 Spec = Mapping[str, Any]
@@ -169,6 +170,8 @@ def _magnitudes(of: _Made) -> Iterator[Case]:
     yield case("no_gradient", few, n // 2, gradient="zeros")
     yield case("one_gradient", m + 3, n + 5, gradient="one_row", data="edges")
     yield case("large_gradient", few, n + 5, gradient="large")
+    if sums_in_fp16(of.spec):
+        yield case("outliers", 5 * m - 3, n + 5, 1, 2, gradient="outliers")
 
 
 def _layouts(of: _Made) -> Iterator[Case]:
@@ -232,6 +235,8 @@ def _large(of: _Made) -> Iterator[Case]:
     yield of.on_gpu("large_steep", 129, 1000, 3, 1, scale_factor=STEEP, repeats=REPEATS)
     yield of.on_gpu("large_huge_key", 129, 1000, 1, 2, data="huge_key")
     yield of.on_gpu("large_fused", 1000, 1000, 1, 3, layout="fused")
+    if sums_in_fp16(of.spec):
+        yield of.on_gpu("large_outliers", 1000, 1000, 2, 2, gradient="outliers")
     yield of.on_gpu("large_kv", 129, 4097, 1, 1)
     yield of.on_gpu("large_q", 4097, 129, 1, 1, data="edges")
     # So many that some cluster of a persistent grid takes a third tile.

@@ -32,7 +32,7 @@ Data = Literal[
     "descales",
     "mean_v",
 ]
-Gradient = Literal["normal", "zeros", "one_row", "small", "large"]
+Gradient = Literal["normal", "zeros", "one_row", "small", "large", "outliers"]
 Params = Literal["some", "least", "most", "on_tiles"]
 Layout = Literal["own", "bhsd", "mixed", "fused", "cache", "far", "farther", "plain"]
 
@@ -110,8 +110,8 @@ class Case:
     number, negative where offsets fall; q and kv are then rows of the tensors, more than those of
     all, or less where offsets leave the tensors, and kv those of all pages where K and V have some.
     gradient: what dO is, of operations that read it: zeros, zeros but in one row of each head,
-    small or large. timing: whether its schedule matters, because it is about rings, waves and warps
-    without rows. repeats: launches on a GPU that must agree.
+    small, large, or large in a few rows. timing: whether its schedule matters, because it is about
+    rings, waves and warps without rows. repeats: launches on a GPU that must agree.
     """
 
     name: str

@@ -194,22 +194,25 @@ def same_bits(name: str, what: str, bits: Array, expected: Array) -> str:
 
 
 def nearly_same(
-    name: str, what: str, found: Array, expected: Array, dtype: str, shift: Array
+    name: str, what: str, found: Array, expected: Array, dtype: str, right: Bounded
 ) -> str:
-    """Finding when numbers differ by more than fp32 sums in another order do.
+    """Finding when numbers differ by more than sums in another order do.
 
-    dtype: of 16 bits, to which the sums were rounded. Few of them are so near to the middle of two
-    of its numbers that the order decides, and then they are neighbours. shift: what each may be off
-    by for its sums, as of `Bounded`: where large terms cancel it is more than a last place.
+    dtype: of 16 bits, to which the sums were rounded. Of fp32 sums few are so near to the middle of
+    two of its numbers that the order decides, and then they are neighbours; but where large terms
+    cancel `right.shift` is more than a last place. Of sums in fp16 the order decides often, and
+    moves them by `right.reordered` at most.
     """
     unit, xp = ROUNDINGS[dtype].unit, namespace(found)
     both = (found == expected) | ((found != found) & (expected != expected))
     different = _count(~both)
     few = FEW + int(_size(found) * REORDERED * LEAST_UNIT / unit)
-    if different > few:
+    if different > few and right.reordered is None:
         return f"{different} of {_size(found)} elements of {name} differ {what}"
     large = xp.where(xp.abs(found) > xp.abs(expected), xp.abs(found), xp.abs(expected))
-    allowed = 2 * unit * large + shift
+    allowed = 2 * unit * large + right.shift
+    if right.reordered is not None:
+        allowed = allowed + right.reordered
     far = _count(~both & ~(xp.abs(found - expected) <= allowed))
     return (
         f"{far} elements of {name} differ {what} by more than a last place"

@@ -28,6 +28,7 @@ from .reference import (
     ROUNDINGS,
     SCORE_ROUNDINGS,
     SCORE_STEP,
+    SIGMAS,
     SUM_UNIT,
     Array,
     Bounded,
@@ -45,6 +46,11 @@ ROUNDINGS_OF_DS: Final[Mapping[str, int]] = {"bf16": 3, "fp16": 1}
 LEAST: Final = 2.0**-120
 # Natural log: of an error of a score at most, which is beyond all use before.
 MOST_ERROR: Final = 80.0
+# Keys of a KV tile, whose dQ is one term of a sum in fp16. What 1 stands for there: of the product
+# of the largest norms of rows of dO, K and V so much, and at least so much.
+KEYS_OF_TERM: Final = 128
+LEAST_SCALED: Final = 2.0**-10
+LEAST_SCALE: Final = 2.0**-60
 
 
 class Gradients(NamedTuple):
@@ -101,15 +107,18 @@ def truth(
     mask: Mask,
     dtype: str,
     rounds_p: bool = False,
+    half_sums: bool = False,
     cap: float | None = None,
     wanted: Array | None = None,
 ) -> Truth:
     """The exact gradients and bounds for a kernel whose O and gradients have the 16-bit ``dtype``.
 
     O and LSE that it is given are the exact ones, rounded. rounds_p: dS is made of P in 16 bits,
-    whatever the type. wanted: as of `gradients`.
+    whatever the type. half_sums: dQ is summed in fp16. wanted: as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
+    if half_sums:
+        made = made._replace(dq=made.dq._replace(reordered=_empty(q)))
     inputs, xp = _Inputs(q, k, v, dout, scale, mask, cap, wanted), namespace(q)
     of_ds = max(ROUNDINGS_OF_DS[dtype], 2 if rounds_p else 1)
     of = _Rounded(ROUNDINGS[dtype], of_ds)
@@ -125,13 +134,25 @@ def truth(
             # One error of D is that of all keys of a row.
             of_d = xp.abs(bent @ keys.k) + errors.bent @ xp.abs(keys.k)
             of_q.variance = of_q.variance + errors.of_sums * of_d**2
+            of_halves = None
+            if half_sums:
+                of_halves = _of_halves(of_q, keys, inputs.longest(keys, rows.place[2]))
+                of_q.variance = of_q.variance + of_halves
             of_q.put(made.dq, rows.place, inputs.scale, keys.k.shape[0], of.unit)
+            if of_halves is not None and made.dq.reordered is not None:
+                moved = 2 * SIGMAS * inputs.scale * xp.sqrt(of_halves)
+                made.dq.reordered[rows.place] = moved
             of_pairs = errors.of_ds + errors.of_sums * (bent + errors.bent) ** 2
             of_k.add(*_turned(ds, of_pairs, errors.shift, seen), rows.q)
             of_v.add(*_turned(w, errors.of_p, errors.shift_of_p, seen), rows.dout)
         count = q.shape[1] * inputs.group
-        of_k.put(made.dk, keys.place, inputs.scale, count, of.unit)
-        of_v.put(made.dv, keys.place, 1.0, count, of.unit)
+        least = (
+            LEAST * max(1.0, LEAST_SCALED * inputs.longest(keys))
+            if half_sums
+            else LEAST
+        )
+        of_k.put(made.dk, keys.place, inputs.scale, count, of.unit, least)
+        of_v.put(made.dv, keys.place, 1.0, count, of.unit, least)
     return made
 
 
@@ -195,6 +216,13 @@ class _Inputs:
     def group(self) -> int:
         """Query heads of a KV head."""
         return int(self.q.shape[2] // self.k.shape[2])
+
+    def longest(self, keys: _Keys, head: int | None = None) -> float:
+        """The largest norms of rows of dO, K and V, multiplied; of a query head, or of all."""
+        group = slice(keys.head * self.group, (keys.head + 1) * self.group)
+        dout = float64(self.dout[keys.batch, :, group if head is None else head])
+        largest = (float((x * x).sum(-1).max()) for x in (dout, keys.k, keys.v))
+        return math.sqrt(math.prod(largest))
 
     def kv_heads(self) -> Iterator[_Keys]:
         """KV heads of which some row is wanted."""
@@ -301,6 +329,18 @@ def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
     )
 
 
+def _of_halves(sums: _Sums, keys: _Keys, longest: float) -> Array:
+    """The variance of dQ by sums in fp16, one for each KV tile, as of a row's sums.
+
+    longest: norm of a row of dO in the head, times that of K and of V. Terms are scaled by it. They
+    are rounded, as each sum is; one of some terms is no larger, in the mean, than these and all.
+    """
+    half, added = ROUNDINGS["fp16"], math.ceil(keys.k.shape[0] / KEYS_OF_TERM)
+    step = half.floor * max(LEAST_SCALED * longest, LEAST_SCALE)
+    squared = sums.exact * sums.exact + sums.squares
+    return ((added + 1) * half.unit**2 * squared + added * step * step) / 3
+
+
 class _Sums:
     """Of products with rows of a factor: [rows of the result, elements]."""
 
@@ -336,8 +376,9 @@ class _Sums:
         scale: float,
         terms: int,
         of: Rounding,
+        least: float = LEAST,
     ) -> None:
-        """The result of so many terms, scaled and rounded to 16 bits."""
+        """The result of so many terms, scaled and rounded to 16 bits. least: of a P that counts."""
         xp = namespace(self.exact)
         exact = scale * self.exact
         there = xp.where(self.seen > 0, _like(1.0, exact), _like(0.0, exact))
@@ -347,7 +388,7 @@ class _Sums:
         partial = xp.abs(exact) + PARTIAL_SIGMAS * scale * xp.sqrt(self.squares)
         steps = math.ceil(terms / SCORE_STEP) + 1
         shift = scale * self.shift + steps * LAST_PLACE * partial
-        shift = shift + LEAST * (1.0 + scale * self.sizes)
+        shift = shift + least * (1.0 + scale * self.sizes)
         made.exact[place] = exact
         made.rms[place] = xp.sqrt(variance) * there
         made.shift[place] = shift * there

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,6 +85,9 @@ BIAS_STEP = 5  # keys from one of them to the next
 DESCALE_LEVELS = ((-10, 0, 10, 3), (9, 1, -11, -2.5), (10, -10, 0, 0.3))
 BLOCK_LEVELS = (0, 1.5, -2, 0.7)  # log2: of blocks beside those
 SMALL_GRADIENT = 2.0**-6  # beside V of 1e4: fp16 holds P * (dP - D)
+# Rows of dO that are longer than the others, between those that a kernel takes samples of.
+FIRST_OUTLIER: Final = 7
+OUTLIER_STEP: Final = 61
 LARGE_GRADIENTS: Mapping[str, float] = {"bf16": 1e4, "fp16": 1e3}
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
@@ -529,6 +532,9 @@ def _backward(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F3
         dout *= SMALL_GRADIENT
     if case.gradient == "large":
         dout *= LARGE_GRADIENTS[dtype]
+    if case.gradient == "outliers":
+        for number, row in enumerate(range(FIRST_OUTLIER, case.q, OUTLIER_STEP)):
+            dout[:, row] *= 64.0 ** (number % 3 + 1)
     scale = scalar.value(spec) * case.scale_factor
     defined: Any = {"mask": masks.of_spec(spec), "score": scores.of_spec(spec)}
     forward = reference.attention(q, k, v, scale=scale, **defined)

@@ -110,13 +110,14 @@ class Bounded(NamedTuple):
     exact: in float64, NaN where nobody asked. rms: the standard deviation of the random error of a
     right kernel at most; shift: its largest error by scores and sums; both are 0 where only the
     exact value is right. defined: the mean square error by definition, where that is another one
-    than rms's square.
+    than rms's square. reordered: how far sums in fp16 may move it in another order, beside shift.
     """
 
     exact: Array
     rms: Array
     shift: Array
     defined: Array | None = None
+    reordered: Array | None = None
 
     @property
     def bound(self) -> Array:

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import SHORT_HEADS, clears_ahead, first_stores, turns_of
+from ..ops.backward import clears_ahead, first_stores, short_heads, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -87,7 +87,8 @@ class Traits(shared.Traits):
         """
         spec = self.spec
         sides, head_dim = (self.seqlen_q, self.seqlen_kv), spec.head_dim
-        return first_stores(spec.arch, head_dim.qk, head_dim.v, *sides)
+        dims = head_dim.qk, head_dim.v
+        return first_stores(spec.arch, *dims, *sides, halves=self.half_sums)
 
     @property
     def keyless_blocks(self) -> bool:
@@ -139,6 +140,11 @@ class Traits(shared.Traits):
         """Tickets clear sums of dQ of a later section's heads, which the first kernel does not."""
         spec = self.spec
         return clears_ahead(spec.arch, spec.head_dim.qk, counted=self.counted)
+
+    @property
+    def half_sums(self) -> bool:
+        """dQ is summed in fp16, of P and dS that the longest rows of dO scale (decision 0068)."""
+        return self.spec.dq_sums == "fp16"
 
     @property
     def section_bytes(self) -> int:
@@ -257,8 +263,9 @@ def tx_bytes(
     """Yield (name, unit, formula) of what loads fill a stage with."""
     k = "K_COLUMNS" if traits.paired else "HEAD_DIM_QK"
     per_stage, stat = "bytes per stage", " + STAT_BYTES" if with_statistics else ""
+    of_s = f"{stat} + 4 * EXPONENTS" if traits.half_sums else stat
     for name, rows, width, beside in (
-        *(("Q", "TILE_Q", "HEAD_DIM_QK", stat), ("DO", "TILE_Q", "HEAD_DIM_V", stat)),
+        *(("Q", "TILE_Q", "HEAD_DIM_QK", of_s), ("DO", "TILE_Q", "HEAD_DIM_V", stat)),
         *(("K", "TILE_KV", k, ""), ("V", "TILE_KV", "HEAD_DIM_V", "")),
     ):
         formula = f"{rows} * {width} * ELEMENT_BYTES{beside}"
@@ -267,8 +274,9 @@ def tx_bytes(
 
 def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
     """Yield (name, unit, formula) of the sums, of the first kernel and the last, of sections."""
-    groups = "DQ_ELEMENTS // MATH_THREADS // FLOATS"
-    yield "DQ_GROUPS", "of four sums, per thread", groups
+    of_vector, count = ("HALVES", "eight") if traits.half_sums else ("FLOATS", "four")
+    groups = f"DQ_ELEMENTS // MATH_THREADS // {of_vector}"
+    yield "DQ_GROUPS", f"of {count} sums, per thread", groups
     yield "DQ_STEP", "bytes between a thread's groups", "4 * FLOATS * WARPGROUP_THREADS"
     if traits.spec.deterministic or traits.first_stores:
         head_dim = traits.spec.head_dim
@@ -286,16 +294,21 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
         lanes += " // ROW_VECTORS"
     yield "ROW_LANES", "threads that read a row of dO and of O", lanes
     yield "STATS_ROWS", "that a CTA reads at a time", "STATS_THREADS // ROW_LANES"
-    row = "HEAD_DIM_QK * (ELEMENT_BYTES + 4) + HEAD_DIM_V * ELEMENT_BYTES"
+    of_sum = 2 if traits.half_sums else 4
+    row = f"HEAD_DIM_QK * (ELEMENT_BYTES + {of_sum}) + HEAD_DIM_V * ELEMENT_BYTES"
     row = f"Q_PER_KV * ({row})" if traits.spec.heads.q_per_kv > 1 else row
     yield "ROW_BYTES", "bytes of Q, dO and sums of dQ, per row of a KV head", row
     if traits.seqlen_q is not None:
         yield "Q_BLOCKS", "per head", "-(-SEQLEN_Q // TILE_Q)"
 
 
-def statistic_of(*, log2: bool) -> str:
-    """A row's statistic for S: what is added to scores of base 2, or what S starts at."""
-    return "-LSE * log2(e)" if log2 else "-LSE / scale"
+def statistic_of(*, log2: bool, scaled: bool) -> str:
+    """A row's statistic for S: what is added to scores of base 2, or what S starts at.
+
+    scaled: P is, by 2^e.
+    """
+    of_base = "-LSE * log2(e)" if log2 else "-LSE / scale"
+    return f"{of_base} + e" if scaled else of_base
 
 
 def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
@@ -356,6 +369,7 @@ def context(
         "clears_ahead": traits.clears_ahead,
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
+        "half_sums": traits.half_sums,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "paired": traits.paired,
         "thin": traits.thin,
@@ -390,6 +404,7 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
         yield f"Query row i, at q = i + seqlen_kv - seqlen_q, sees {traits.mask}."
     yield of_s
     yield from products
+    sums = traits.spec.dq_sums
     if traits.spec.deterministic:
         waits = (
             "two warps watch and pass the turns of its blocks"
@@ -397,17 +412,25 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
             else "a warpgroup waits for its turn"
         )
         yield (
-            "dQ is summed in fp32 in the workspace, tile by tile in the order of their tickets:"
+            f"dQ is summed in {sums} in the workspace, tile by tile in the order of their tickets:"
             f" {waits}, and the same inputs give the same bits."
         )
     else:
+        bits = "bits" if traits.half_sums else "bit"
         yield (
-            "dQ is summed in fp32 in the workspace, in any order: its last bit may differ from"
-            " call to call; dK and dV have the same bits for the same inputs."
+            f"dQ is summed in {sums} in the workspace, in any order: its last {bits} may differ"
+            " from call to call; dK and dV have the same bits for the same inputs."
+        )
+    if traits.half_sums:
+        yield (
+            "fp16 has room for these sums since P and dS of a KV head are scaled by 2^e: by samples"
+            " of its rows of dO, K and V, the product of the longest becomes 2^10 to 2^12. A block"
+            " whose dO is much longer or shorter has an exponent of its own for its sums."
         )
     if traits.first_stores:
+        most = short_heads(traits.spec.head_dim.qk, halves=traits.half_sums)
         yield (
-            f"Lengths are fixed and at most {SHORT_HEADS[traits.spec.head_dim.qk]}: the first tile"
+            f"Lengths are fixed and at most {most}: the first tile"
             " that comes to a block of rows stores its dQ, for which the others wait; the last one"
             " waits for all, adds its own and writes dQ."
         )

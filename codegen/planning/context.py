@@ -24,7 +24,7 @@ from .traits import Traits
 _PLANNED: Final = {"cta_group", "schedule", "tile", "stages"}
 _LATER: Final = {"window", "softcap", "sink", "score", "alibi", "blocks", "params"} | {
     *("chunk", "documents", "prefix", "bias", "batch", "kv"),
-    *("out_dtype", "v_layout", "descale", "exp", "deterministic"),
+    *("out_dtype", "v_layout", "descale", "exp", "deterministic", "dq_sums"),
 }
 # That it does not take: a pass of its own has no LSE to write, and so on.
 _NOT_OF_BACKWARD: Final = {"lse", "pack_gqa", "cluster", "multicast"}

@@ -224,7 +224,7 @@ def _context(
     add, load, mma, scheduler = (
         known[f"{role}_WARP"] for role in ("ADD", "LOAD", "MMA", "SCHEDULER")
     )
-    statistic = backward.statistic_of(log2=True)
+    statistic = backward.statistic_of(log2=True, scaled=False)
     where = "where dP was" if dq_over_dp(spec) else "columns of its own"
     roles = (
         *backward.kernel_lines(traits, statistic),

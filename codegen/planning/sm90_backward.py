@@ -19,6 +19,7 @@ from typing import Any, Final
 from ..arch import sm90
 from ..errors import SpecError
 from ..features.backward import splits, tile_kv
+from ..ops.backward import EXPONENTS
 from ..ops.operation import BYTES
 from ..spec.model import Spec, SpecFile
 from . import backward
@@ -50,6 +51,7 @@ KEPT_STEPS: Final = {
     (128, 128): (1, 0),
     (192, 128): (12, 8),
 }
+
 WATCH_WARP: Final = 1
 PASS_WARP: Final = 2
 SEND_WARP: Final = 2  # of a pair of CTAs, where it passes turns as well
@@ -108,9 +110,18 @@ class Traits(backward.Traits):
 
     @property
     def section_bytes(self) -> int:
-        """Half as much without a mask, unless sums have an order (decision 0066)."""
-        free = not self.mask.edges and not self.spec.deterministic
-        return backward.SECTION_BYTES // (2 if free else 1)
+        """Half as much without a mask, unless sums have an order (decision 0066); with one, as many
+        heads of sums in fp16 as of those in fp32, again unless they have an order (decision 0068).
+        """
+        if self.spec.deterministic:
+            return backward.SECTION_BYTES
+        if not self.mask.edges:
+            return backward.SECTION_BYTES // 2
+        return (
+            backward.SECTION_BYTES * 3 // 4
+            if self.half_sums
+            else backward.SECTION_BYTES
+        )
 
     @property
     def slice_columns(self) -> int:
@@ -267,6 +278,10 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "CONSUMER_REGS", per_thread, str(REGISTERS.consumer)
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
+    if traits.half_sums:
+        behind = "behind a block's statistics for S: of P, and what its sums add, twice"
+        yield "EXPONENTS", behind, str(EXPONENTS)
+        yield "SHIFT_AT", "of these, behind the statistics", "TILE_Q + 1"
     if traits.paired:
         yield "DQ_COLUMNS", "of dQ, which a CTA sums", "HEAD_DIM_QK // CLUSTER_CTAS"
         yield "SLICE_COLUMNS", "of these, of a warpgroup", "DQ_COLUMNS // WARPGROUPS"
@@ -318,10 +333,11 @@ def _smem(traits: Traits) -> tuple[Region, ...]:
         ds = "sdS", f"2 * TILE_KV * TILE_Q * {CLUSTER_CTAS}", CLUSTER_CTAS, both
     words.insert(0, ("barriers", f"2 * 8 * ({pairs})", 1, ""))
     in_use = " + ".join(formula for _, formula, _, _ in words)
+    of_s = "(TILE_Q + EXPONENTS)" if traits.half_sums else "TILE_Q"
     rows = [
         *words,
         ("padding", f"-({in_use}) % {CONSTANTS['STAT_ALIGN']}", 1, ""),
-        ("sStatS", "4 * TILE_Q * Q_STAGES", 1, ""),
+        ("sStatS", f"4 * {of_s} * Q_STAGES", 1, ""),
         ("sStatD", "4 * TILE_Q * DO_STAGES", 1, ""),
         *backward.tiles(traits),
         ds,
@@ -398,7 +414,7 @@ def _context(
     head_dim = traits.spec.head_dim
     log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
     by_rows = not traits.paired and traits.sizes.tile_q == rows_of_dq
-    statistic = backward.statistic_of(log2=log2)
+    statistic = backward.statistic_of(log2=log2, scaled=traits.half_sums)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
     roles = (

@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from ..errors import Diagnostic, Location, SpecError, Violation, quoted
 from ..features import FEATURES, vocabulary
-from ..features.backward import Deterministic
+from ..features.backward import Deterministic, DqSums
 from ..features.bias import Addend, Bias
 from ..features.blocks import Blocks
 from ..features.chunk import Chunk, spelt_out
@@ -87,6 +87,7 @@ class Spec(Model):
     score: Score = "none"
     alibi: Alibi = False
     deterministic: Deterministic = False
+    dq_sums: DqSums = "fp32"
     cluster: Cluster = (1, 1)
     multicast: Multicast = "none"
     cta_group: CtaGroup = 1

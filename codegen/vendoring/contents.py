@@ -14,7 +14,7 @@ from ..diff.kernels import KernelState
 from ..errors import CheckFailed, EnvironmentProblem
 from ..evidence import table
 from ..ops import scores
-from ..ops.backward import BACKWARD, is_backward
+from ..ops.backward import BACKWARD, DQ_SUMS, is_backward, sums_in_fp16
 from ..ops.e4m3 import OWN_FIELDS, is_permuted
 from ..ops.forward import FORWARD
 from ..ops.masks import word_of
@@ -52,6 +52,7 @@ _OFF: Mapping[str, str | int | bool] = {
     "descale": "none",
     "exp": "exact",
     "deterministic": False,
+    DQ_SUMS: "fp32",
 }
 # Of a `Problem`, what a forward kernel and one for its gradients have to agree in.
 _OF_PAIRS = (
@@ -171,6 +172,7 @@ def made_for(spec: Mapping[str, Any]) -> str:
     words += ["sinks"] * bool(spec.get("sink")) + ["lse"] * bool(spec.get("lse"))
     words += ["backward"] * is_backward(spec)
     words += ["deterministic"] * bool(spec.get("deterministic"))
+    words += ["dQ summed in fp16"] * sums_in_fp16(spec)
     return ", ".join(words)
 
 
@@ -245,6 +247,7 @@ def _made(spec: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
         "pack_gqa": bool(spec.get("pack_gqa")),
         **{name: spec[name] for name in OWN_FIELDS if name in spec},  # of e4m3
         "deterministic": bool(spec.get("deterministic")),
+        DQ_SUMS: spec.get(DQ_SUMS, "fp32"),
     }
     return {name: value for name, value in made.items() if value != _OFF.get(name)}
 

@@ -155,6 +155,24 @@ KERNELS |= {
         (Case("capped", 1, 1, 70, 60, sm_count=2, scale_factor=20.0),),
     ),
 }
+HALVES, OUTLIERS = "dq_sums: fp16\n", {"gradient": "outliers"}
+IN_HALVES = "sm90_d64_bf16_causal_bwd_gqa2_dq16"
+# Sums of dQ in fp16, of blocks whose dO is of all sizes: dK and dV have one scale, dQ has more.
+KERNELS |= {
+    IN_HALVES: (
+        D64 + "heads: {q_per_kv: 2}\n" + HALVES,
+        (Case("outliers", 1, 2, 260, 150, sm_count=2, **OUTLIERS),),
+    ),
+    "sm90_d128_bf16_bwd_w20x10_cap2_dq16": (
+        "head_dim: 128\ndtype: bf16\nwindow: {left: 20, right: 10}\nsoftcap: 2\n"
+        + HALVES,
+        (Case("late", 1, 1, 200, 140, sm_count=1, scale_factor=5.0, **OUTLIERS),),
+    ),
+    "sm90_d96_bf16_causal_bwd_s200x130_dq16": (
+        "head_dim: 96\ndtype: bf16\nmask: causal\nseqlen: {q: 200, kv: 130}\n" + HALVES,
+        (Case("first", 1, 2, 200, 130, sm_count=3, **OUTLIERS),),
+    ),
+}
 PAIRED_IN_ORDER = "sm90_d192x128_bf16_bwd_det"
 # Of which dQ has the same bits, too: tiles in turn.
 ORDERED = {
@@ -179,6 +197,10 @@ ORDERED = {
     "sm90_d64_bf16_causal_bwd_s300_det": (
         D64 + "deterministic: true\nseqlen: 300\n",
         (Case("stored", 1, 1, 300, 300, sm_count=3),),
+    ),
+    "sm90_d64_bf16_causal_bwd_s300_det_dq16": (
+        D64 + "deterministic: true\nseqlen: 300\n" + HALVES,
+        (Case("stored", 1, 1, 300, 300, sm_count=3, **OUTLIERS),),
     ),
     "sm90_d96_fp16_bwd_det": (
         "head_dim: 96\ndtype: fp16\ndeterministic: true\n",
@@ -752,6 +774,70 @@ def test_damage_of_operands_in_registers_is_found(name: str, tmp_path: Path) -> 
     case = Case("damaged", 1, 1, 150, 400, sm_count=1)
     findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
     assert findings, name
+    assert any(words in each for each in findings), findings[:3]
+
+
+# Of the scale that sums of dQ in fp16 have, and the factor of a block besides.
+HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
+    "no factor of a block": (
+        {
+            "            if cute.arch.make_warp_uniform(shift_before) != 0:\n"
+            "                multiply(acc_dQ, power_of_two(shift_before))\n": ""
+        },
+        "of dq: wrong",
+    ),
+    "the factor of the next block": (
+        {
+            "                multiply(acc_dQ, power_of_two(shift_before))\n": (
+                "                multiply(acc_dQ, power_of_two(shift))\n"
+            )
+        },
+        "of dq: wrong",
+    ),
+    "the last block's without": (
+        {
+            "    if cute.arch.make_warp_uniform(shift_before) != 0:\n"
+            "        multiply(acc_dQ, power_of_two(shift_before))\n    add_dq": "    add_dq"
+        },
+        "of dq: wrong",
+    ),
+    "dQ that keeps the factor": (
+        {" + exponents[SHIFT_AT, place]": ""},
+        "of dq: wrong",
+    ),
+    "P without a scale": ({" * LOG2_E + Float32(exponent)": " * LOG2_E"}, "wrong"),
+    "dV that keeps its scale": (
+        {"(mma.acc_dV.load() * power_of_two(-exponent))": "mma.acc_dV.load()"},
+        "of dv: wrong",
+    ),
+    "dK that keeps its scale": (
+        {"softmax_scale = softmax_scale * power_of_two(-exponent)": "pass"},
+        "of dk: wrong",
+    ),
+    "an exponent read when the stage is free": (
+        {
+            "            exponent = exponents[TILE_Q, q_state.index]\n": "",
+            "        rings.q.consumer_release(q_state)\n": (
+                "        rings.q.consumer_release(q_state)\n"
+                "        exponent = exponents[TILE_Q, q_state.index]\n"
+            ),
+        },
+        "race",
+    ),
+    "exponents that are not loaded": (
+        {"Int32(STAT_BYTES * cute.size(gmem) // TILE_Q)": "Int32(STAT_BYTES)"},
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", support.rotated(HALF_DAMAGES, 3))
+def test_damage_of_sums_in_fp16_is_found(name: str, tmp_path: Path) -> None:
+    fields, (case,) = KERNELS[IN_HALVES]
+    changes, words = HALF_DAMAGES[name]
+    text = kernels.damaged(kernels.text_of(fields, IN_HALVES), changes)
+    path = kernels.written(tmp_path, text, IN_HALVES)
+    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
     assert any(words in each for each in findings), findings[:3]
 
 

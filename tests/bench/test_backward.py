@@ -345,6 +345,13 @@ def test_a_fixed_order_has_peers_of_a_fixed_order(calls: list[Any]) -> None:
     assert found == {"cudnn": lacks, "flash": lacks, "fa4": "", "fa3": no, "flex": no}
 
 
+def test_what_sums_of_dq_are_in_is_a_kernels_own_affair() -> None:
+    in_fp16 = asked(dq_sums="fp16")
+    assert in_fp16.further["dq_sums"] == "fp16"
+    assert contenders.PEERS["fa4"].refusal(in_fp16) == ""
+    assert contenders.PEERS["cudnn"].refusal(in_fp16) == ""
+
+
 def test_who_has_no_backward_pass_or_no_mask_of_unequal_lengths(
     calls: list[Any],
 ) -> None:

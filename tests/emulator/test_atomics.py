@@ -90,6 +90,29 @@ add.s64 %rd6, %rd1, %rd6; @%p1 {opcode} [%rd6], {given}{hint};"""
     np.testing.assert_array_equal(out, before + np.tile(pairs, (1, count // 2)))
 
 
+def test_pairs_of_fp16_are_added_and_keep_subnormals():
+    opcode = "red.relaxed.gpu.global.add.noftz.v4.f16x2"
+    body = f"""mul.wide.u32 %rd6, %r1, 16; add.s64 %rd6, %rd1, %rd6;
+{opcode} [%rd6], {{%r10, %r11, %r10, %r11}};"""
+    sizes = 2.0 ** RNG.integers(-24, 6, (2, LANES, 2))
+    given = (RNG.standard_normal((2, LANES, 2)) * sizes).astype(np.float16)
+    before = (RNG.standard_normal((LANES, 8)) * 2.0**-12).astype(np.float16)
+    inputs = [x.reshape(-1).view(np.uint32) for x in given]
+    out = ran(body, *inputs, out=before.view(np.uint32).copy()).view(np.float16)
+    added = np.concatenate([given[0], given[1]] * 2, axis=1)
+    np.testing.assert_array_equal(out.reshape(LANES, 8), before + added)
+    assert (np.abs(out[out != 0]) < 2.0**-14).any()  # subnormals among them
+
+
+@pytest.mark.parametrize(
+    "opcode",
+    ["red.relaxed.gpu.global.add.f16x2", "red.relaxed.gpu.global.add.noftz.f32"],
+)
+def test_which_additions_keep_subnormals_is_said(opcode):
+    with pytest.raises(UnsupportedInstruction, match="subnormals"):
+        execute(f"{opcode} [%rd1], %r1;")
+
+
 def test_a_vector_has_to_be_aligned():
     body = "red.relaxed.gpu.global.add.v4.f32 [%rd1+8], {%r1, %r1, %r1, %r1};"
     assert kinds(execute(body)[1]) == ["misaligned"]
@@ -219,6 +242,7 @@ def test_where_sums_are_ordered_additions_of_floats_wait_too(schedule):
         assert seen(unordered) == ["sum-order"]
         assert seen(unordered, ordered=False) == []
         assert seen(unordered.replace("add.f32", "add.u32")) == []
+        assert seen(unordered.replace("add.f32", "add.noftz.f16x2")) == ["sum-order"]
     for ordered in (OWN, OWN + OWN, mine + sync + second, second + sync + mine):
         assert seen(ordered) == []
     # Lanes of one instruction have no order either.

@@ -12,6 +12,8 @@ from fmha_gen.ops.scores import TANH_UNIT, capped
 from right_kernel import rounded
 
 TILE = 64  # keys
+TERM = 128  # keys whose dQ is added at a time, where sums are rounded
+LARGEST = 12  # exponent of the largest norms' product, scaled
 ROWS = 64
 DAMAGES = (
     "dK without scale",
@@ -61,9 +63,11 @@ def compute(
     packed=False,
     damage="",
     tanh_unit=TANH_UNIT,
+    sums_in="",
 ) -> dict[str, np.ndarray]:
     """dQ, dK, dV as a kernel makes them: 16-bit P and dS, all else in fp32. packed: dS is the
     rounded product of a rounded P and a rounded dP - D. tanh_unit: of a tangent's error, at most.
+    sums_in: the 16-bit type of sums of dQ.
     """
     random = np.random.default_rng(11)
     batch, rows, heads, _ = q.shape
@@ -128,7 +132,11 @@ def compute(
             of_dq = ds.copy()
             of_dq[:, :TILE] *= 2
         factor = scale * scale if damage == "dQ scaled twice" else scale
-        made["dq"][b, :, head] = factor * (of_dq @ of_k)
+        norms = [np.linalg.norm(x, axis=-1).max() for x in (of_o, of_k, of_v)]
+        of_dq = (
+            summed(of_dq, of_k, math.prod(norms), sums_in) if sums_in else of_dq @ of_k
+        )
+        made["dq"][b, :, head] = factor * of_dq
         if damage != "dK of the first head of a group alone" or head % group == 0:
             of_dk = np.float32(1) if damage == "dK without scale" else scale
             made["dk"][b, :, shared] += of_dk * (ds.T @ of_q)
@@ -138,6 +146,15 @@ def compute(
         if damage == "a row beyond the last one":
             made["dv"][b, 0, shared] += 0.1  # of a row of dO that holds something
     return {name: rounded(dtype, x) for name, x in made.items()}
+
+
+def summed(ds, k, longest, dtype):
+    """dS K, scaled so that a type of 16 bits has room for it, whose sums are rounded to that."""
+    total, scale = 0.0, 2.0 ** (LARGEST - math.ceil(math.log2(longest or 1.0)))
+    for begin in range(0, len(k), TERM):
+        some = slice(begin, begin + TERM)
+        total = rounded(dtype, total + rounded(dtype, scale * (ds[:, some] @ k[some])))
+    return total / scale
 
 
 def in_steps(q, k, v, dout, *, scale, mask, dtype, cap=None) -> dict[str, np.ndarray]:

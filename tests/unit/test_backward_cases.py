@@ -14,7 +14,7 @@ from fmha_gen.arch import ARCHITECTURES
 from fmha_gen.build.calls import arguments
 from fmha_gen.evidence import tensors
 from fmha_gen.ops import backward_cases, masks
-from fmha_gen.ops.backward import BACKWARD, defined_by
+from fmha_gen.ops.backward import BACKWARD, defined_by, sums_in_fp16
 from fmha_gen.ops.case import DYNAMIC, Gradient, residues
 from fmha_gen.ops.cases import (
     REPEATS,
@@ -127,7 +127,8 @@ def test_every_kind_of_problem(spec, tiles):
     if length == 4096:
         assert {case.gradient for case in cases} >= {"zeros", "one_row", "large"}
         return
-    assert {case.gradient for case in shown} == {*get_args(Gradient)}
+    only = set() if sums_in_fp16(spec) else {"outliers"}
+    assert {case.gradient for case in shown} == {*get_args(Gradient)} - only
     assert {case.data for case in shown} >= {
         "normal",
         "edges",

@@ -192,11 +192,49 @@ def test_a_field_is_taken_refused_or_free():
     """A new field has to say what it is to the backward pass."""
     free = {"arch", "op", "seqlen", "heads", "deterministic", "window", "softcap"}
     by_type = {"out_dtype", "v_layout", "descale", "exp"}  # of e4m3, which is refused
-    by_arch = {"cta_group"}
+    by_arch, by_dtype = {"cta_group"}, {"dq_sums"}
     unread = {"params"}  # no expression reads any
     named = {path.partition(".")[0] for path in TAKES}
-    assert named.isdisjoint(free | by_type | by_arch | unread)
-    assert named | free | by_type | by_arch | unread == set(Spec.model_fields)
+    others = free | by_type | by_arch | by_dtype | unread
+    assert named.isdisjoint(others)
+    assert named | others == set(Spec.model_fields)
+
+
+HALVES = "dtype: bf16\ndq_sums: fp16\n"
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_sums_in_fp16_are_half_as_large_and_have_exponents(head_dim):
+    of_fp32, of_fp16 = (
+        numbers(planned(f"head_dim: {head_dim}\nmask: causal\n{text}"))
+        for text in ("dtype: bf16\n", HALVES)
+    )
+    assert 2 * of_fp16["DQ_GROUPS"] == of_fp32["DQ_GROUPS"]
+    assert of_fp32["ROW_BYTES"] - of_fp16["ROW_BYTES"] == 2 * head_dim
+    assert of_fp16["Q_TX_BYTES"] == of_fp32["Q_TX_BYTES"] + 4 * of_fp16["EXPONENTS"]
+    assert of_fp16["SHIFT_AT"] == of_fp16["TILE_Q"] + 1
+    heads = [x["SECTION_BYTES"] // x["ROW_BYTES"] for x in (of_fp32, of_fp16)]
+    assert heads[0] == pytest.approx(heads[1], rel=0.01)
+
+
+@pytest.mark.parametrize(("rows", "count"), [(512, 2), (1024, 2), (1025, 3), (2048, 3)])
+def test_sums_in_fp16_are_cleared_where_heads_are_not_as_short(rows, count):
+    kernel = planned(f"head_dim: 128\nseqlen: {rows}\n{HALVES}")
+    assert len(kernel.kernels) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        ("arch: sm90\nop: fmha_bwd\ndtype: fp16\nhead_dim: 128\n", "dtype: fp16"),
+        ("arch: sm90\nop: fmha_bwd\ndtype: bf16\nhead_dim: 256\n", "head_dim: 256"),
+        ("arch: sm100\nop: fmha_bwd\ndtype: bf16\nhead_dim: 128\n", "arch: sm100"),
+        ("arch: sm90\nop: fmha_fwd\ndtype: bf16\nhead_dim: 128\n", "op: fmha_fwd"),
+    ],
+)
+def test_where_sums_in_fp16_are_refused(text, refusal):
+    with pytest.raises(SpecError, match=f"dq_sums: fp16 .*{refusal}"):
+        plan.resolve(support.load_text(f"{text}dq_sums: fp16\n"))
 
 
 def test_a_parameter_is_refused_since_no_expression_reads_it():

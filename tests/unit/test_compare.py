@@ -18,7 +18,7 @@ from fmha_gen.ops.compare import (
 )
 from fmha_gen.ops.inputs import values
 from fmha_gen.ops.masks import MASKS
-from fmha_gen.ops.reference import Truth, attention, truth
+from fmha_gen.ops.reference import Bounded, Truth, attention, truth
 from hypothesis import event, given, settings, target
 from hypothesis import strategies as st
 from right_kernel import compute, rounded
@@ -334,12 +334,26 @@ def test_sums_in_another_order_differ_by_what_cancels(shift, holds):
     expected = np.full((1, 64, 1, 64), 2.0**-8)
     found = expected.copy()
     found[0, 3, 0, 5] += 2.0**-10
-    text = nearly_same(
-        "dq", "in launch 2", found, expected, "bf16", np.full(found.shape, shift)
-    )
+    right = Bounded(expected, np.zeros_like(found), np.full(found.shape, shift))
+    text = nearly_same("dq", "in launch 2", found, expected, "bf16", right)
     assert text == (
         "" if holds else "1 elements of dq differ in launch 2 by more than a last place"
     )
+
+
+def test_sums_in_fp16_differ_by_more_and_more_often():
+    expected = np.full((1, 64, 1, 64), 1.0)
+    found = expected + 2.0**-6
+    zeros = np.zeros_like(found)
+
+    def told(reordered):
+        right = Bounded(expected, zeros, zeros, reordered=reordered)
+        return nearly_same("dq", "in launch 2", found, expected, "bf16", right)
+
+    assert told(None) == "4096 of 4096 elements of dq differ in launch 2"
+    assert told(zeros + 2.0**-7) == ""
+    few = told(zeros)
+    assert few == "4096 elements of dq differ in launch 2 by more than a last place"
 
 
 def test_guards_are_everything_outside_the_view():

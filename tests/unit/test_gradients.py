@@ -176,6 +176,52 @@ def test_right_kernels_hold_and_bounds_are_within_those_of_16_bit_steps(
         assert allowed < 1.5 * error, (name, allowed / error)
 
 
+LONG = ((64, 4096, "none", "bf16", 1.0, 1), (64, 16384, "none", "bf16", 1.0, 1))
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "mask", "dtype", "steep", "group"),
+    [*(kind for kind in KINDS if kind[3] == "bf16"), *LONG],
+)
+def test_sums_in_fp16_hold_and_are_within_16_bit_steps(
+    rows, keys, mask, dtype, steep, group
+):
+    """And dK and dV are what they are without."""
+    inputs, options = call(rows, keys, mask, dtype, steep, group)
+    given = forward(*inputs[:3], **options)
+    steps = in_steps(*inputs, **options)
+    found = compute(*inputs, *given, **options, packed=True, sums_in="fp16")
+    truth, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert [each.finding for each in judged.values()] == [""] * 3
+    error, of_steps = (np.linalg.norm(x["dq"] - truth.dq.exact) for x in (found, steps))
+    assert error < of_steps
+    allowed = np.linalg.norm(truth.dq.rms) + np.linalg.norm(truth.dq.shift)
+    assert allowed < 1.5 * of_steps
+    plain = gradients.truth(*inputs, **options)
+    assert (truth.dq.rms >= plain.dq.rms).all() and plain.dq.reordered is None
+    np.testing.assert_array_equal(truth.dv.rms, plain.dv.rms)
+
+
+def test_sums_in_8_bits_are_found():
+    inputs, options = call(*LONG[1])
+    given = forward(*inputs[:3], **options)
+    found = compute(*inputs, *given, **options, packed=True, sums_in="bf16")
+    _, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert judged["dq"].finding and not judged["dk"].finding
+
+
+def test_sums_of_rows_that_are_short_beside_others_have_the_error_of_those():
+    """One scale for all: a row of which little is left may be wrong by a step of it."""
+    inputs, options = call(64, 300, "none", "bf16", 1.0, 1)
+    inputs[3][:, ::2] *= 2.0**-24
+    given = forward(*inputs[:3], **options)
+    found = compute(*inputs, *given, **options, packed=True, sums_in="fp16")
+    _, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert judged["dq"].finding == ""
+    _, judged = verdicts(inputs, options, found)
+    assert judged["dq"].finding.startswith("row 0 of head 0, batch 0")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize(
     ("cap", "steep"), [(0.5, 1.0), (10, 1.0), (50, 1.0), (50, 30.0), (1000, 1.0)]

@@ -48,6 +48,7 @@ def test_defaults() -> None:
         "cta_group": 1,
         "tile": {"q": None, "kv": None},
         "deterministic": False,
+        "dq_sums": "fp32",
         "stages": {"q": None, "kv": None, "do": None, "v": None},
         "schedule": "persistent",
     }

@@ -432,6 +432,7 @@ def test_what_files_have_in_common_is_parsed_once(parsed: list[str]) -> None:
         ('A = f"{1:\\\n}"\nC = "# \\\nD = 4"\n', {"A": 1, "C": 3}),
         ("A = 1 + \\\n2\nB = (\n3)\nC = [\n]\n", {"A": 1, "B": 3, "C": 5}),
         ('A = 1; B = 2 # \'\nC = 3 # """\nD = 4\n', {"A": 1, "B": 1, "C": 2, "D": 3}),
+        ("def f():\n    x = 1\n\\\n    y = 2\nB = 3\n", {"f": 1, "B": 5}),
         ("A = (\n1,\n2)\nB = 3", {"A": 1, "B": 4}),  # cut where it must not be
         ("'x'\n\n'y'\nA = 1\n", {"(docstring)": 1, "(statements)": 3, "A": 4}),
         ("A = 1\rB = 2\r\nC = 3\n", {"A": 1, "B": 2, "C": 3}),

@@ -3,18 +3,19 @@
 
 from __future__ import annotations
 
-from ..additions import KINDS
+from ..additions import KINDS, ROUNDED
 from ..ptx import Instruction, Operand
 from .dtypes import PTX_TYPES, unsigned
 from .emitter import Emitter, UnsupportedInstruction, elements, emits
 
 _SCOPES = "gpu sys"
 _CACHE_HINT = "L2::cache_hint"
+_PAIR = "f16x2"
 
 
 @emits(
     "red",
-    modifiers=f"relaxed release {_SCOPES} global add v2 v4 {_CACHE_HINT} "
+    modifiers=f"relaxed release {_SCOPES} global add noftz v2 v4 {_CACHE_HINT} "
     f"{' '.join(KINDS)}",
 )
 def _reduce(emitter: Emitter, instruction: Instruction) -> None:
@@ -50,9 +51,11 @@ def _addition(
         raise emitter.unsupported("its operands")
     count = 4 if instruction.has("v4") else 2 if instruction.has("v2") else 1
     added = elements(values)
-    if len(added) != count or (count > 1 and kind != "f32"):
+    if len(added) != count or (count > 1 and kind not in ROUNDED):
         raise emitter.unsupported(f"{len(added)} values")
-    dtype = PTX_TYPES[kind]
+    if instruction.has("noftz") != (kind == _PAIR):
+        raise emitter.unsupported("subnormals that become zero, or do not")
+    dtype = "u32" if kind == _PAIR else PTX_TYPES[kind]
     given = ", ".join(emitter.value(value, dtype) for value in added)
     where = emitter.address(address)
     acquires = instruction.has("acquire") or instruction.has("acq_rel")

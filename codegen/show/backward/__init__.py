@@ -152,21 +152,25 @@ def cost_lines(plan: KernelPlan) -> Iterator[str]:
         " exponentials a clock of an SM; the reads of statistics are not counted."
     )
     # A CTA of a pair adds its columns, of the keys of both.
-    added = BYTES["fp32"] * rows * known.get("DQ_COLUMNS", qk)
+    kind = plan.spec_file.spec.dq_sums
+    added = BYTES[kind] * rows * known.get("DQ_COLUMNS", qk)
     yield (
-        f"A step adds {added} B of fp32 to the sums of dQ in global memory:"
+        f"A step adds {added} B of {kind} to the sums of dQ in global memory:"
         f" {added / flops:.2g} B per FLOP, {added / flops * 100:.2g} TB/s at 100 TFLOPS."
     )
     q = known.get("SEQLEN_Q")
     blocks = f"ceil({q or 'seqlen_q'} / {rows})"
-    of_row = BYTES["fp32"] * (qk + STATISTICS)
+    of_row = BYTES[kind] * qk + BYTES["fp32"] * STATISTICS
+    of_block = f"{rows} * ({qk} + {STATISTICS})"
+    if exponents := known.get("EXPONENTS"):
+        of_block = f"({rows} * ({qk // 2} + {STATISTICS}) + {exponents})"
     counted, turns = plan.context["counted"], known.get("TURNS", 0)
     of_turns = f" + {turns} * batch * heads * {blocks}" if counted else ""
     clears, group = plan.context["clears_ahead"], plan.spec_file.spec.heads.q_per_kv
     of_heads = f" + batch * heads{f' / {group}' if group > 1 else ''}" if clears else ""
     beside = ["a ticket"] + ["turns"] * counted + ["counters of KV heads"] * clears
     yield (
-        f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {rows} * ({qk} + {STATISTICS})"
+        f"Workspace: {BYTES['fp32']} * (batch * heads * {blocks} * {of_block}"
         f" + 1{of_turns}{of_heads}) B, {of_row} B a row: sums of dQ, {statistic(plan)} and -D of"
         f" whole blocks; {'; '.join(beside)}."
     )

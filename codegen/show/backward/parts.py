@@ -67,7 +67,8 @@ def numbers(plan: KernelPlan) -> Mapping[str, int]:
 
 def statistic(plan: KernelPlan) -> str:
     """That of a row for S."""
-    return statistic_of(log2=plan.context["log2_statistic"])
+    log2, scaled = plan.context["log2_statistic"], plan.context["half_sums"]
+    return statistic_of(log2=log2, scaled=scaled)
 
 
 def main_of(plan: KernelPlan) -> DevicePlan:

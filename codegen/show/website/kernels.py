@@ -38,6 +38,7 @@ _IN_WORDS: Final = (
 OF_BACKWARD: Final = {"sm90": ("0059",), "sm100": ("0059", "0062")}
 OF_PAIRS: Final = ("0064",)
 OF_ORDERED: Final = ("0060",)
+OF_HALVES: Final = ("0068",)
 
 _ROOT: Final = "../"  # from a kernel's page
 
@@ -194,7 +195,8 @@ def _reasons(found: KernelPlan) -> tuple[str, ...]:
     arch, spec = ARCHITECTURES[found.arch], found.spec_file.spec
     if is_backward(spec):
         of_pairs = OF_PAIRS * splits(spec)
-        return OF_BACKWARD[found.arch] + of_pairs + OF_ORDERED * spec.deterministic
+        of_sums = OF_ORDERED * spec.deterministic + OF_HALVES * (spec.dq_sums == "fp16")
+        return OF_BACKWARD[found.arch] + of_pairs + of_sums
     return arch.decisions_of_pairs if spec.cta_group == 2 else arch.decisions
 
 

@@ -22,7 +22,7 @@ from .pages import Charts
 
 PLAIN: Final = "causal and full"
 KINDS: Final[Mapping[str, str]] = {
-    **{"op": "backward", "deterministic": "deterministic"},
+    **{"op": "backward", "deterministic": "deterministic", "dq_sums": "dQ in fp16"},
     **{"batch": "packed sequences", "kv": "paged K and V"},
     **{"window": "windows", "documents": "documents", "prefix": "prefix"},
     **{"blocks": "block lists", "mask": "mask expressions", "softcap": "softcap"},
