@@ -171,6 +171,7 @@ def test_spec(stem: str) -> None:
     own = of_forward
     if spec.op == BACKWARD.name:
         own = {"deterministic": spec.deterministic}
+        own |= {} if spec.dq_sums == "fp32" else {"dq_sums": spec.dq_sums}
     window = spec.window.model_dump()
     given = {} if window == support.NO_WINDOW else {"window": window}
     given |= {} if spec.softcap == "none" else {"softcap": spec.softcap}
