@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,6 +36,18 @@ class Place:
     buffer: Buffer
     words: Any
     width: int
+
+
+class Accessor(NamedTuple):
+    """Who accesses bytes, of the cluster that runs: a component of its clock, which is in an epoch;
+    what it knows. line: of the instruction; what: what messages call that.
+    """
+
+    component: int
+    epoch: int
+    clock: Clock
+    line: int
+    what: str
 
 
 @dataclass
@@ -123,97 +135,47 @@ class GlobalShadow:
         self._cluster = cluster
         self._components = components
 
-    def read(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-    ) -> None:
+    def read(self, place: Place, by: Accessor) -> None:
         """Checks and notes a read."""
-        self._read(place, component, epoch, clock, line, what, False)
+        self._read(place, by, False)
 
-    def read_strongly(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-    ) -> None:
+    def read_strongly(self, place: Place, by: Accessor) -> None:
         """The same of a read that may meet strong writes."""
-        self._read(place, component, epoch, clock, line, what, True)
+        self._read(place, by, True)
 
-    def _read(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-        strong: bool,
-    ) -> None:
+    def _read(self, place: Place, by: Accessor, strong: bool) -> None:
         if not place.buffer.writable:
             return
-        self._check_written(place, f"{what} reads")
-        access = self._access(component, epoch, line, "reads", strong)
-        self._check(self._writes, place, clock, f"{what} reads", access)
+        self._check_written(place, f"{by.what} reads")
+        access = self._access(by, "reads", strong)
+        self._check(self._writes, place, by.clock, f"{by.what} reads", access)
         notes = self._strong_reads if strong else self._reads
-        self._note_beside(notes, place, access, clock)
+        self._note_beside(notes, place, access, by.clock)
 
-    def write(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-    ) -> None:
+    def write(self, place: Place, by: Accessor) -> None:
         """Checks and notes a write."""
-        access = self._access(component, epoch, line, "writes", False)
+        access = self._access(by, "writes", False)
         for before in (self._writes, self._reads, self._strong_reads):
-            self._check(before, place, clock, f"{what} writes", access)
+            self._check(before, place, by.clock, f"{by.what} writes", access)
         self._bytes(self._writes, place)[place.words] = self._number((access,))
 
-    def write_strongly(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-    ) -> None:
+    def write_strongly(self, place: Place, by: Accessor) -> None:
         """The same of a write that may meet strong accesses."""
-        access = self._access(component, epoch, line, "writes", True)
+        access = self._access(by, "writes", True)
         for before in (self._writes, self._reads):
-            self._check(before, place, clock, f"{what} writes", access)
-        self._note_beside(self._writes, place, access, clock)
+            self._check(before, place, by.clock, f"{by.what} writes", access)
+        self._note_beside(self._writes, place, access, by.clock)
 
-    def reduce(
-        self,
-        place: Place,
-        component: int,
-        epoch: int,
-        clock: Clock,
-        line: int,
-        what: str,
-        rounds: bool = True,
-    ) -> None:
+    def reduce(self, place: Place, by: Accessor, rounds: bool = True) -> None:
         """Checks and notes an atomic read, addition and write; rounds: of floats."""
-        self._check_written(place, f"{what} adds to")
-        access = self._access(component, epoch, line, "adds to", True, rounds)
+        self._check_written(place, f"{by.what} adds to")
+        access = self._access(by, "adds to", True, rounds)
         if rounds and self._ordered_sums and _repeats(place.words):
             told = f"bytes of {place.buffer.name} by several lanes, in no order"
-            self._report(Kind.SUM_ORDER, f"{what} adds to {told}")
+            self._report(Kind.SUM_ORDER, f"{by.what} adds to {told}")
         for before in (self._writes, self._reads):
-            self._check(before, place, clock, f"{what} adds to", access)
-        self._note_beside(self._writes, place, access, clock)
+            self._check(before, place, by.clock, f"{by.what} adds to", access)
+        self._note_beside(self._writes, place, access, by.clock)
 
     def _note_beside(
         self,
@@ -332,19 +294,13 @@ class GlobalShadow:
         return number in launch.over or (bool(waited) and number in launch.awaited)
 
     def _access(
-        self,
-        component: int,
-        epoch: int,
-        line: int,
-        did: str,
-        strong: bool,
-        rounds: bool = False,
+        self, by: Accessor, did: str, strong: bool, rounds: bool = False
     ) -> _Access:
         assert self._components is not None  # a cluster runs
         return _Access(
-            *(self._launches[-1], self._cluster, component, epoch, line),
-            *(self._components.name(component), did, strong),
-            generic=bool(self._components.is_generic(component)),
+            *(self._launches[-1], self._cluster, by.component, by.epoch, by.line),
+            *(self._components.name(by.component), did, strong),
+            generic=bool(self._components.is_generic(by.component)),
             rounds=rounds,
         )
 

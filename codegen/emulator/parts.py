@@ -12,7 +12,7 @@ import numpy as np
 from . import tma
 from .additions import Sum
 from .checks import Operation
-from .global_shadow import Place
+from .global_shadow import Accessor, Place
 from .memory import ALIGNMENT, MemoryFault
 from .report import Kind
 
@@ -149,5 +149,5 @@ def note(
     shadow = machine.global_shadow
     place = part.place(machine, stored=action != "read") if shadow else None
     if shadow is not None and place is not None:
-        clock, line = operation.clock, operation.line
-        getattr(shadow, action)(place, component, operation.epoch, clock, line, what)
+        when = operation.epoch, operation.clock, operation.line
+        getattr(shadow, action)(place, Accessor(component, *when, what))

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .agents import Agent
-from .checks import EVERY, GRANULE, HAPPENED, MIXED, Clock, granules_of
-from .global_shadow import Place
+from .checks import EVERY, GRANULE, HAPPENED, MIXED, granules_of
+from .global_shadow import Accessor, Place
 from .lanes import (
     LANES,
     OFFSET_MASK,
@@ -236,7 +236,7 @@ class Transfers:
         addresses: Lanes,
         nbytes: int,
         mask: Mask,
-        note: Callable[[Place, int, int, Clock, int, str], None],
+        note: Callable[[Place, Accessor], None],
         what: str,
     ) -> None:
         """Tells one of the methods of the global shadow what lanes touch of global memory."""
@@ -249,7 +249,7 @@ class Transfers:
                 addresses, nbytes, lanes
             ):
                 place = Place(buffer, offsets // nbytes, nbytes)
-                note(place, actor, agent.epoch, clock, self._group.line, what)
+                note(place, Accessor(actor, agent.epoch, clock, self._group.line, what))
 
     def _agent(self, index: int, warp: int) -> Agent:
         self._group.here(index, warp)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from fmha_gen.emulator.checks import HAPPENED, Components
-from fmha_gen.emulator.global_shadow import GlobalShadow, Place
+from fmha_gen.emulator.global_shadow import Accessor, GlobalShadow, Place
 from fmha_gen.emulator.memory import GlobalMemory
 from fmha_gen.emulator.report import Kind
 
@@ -47,7 +47,7 @@ class Launches:
 
     def _touch(self, note, word: int, what: str) -> None:
         place = Place(self._buffer, np.array([word]), 4)
-        note(place, 0, 1, self._clock, 1, what)
+        note(place, Accessor(0, 1, self._clock, 1, what))
 
     @property
     def kinds(self) -> list[Kind]:

@@ -348,7 +348,8 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
 
 def _add(plan: KernelPlan, name: str) -> Step:
     """Sums of dQ, in turn, or behind the first tile's, where other warps watch."""
-    text = f"add {name} to its sums"
+    in_fp16 = " in fp16" if plan.context["half_sums"] else ""
+    text = f"add {name}{in_fp16} to its sums"
     if not plan.context["watched"]:
         return Step(text, "math")
     if plan.context["first_stores"]:
