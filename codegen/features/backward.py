@@ -46,6 +46,11 @@ DqSums = Annotated[
         "of fmha_bwd: what dQ is summed in, tile by tile: fp16 is faster, and less exact"
     ),
 ]
+_OF_HALVES: Final = (
+    "dQ is summed in fp16. P and dS of a KV head are scaled by 2^x for it, which samples of rows of"
+    "\ndO, K and V say; dQ of a block whose dO is much longer or shorter has a factor besides."
+    "\nWhere rows of K and V are longer than the samples by far, dQ may be inf or NaN."
+)
 DQ_SUMS: Final = Feature(
     "dq_sums",
     tokens={r"dq16": lambda spec: ["dq16" if spec.dq_sums == "fp16" else ""]},
@@ -61,6 +66,7 @@ DQ_SUMS: Final = Feature(
         Relation(["fp32"], {"head_dim": [256, {"qk": 192, "v": 128}]}),
     ],
     title=lambda spec: "dQ summed in fp16" if spec.dq_sums == "fp16" else "",
+    contract=lambda spec: _OF_HALVES if spec.dq_sums == "fp16" else "",
 )
 
 HEAD_DIMS: Final[Mapping[int, Sequence[Any]]] = {

@@ -237,6 +237,7 @@ def _large(of: _Made) -> Iterator[Case]:
     yield of.on_gpu("large_fused", 1000, 1000, 1, 3, layout="fused")
     if sums_in_fp16(of.spec):
         yield of.on_gpu("large_outliers", 1000, 1000, 2, 2, gradient="outliers")
+        yield of.on_gpu("large_drift", 129, 8190, 1, 1, data="drift")
     yield of.on_gpu("large_kv", 129, 4097, 1, 1)
     yield of.on_gpu("large_q", 4097, 129, 1, 1, data="edges")
     # So many that some cluster of a persistent grid takes a third tile.

@@ -31,6 +31,7 @@ Data = Literal[
     "biases",
     "descales",
     "mean_v",
+    "drift",
 ]
 Gradient = Literal["normal", "zeros", "one_row", "small", "large", "outliers"]
 Params = Literal["some", "least", "most", "on_tiles"]
@@ -110,8 +111,9 @@ class Case:
     number, negative where offsets fall; q and kv are then rows of the tensors, more than those of
     all, or less where offsets leave the tensors, and kv those of all pages where K and V have some.
     gradient: what dO is, of operations that read it: zeros, zeros but in one row of each head,
-    small, large, or large in a few rows. timing: whether its schedule matters, because it is about
-    rings, waves and warps without rows. repeats: launches on a GPU that must agree.
+    small, large, or of rows that are far longer and shorter than others. timing: whether its
+    schedule matters, because it is about rings, waves and warps without rows. repeats: launches on
+    a GPU that must agree.
     """
 
     name: str

@@ -50,6 +50,10 @@ MOST_ERROR: Final = 80.0
 # of the largest norms of rows of dO, K and V so much, and at least so much.
 KEYS_OF_TERM: Final = 128
 LEAST_SCALED: Final = 2.0**-10
+# Rows of the largest block; how much longer than its longest row of dO others may be whose scale it
+# has.
+ROWS_OF_BLOCK: Final = 128
+SHORTER: Final = 2.0**7
 LEAST_SCALE: Final = 2.0**-60
 
 
@@ -136,7 +140,8 @@ def truth(
             of_q.variance = of_q.variance + errors.of_sums * of_d**2
             of_halves = None
             if half_sums:
-                of_halves = _of_halves(of_q, keys, inputs.longest(keys, rows.place[2]))
+                longest = inputs.longest_of_rows(keys, *rows.place[1:])
+                of_halves = _of_halves(ds, keys, longest)
                 of_q.variance = of_q.variance + of_halves
             of_q.put(made.dq, rows.place, inputs.scale, keys.k.shape[0], of.unit)
             if of_halves is not None and made.dq.reordered is not None:
@@ -217,12 +222,26 @@ class _Inputs:
         """Query heads of a KV head."""
         return int(self.q.shape[2] // self.k.shape[2])
 
-    def longest(self, keys: _Keys, head: int | None = None) -> float:
-        """The largest norms of rows of dO, K and V, multiplied; of a query head, or of all."""
+    def longest(self, keys: _Keys) -> float:
+        """The largest norms of rows of dO, of all query heads, K and V, multiplied."""
         group = slice(keys.head * self.group, (keys.head + 1) * self.group)
-        dout = float64(self.dout[keys.batch, :, group if head is None else head])
+        dout = float64(self.dout[keys.batch, :, group])
         largest = (float((x * x).sum(-1).max()) for x in (dout, keys.k, keys.v))
         return math.sqrt(math.prod(largest))
+
+    def longest_of_rows(self, keys: _Keys, some: slice, head: int) -> Array:
+        """The same for the scale of each of some rows, [rows, 1]: no more than SHORTER times as
+        long as with the longest row of dO in their block.
+        """
+        dout, xp = float64(self.dout[keys.batch, :, head]), namespace(self.q)
+        squares = (dout * dout).sum(-1)
+        of_rows = _like(0.0, squares) * squares
+        for begin in range(0, dout.shape[0], ROWS_OF_BLOCK):
+            block = slice(begin, begin + ROWS_OF_BLOCK)
+            of_rows[block] = squares[block].max()
+        of_keys = [float((x * x).sum(-1).max()) for x in (keys.k, keys.v)]
+        of_rows = SHORTER * xp.sqrt(of_rows[some, None] * math.prod(of_keys))
+        return xp.minimum(of_rows, _like(self.longest(keys), of_rows))
 
     def kv_heads(self) -> Iterator[_Keys]:
         """KV heads of which some row is wanted."""
@@ -329,15 +348,25 @@ def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
     )
 
 
-def _of_halves(sums: _Sums, keys: _Keys, longest: float) -> Array:
-    """The variance of dQ by sums in fp16, one for each KV tile, as of a row's sums.
+def _of_halves(ds: Array, keys: _Keys, longest: Array) -> Array:
+    """The variance of dQ by sums in fp16, whose terms are of KV tiles, as of a row's sums.
 
-    longest: norm of a row of dO in the head, times that of K and of V. Terms are scaled by it. They
-    are rounded, as each sum is; one of some terms is no larger, in the mean, than these and all.
+    longest: see `_Inputs.longest_of_rows`. Terms are scaled by it and rounded, as each sum is: of
+    tiles in rising or falling order, or in a random one, whose sums are those and random besides.
     """
-    half, added = ROUNDINGS["fp16"], math.ceil(keys.k.shape[0] / KEYS_OF_TERM)
-    step = half.floor * max(LEAST_SCALED * longest, LEAST_SCALE)
-    squared = sums.exact * sums.exact + sums.squares
+    xp, half, count = namespace(ds), ROUNDINGS["fp16"], keys.k.shape[0]
+    partial, largest, squares, added = 0.0 * (ds @ keys.k), 0.0, 0.0, 0
+    sums = []
+    for begin in range(0, count, KEYS_OF_TERM):
+        some = slice(begin, begin + KEYS_OF_TERM)
+        term = ds[:, some] @ keys.k[some]
+        partial, squares, added = partial + term, squares + term * term, added + 1
+        sums.append(partial)
+    for each in sums:
+        of_both = xp.maximum(xp.abs(each), xp.abs(partial - each))
+        largest = xp.maximum(of_both, _like(largest, of_both))
+    step = half.floor * xp.maximum(LEAST_SCALED * longest, _like(LEAST_SCALE, longest))
+    squared = largest * largest + squares
     return ((added + 1) * half.unit**2 * squared + added * step * step) / 3
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +76,7 @@ SINK_TRAIL = 1000.0  # of scores over a sink
 FACTOR = 2.0**-6  # of what scores read: too little to hide what a case is about
 SAMPLES = 16  # rows of a head whose sums say how large its sink shall be
 MEAN = 2.0  # of V in half of the keys of `mean_v`
+DRIFT = 0.5  # mean of K of `drift`, and of V in either half of the keys
 BARELY = (0.99, 1.01)  # of the slack: a bias that rises by it from block to block
 BIAS = 2.0  # standard deviation of a bias, where scores are random
 # Of some keys of `biases`, by head; in all rows or in some.
@@ -85,9 +86,10 @@ BIAS_STEP = 5  # keys from one of them to the next
 DESCALE_LEVELS = ((-10, 0, 10, 3), (9, 1, -11, -2.5), (10, -10, 0, 0.3))
 BLOCK_LEVELS = (0, 1.5, -2, 0.7)  # log2: of blocks beside those
 SMALL_GRADIENT = 2.0**-6  # beside V of 1e4: fp16 holds P * (dP - D)
-# Rows of dO that are longer than the others, between those that a kernel takes samples of.
-FIRST_OUTLIER: Final = 7
-OUTLIER_STEP: Final = 61
+# Of `outliers`: rows of dO that are longer than the others, between those that a kernel may take
+# samples of, which are so many at most in a head; and rows, of blocks, that are shorter.
+FIRST_OUTLIER, OUTLIER_STEP, SAMPLED = 7, 61, 64
+SHORT_ROWS, SHORT = slice(128, 256), 2.0**-20
 LARGE_GRADIENTS: Mapping[str, float] = {"bf16": 1e4, "fp16": 1e3}
 RISES = (0.9, 1.1, 2.0)  # of the slack, per block: of one query head after the other
 
@@ -450,6 +452,12 @@ def values(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F32]:
         # sums the row sums would lose as well.
         q *= QUIET
         v[:, case.kv // 2 :] += MEAN
+    if case.data == "drift":
+        # dS of a row has the sum 0, but neither of the halves: sums of dQ grow and shrink again.
+        q *= QUIET
+        v[:, : case.kv // 2] -= DRIFT
+        v[:, case.kv // 2 :] += DRIFT
+        k += DRIFT
     if case.data == "close":
         k *= CLOSE
     if case.data == "uniform_1e4":
@@ -533,8 +541,12 @@ def _backward(spec: Mapping[str, Any], tiles: Tiles, case: Case) -> dict[str, F3
     if case.gradient == "large":
         dout *= LARGE_GRADIENTS[dtype]
     if case.gradient == "outliers":
-        for number, row in enumerate(range(FIRST_OUTLIER, case.q, OUTLIER_STEP)):
-            dout[:, row] *= 64.0 ** (number % 3 + 1)
+        sampled = {i * case.q // SAMPLED for i in range(SAMPLED)}
+        rows = np.arange(FIRST_OUTLIER, case.q, OUTLIER_STEP)
+        for number, row in enumerate(x + (x in sampled) for x in rows.tolist()):
+            if not SHORT_ROWS.start <= row < SHORT_ROWS.stop:
+                dout[:, row : row + 1] *= 64.0 ** (number % 3 + 1)
+        dout[:, SHORT_ROWS] *= SHORT
     scale = scalar.value(spec) * case.scale_factor
     defined: Any = {"mask": masks.of_spec(spec), "score": scores.of_spec(spec)}
     forward = reference.attention(q, k, v, scale=scale, **defined)

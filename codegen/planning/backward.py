@@ -305,10 +305,10 @@ def of_kernels_beside(traits: Traits) -> Iterator[tuple[str, str, str]]:
 def statistic_of(*, log2: bool, scaled: bool) -> str:
     """A row's statistic for S: what is added to scores of base 2, or what S starts at.
 
-    scaled: P is, by 2^e.
+    scaled: P is, by 2^x.
     """
     of_base = "-LSE * log2(e)" if log2 else "-LSE / scale"
-    return f"{of_base} + e" if scaled else of_base
+    return f"{of_base} + x" if scaled else of_base
 
 
 def kernel_lines(traits: Traits, statistic: str) -> Iterator[str]:
@@ -423,9 +423,9 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
         )
     if traits.half_sums:
         yield (
-            "fp16 has room for these sums since P and dS of a KV head are scaled by 2^e: by samples"
-            " of its rows of dO, K and V, the product of the longest becomes 2^10 to 2^12. A block"
-            " whose dO is much longer or shorter has an exponent of its own for its sums."
+            "fp16 has room for these sums since P and dS of a KV head are scaled by 2^x: by samples"
+            " of its rows of dO, K and V, the product of the longest becomes 2^10 to 2^12. dQ of"
+            " a block whose dO is much longer or shorter has another power of two besides."
         )
     if traits.first_stores:
         most = short_heads(traits.spec.head_dim.qk, halves=traits.half_sums)

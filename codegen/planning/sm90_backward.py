@@ -279,7 +279,7 @@ def _derived(traits: Traits) -> Iterator[tuple[str, str, str]]:
     yield "PRODUCER_REGS", per_thread, str(REGISTERS.producer)
     yield "STAT_BYTES", "of a block's rows, fp32", "4 * TILE_Q"
     if traits.half_sums:
-        behind = "behind a block's statistics for S: of P, and what its sums add, twice"
+        behind = "behind a block's statistics for S: x, and what dQ has besides, twice"
         yield "EXPONENTS", behind, str(EXPONENTS)
         yield "SHIFT_AT", "of these, behind the statistics", "TILE_Q + 1"
     if traits.paired:

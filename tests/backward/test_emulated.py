@@ -156,12 +156,16 @@ KERNELS |= {
     ),
 }
 HALVES, OUTLIERS = "dq_sums: fp16\n", {"gradient": "outliers"}
+LARGE: Any = {"data": "uniform_1e4", "gradient": "small", "sm_count": 1}
 IN_HALVES = "sm90_d64_bf16_causal_bwd_gqa2_dq16"
 # Sums of dQ in fp16, of blocks whose dO is of all sizes: dK and dV have one scale, dQ has more.
 KERNELS |= {
     IN_HALVES: (
         D64 + "heads: {q_per_kv: 2}\n" + HALVES,
-        (Case("outliers", 1, 2, 260, 150, sm_count=2, **OUTLIERS),),
+        (
+            Case("outliers", 1, 2, 320, 150, sm_count=2, **OUTLIERS),
+            Case("large", 1, 1, 70, 130, scale_factor=1e-4, **LARGE),
+        ),
     ),
     "sm90_d128_bf16_bwd_w20x10_cap2_dq16": (
         "head_dim: 128\ndtype: bf16\nwindow: {left: 20, right: 10}\nsoftcap: 2\n"
@@ -784,7 +788,7 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
             "            if cute.arch.make_warp_uniform(shift_before) != 0:\n"
             "                multiply(acc_dQ, power_of_two(shift_before))\n": ""
         },
-        "of dq: wrong",
+        "of dq",
     ),
     "the factor of the next block": (
         {
@@ -792,18 +796,18 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
                 "                multiply(acc_dQ, power_of_two(shift))\n"
             )
         },
-        "of dq: wrong",
+        "of dq",
     ),
     "the last block's without": (
         {
             "    if cute.arch.make_warp_uniform(shift_before) != 0:\n"
             "        multiply(acc_dQ, power_of_two(shift_before))\n    add_dq": "    add_dq"
         },
-        "of dq: wrong",
+        "of dq",
     ),
     "dQ that keeps the factor": (
         {" + exponents[SHIFT_AT, place]": ""},
-        "of dq: wrong",
+        "of dq",
     ),
     "P without a scale": ({" * LOG2_E + Float32(exponent)": " * LOG2_E"}, "wrong"),
     "dV that keeps its scale": (
@@ -813,6 +817,19 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
     "dK that keeps its scale": (
         {"softmax_scale = softmax_scale * power_of_two(-exponent)": "pass"},
         "of dk: wrong",
+    ),
+    "blocks that are far shorter without a factor": (
+        {" and longer >= -MOST_SHORTER": ""},
+        "of dq",
+    ),
+    "blocks that are far longer without a factor": (
+        {"longer <= MOST_LONGER and longer": "longer"},
+        "of dq",
+    ),
+    "the factor the other way": ({"Int32(0), -longer)": "Int32(0), longer)"}, "of dq"),
+    "K and V that are no samples": (
+        {"(of_dout + of_k + of_v + 1)": "(of_dout + 1)"},
+        "of dq",
     ),
     "an exponent read when the stage is free": (
         {
@@ -833,11 +850,12 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
 
 @pytest.mark.parametrize("name", support.rotated(HALF_DAMAGES, 3))
 def test_damage_of_sums_in_fp16_is_found(name: str, tmp_path: Path) -> None:
-    fields, (case,) = KERNELS[IN_HALVES]
+    fields, cases = KERNELS[IN_HALVES]
     changes, words = HALF_DAMAGES[name]
     text = kernels.damaged(kernels.text_of(fields, IN_HALVES), changes)
     path = kernels.written(tmp_path, text, IN_HALVES)
-    findings = [y for each in run(path, case, SCHEDULES) for y in each.findings]
+    ran = [each for case in cases for each in run(path, case, SCHEDULES)]
+    findings = [y for each in ran for y in each.findings]
     assert any(words in each for each in findings), findings[:3]
 
 

@@ -14,6 +14,7 @@ from right_kernel import rounded
 TILE = 64  # keys
 TERM = 128  # keys whose dQ is added at a time, where sums are rounded
 LARGEST = 12  # exponent of the largest norms' product, scaled
+SHORTER = 6  # exponents that a block may be shorter without a factor
 ROWS = 64
 DAMAGES = (
     "dK without scale",
@@ -132,10 +133,13 @@ def compute(
             of_dq = ds.copy()
             of_dq[:, :TILE] *= 2
         factor = scale * scale if damage == "dQ scaled twice" else scale
-        norms = [np.linalg.norm(x, axis=-1).max() for x in (of_o, of_k, of_v)]
-        of_dq = (
-            summed(of_dq, of_k, math.prod(norms), sums_in) if sums_in else of_dq @ of_k
-        )
+        if sums_in:
+            of_group = dout[b, :, shared * group : (shared + 1) * group]
+            norms = [np.linalg.norm(x, axis=-1).max() for x in (of_group, of_k, of_v)]
+            factors = of_blocks(of_o, norms[0], damage)
+            of_dq = summed(of_dq, of_k, math.prod(norms), factors, sums_in)
+        else:
+            of_dq = of_dq @ of_k
         made["dq"][b, :, head] = factor * of_dq
         if damage != "dK of the first head of a group alone" or head % group == 0:
             of_dk = np.float32(1) if damage == "dK without scale" else scale
@@ -148,9 +152,22 @@ def compute(
     return {name: rounded(dtype, x) for name, x in made.items()}
 
 
-def summed(ds, k, longest, dtype):
+def of_blocks(dout, longest, damage):
+    """Of each row, [rows, 1]: the factor of its block, of far shorter rows than the longest."""
+    factors = np.ones((len(dout), 1), np.float32)
+    for begin in range(0, len(dout), ROWS):
+        block = slice(begin, begin + ROWS)
+        own = np.linalg.norm(dout[block], axis=-1).max() or longest
+        shorter = math.floor(math.log2(longest / own)) if longest else 0
+        if shorter > SHORTER and damage != "no factor of short blocks":
+            factors[block] = 2.0**shorter
+    return factors
+
+
+def summed(ds, k, longest, factors, dtype):
     """dS K, scaled so that a type of 16 bits has room for it, whose sums are rounded to that."""
-    total, scale = 0.0, 2.0 ** (LARGEST - math.ceil(math.log2(longest or 1.0)))
+    scale = 2.0 ** (LARGEST - math.ceil(math.log2(longest or 1.0))) * factors
+    total = 0.0
     for begin in range(0, len(k), TERM):
         some = slice(begin, begin + TERM)
         total = rounded(dtype, total + rounded(dtype, scale * (ds[:, some] @ k[some])))

@@ -210,6 +210,55 @@ def test_sums_in_8_bits_are_found():
     assert judged["dq"].finding and not judged["dk"].finding
 
 
+@pytest.mark.parametrize("keys", [4096, 16384])
+def test_where_values_drift_sums_in_fp16_hold_and_are_less_exact(keys):
+    """Of dS of a row the first half adds what the second one takes away, times a mean of K."""
+    inputs, options = call(64, keys, "none", "bf16", 1.0, 1)
+    half = np.where(np.arange(keys) < keys // 2, -0.5, 0.5)[:, None, None]
+    inputs[1:3] = [
+        rounded("bf16", x + of) for x, of in zip(inputs[1:3], (0.5, half), strict=True)
+    ]
+    given = forward(*inputs[:3], **options)
+    found = compute(*inputs, *given, **options, packed=True, sums_in="fp16")
+    truth, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert judged["dq"].finding == "" and judged["dq"].of_bound < 0.8
+    plain = compute(*inputs, *given, **options, packed=True)
+    wrong, right = (np.linalg.norm(x["dq"] - truth.dq.exact) for x in (found, plain))
+    assert wrong > 1.3 * right
+
+
+def of_lengths(*of_heads):
+    """A call whose rows of dO have lengths: of each query head one for each 128 rows."""
+    group = len(of_heads)
+    inputs, options = call(
+        128 * len(of_heads[0]), 1000, "none", "bf16", 1.0, group, head_dim=64
+    )
+    for head, lengths in enumerate(of_heads):
+        for block, length in enumerate(lengths):
+            rows = slice(128 * block, 128 * (block + 1))
+            inputs[3][:, rows, head::group] *= np.float32(length)
+    return inputs, options
+
+
+@pytest.mark.parametrize("damage", ["", "no factor of short blocks"])
+def test_blocks_that_are_far_shorter_have_a_scale_of_their_own(damage):
+    inputs, options = of_lengths((1.0, 2.0**-14, 2.0**-22))
+    given = forward(*inputs[:3], **options)
+    options_of_halves = {"packed": True, "sums_in": "fp16", "damage": damage}
+    found = compute(*inputs, *given, **options, **options_of_halves)
+    _, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert bool(judged["dq"].finding) == bool(damage)
+    assert damage or judged["dq"].of_bound < 0.8
+
+
+def test_a_query_head_has_the_scale_of_its_group():
+    inputs, options = of_lengths((64.0, 64.0), (1.0, 2.0**-4))
+    given = forward(*inputs[:3], **options)
+    found = compute(*inputs, *given, **options, packed=True, sums_in="fp16")
+    _, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    assert judged["dq"].finding == "" and judged["dq"].of_bound < 0.8
+
+
 def test_sums_of_rows_that_are_short_beside_others_have_the_error_of_those():
     """One scale for all: a row of which little is left may be wrong by a step of it."""
     inputs, options = call(64, 300, "none", "bf16", 1.0, 1)
