@@ -51,7 +51,6 @@ KEPT_STEPS: Final = {
     (128, 128): (1, 0),
     (192, 128): (12, 8),
 }
-
 WATCH_WARP: Final = 1
 PASS_WARP: Final = 2
 SEND_WARP: Final = 2  # of a pair of CTAs, where it passes turns as well
