@@ -47,6 +47,8 @@ EXPONENTS: Final = 4
 SHORT_HEADS: Final = {64: 2048, 96: 1024, 128: 2048}
 # The same of sums in fp16, whose zeros and last kernel cost half as much: decision 0068.
 SHORT_HEADS_OF_HALVES: Final = 1024
+# Of a head's KV tiles, which take turns where sums are in fp16 and nothing is masked: decision 0068.
+STRIPS: Final = 16
 
 
 def _elements(spec: Spec, cut: Cut, sizes: Sizes) -> int:
@@ -130,6 +132,12 @@ def sums_in_fp16(spec: Spec) -> bool:
     return bool(spec.get(DQ_SUMS, "fp32") == "fp16")
 
 
+def strips_of(spec: Spec) -> int:
+    """How many strips of a head's KV tiles take turns; 1 where tiles come in the order of keys."""
+    masked = masks.of_spec(spec).edges
+    return 1 if not sums_in_fp16(spec) or masked or _first_stores(spec) else STRIPS
+
+
 def is_backward(spec: Spec) -> bool:
     """Whether a SPEC is of this operation."""
     return bool(spec.get("op") == BACKWARD_OP)
@@ -159,6 +167,7 @@ def _truth(given: Given, wanted: Array | None = None) -> Truth:
         dtype=given.spec["dtype"],
         rounds_p=splits_products(**given.spec["head_dim"]),
         half_sums=sums_in_fp16(given.spec),
+        strips=strips_of(given.spec),
         wanted=wanted,
     )
 

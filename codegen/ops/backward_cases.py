@@ -140,6 +140,13 @@ def _tiled(of: _Made) -> Iterator[Case]:
     yield case("waves", m - 1, n + 1, 1, 2, clusters=3, **timing)
     yield case("long_q", 5 * m - 3, n // 2 + 3, clusters=2, data="edges", **timing)
     yield case("long_kv", m // 2 + 1, 3 * n - 7, clusters=2, data="edges", **timing)
+    if of.tiles.strips:
+        # Some strips have a tile more than others; of a group's heads that is too much.
+        strips = case(
+            "strips", m // 2 + 1, 2 * of.tiles.strips * n + 3 * n - 7, clusters=2
+        )
+        if strips.kv > of.tiles.strips * n:
+            yield strips
     # With causal, rows and whole blocks of them that see no key come first.
     yield case("few_keys", 3 * m + 9, 5, data="edges")
     yield case("key_of_some", m + m // 2, m // 2 + 3, data="edges")

@@ -57,7 +57,8 @@ class Tiles:
     single: a cluster has one work tile, whatever the number of SMs. slack: [log2] by which scores
     may exceed their reference, 0 where that is constant. along_keys: CTAs of a backward pass's
     cluster, whose KV tiles follow one another. section_rows: query rows of the
-    KV heads of a backward pass's section together.
+    KV heads of a backward pass's section together. strips: of a head's keys, whose KV tiles take
+    turns in a backward pass; 0 where tiles come one behind the other.
     """
 
     q: int  # [rows]
@@ -71,6 +72,7 @@ class Tiles:
     slack: float = 8.0
     along_keys: int = 1
     section_rows: int = 0
+    strips: int = 0
 
     @property
     def ctas(self) -> int:

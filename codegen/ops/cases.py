@@ -113,6 +113,7 @@ def tiles_of(constants: Mapping[str, Any]) -> Tiles:
         slack=constants.get("RESCALE_SLACK", 0.0),
         along_keys=constants.get("CLUSTER_CTAS", 1),
         section_rows=constants.get("SECTION_BYTES", 0) // constants.get("ROW_BYTES", 1),
+        strips=constants.get("STRIPS", 0),
     )
 
 

@@ -112,13 +112,15 @@ def truth(
     dtype: str,
     rounds_p: bool = False,
     half_sums: bool = False,
+    strips: int = 1,
     cap: float | None = None,
     wanted: Array | None = None,
 ) -> Truth:
     """The exact gradients and bounds for a kernel whose O and gradients have the 16-bit ``dtype``.
 
     O and LSE that it is given are the exact ones, rounded. rounds_p: dS is made of P in 16 bits,
-    whatever the type. half_sums: dQ is summed in fp16. wanted: as of `gradients`.
+    whatever the type. half_sums: dQ is summed in fp16, of KV tiles of so many strips in turn. wanted:
+    as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
     if half_sums:
@@ -141,7 +143,7 @@ def truth(
             of_halves = None
             if half_sums:
                 longest = inputs.longest_of_rows(keys, *rows.place[1:])
-                of_halves = _of_halves(ds, keys, longest)
+                of_halves = _of_halves(ds, keys, longest, strips)
                 of_q.variance = of_q.variance + of_halves
             of_q.put(made.dq, rows.place, inputs.scale, keys.k.shape[0], of.unit)
             if of_halves is not None and made.dq.reordered is not None:
@@ -348,17 +350,27 @@ def _errors(rows: _Rows, keys: _Keys, inputs: _Inputs, of: _Rounded) -> _Errors:
     )
 
 
-def _of_halves(ds: Array, keys: _Keys, longest: Array) -> Array:
+def in_strips(tiles: int, strips: int) -> list[int]:
+    """The order of a head's KV tiles where so many strips of neighbours, the first ones by a tile
+    longer, take turns; of one strip, rising.
+    """
+    each, longer = divmod(tiles, strips)
+    of_turns = (divmod(turn, strips) for turn in range(tiles))
+    return [strip * each + min(strip, longer) + place for place, strip in of_turns]
+
+
+def _of_halves(ds: Array, keys: _Keys, longest: Array, strips: int) -> Array:
     """The variance of dQ by sums in fp16, whose terms are of KV tiles, as of a row's sums.
 
     longest: see `_Inputs.longest_of_rows`. Terms are scaled by it and rounded, as each sum is: of
-    tiles in rising or falling order, or in a random one, whose sums are those and random besides.
+    tiles in their order, that turned round, or a random one, whose sums are those and random
+    besides.
     """
     xp, half, count = namespace(ds), ROUNDINGS["fp16"], keys.k.shape[0]
     partial, largest, squares, added = 0.0 * (ds @ keys.k), 0.0, 0.0, 0
     sums = []
-    for begin in range(0, count, KEYS_OF_TERM):
-        some = slice(begin, begin + KEYS_OF_TERM)
+    for tile in in_strips(math.ceil(count / KEYS_OF_TERM), strips):
+        some = slice(tile * KEYS_OF_TERM, (tile + 1) * KEYS_OF_TERM)
         term = ds[:, some] @ keys.k[some]
         partial, squares, added = partial + term, squares + term * term, added + 1
         sums.append(partial)

@@ -67,7 +67,7 @@ REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "SECTION_BYTES": "of the 50 MiB of L2: 32, or 16 without a mask unless sums have an order",
+    "SECTION_BYTES": "of the 50 MiB of L2: fewer where tiles wait for no turns",
     "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
@@ -109,18 +109,17 @@ class Traits(backward.Traits):
 
     @property
     def section_bytes(self) -> int:
-        """Half as much without a mask, unless sums have an order (decision 0066); with one, as many
-        heads of sums in fp16 as of those in fp32, again unless they have an order (decision 0068).
+        """Half as much without a mask, unless sums have an order (decision 0066). Of sums in fp16
+        as many heads with a mask as of those in fp32, unless they have an order, and without a mask
+        half as much again where they have one (decision 0068).
         """
+        whole, half_sums = backward.SECTION_BYTES, self.half_sums
+        if self.mask.edges:
+            free = half_sums and not self.spec.deterministic
+            return whole * 3 // 4 if free else whole
         if self.spec.deterministic:
-            return backward.SECTION_BYTES
-        if not self.mask.edges:
-            return backward.SECTION_BYTES // 2
-        return (
-            backward.SECTION_BYTES * 3 // 4
-            if self.half_sums
-            else backward.SECTION_BYTES
-        )
+            return whole * 3 // 2 if half_sums else whole
+        return whole // 2
 
     @property
     def slice_columns(self) -> int:
@@ -413,6 +412,13 @@ def _context(
     head_dim = traits.spec.head_dim
     log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
     by_rows = not traits.paired and traits.sizes.tile_q == rows_of_dq
+    beside_ds = traits.packed_products and traits.softcap is None
+    tries_turn = (
+        beside_ds
+        and traits.hands_turns
+        and not traits.first_stores
+        and not traits.paired
+    )
     statistic = backward.statistic_of(log2=log2, scaled=traits.half_sums)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
     width = max(map(len, fills.values()))
@@ -437,11 +443,10 @@ def _context(
         "watched": traits.watched,
         # Two products are in flight there, and their registers leave room. At head_dim 64 it is
         # slower: decision 0059.
-        "turn_beside_ds": traits.watched
-        and not traits.paired
-        and traits.packed_products
-        and traits.softcap is None
-        and not by_rows,
+        "turn_beside_ds": traits.first_stores and beside_ds and not by_rows,
+        "tries_turn": tries_turn,
+        # At head_dim 64 it is not faster: decision 0069.
+        "arrives_late": tries_turn and head_dim.qk > 64,
         "packed_products": traits.packed_products,
         "keeps_k": traits.kept_steps[0] > 0,
         "keeps_v": traits.kept_steps[1] > 0,

@@ -366,6 +366,50 @@ def test_tiles_of_sections_fall_and_those_of_the_last_one_rise(
     assert [len({each.bits[x] for each in ran}) for x in same] == [1] * len(same)
 
 
+def of_strips(
+    fields: str, changes: dict[str, str], schedules: list[Schedule], folder: Path
+) -> list[Ran]:
+    """Five tiles of two strips, three and two."""
+    stem = "sm90_d64_bf16_bwd_strips"
+    changes = {"STRIPS = 16": "STRIPS = 2", **changes}
+    text = kernels.damaged(
+        kernels.text_of(kernels.SMALL + HALVES + fields, stem), changes
+    )
+    case = Case("strips", 1, 2, 70, 600, sm_count=3)
+    return run(kernels.written(folder, text, stem), case, schedules)
+
+
+@pytest.mark.parametrize("fields", ["", "deterministic: true\n"])
+def test_strips_of_tiles_take_turns(fields: str, tmp_path: Path) -> None:
+    ran = of_strips(fields, {}, SCHEDULES, tmp_path)
+    assert [each.findings for each in ran] == [[]] * len(SCHEDULES)
+    same = ("dq", "dk", "dv") if fields else ("dk", "dv")
+    assert [len({each.bits[x] for each in ran}) for x in same] == [1] * len(same)
+
+
+# The tile of a turn, or the turn of a tile.
+STRIP_DAMAGES = {
+    "the first strips are no longer": (
+        "cutlass.min(strip, longer)",
+        "0 * longer",
+        "dk",
+    ),
+    "turns in the order of keys": (
+        "turn = work.tile_turn",
+        "turn = work.kv_tile",
+        "deadlock",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STRIP_DAMAGES)
+def test_strips_that_do_not_take_turns_are_found(name: str, tmp_path: Path) -> None:
+    old, new, words = STRIP_DAMAGES[name]
+    fields = "deterministic: true\n"
+    (ran,) = of_strips(fields, {old: new}, SCHEDULES[:1], tmp_path)
+    assert any(words in each for each in ran.findings)
+
+
 # Of how the sums of later heads are cleared.
 CLEAR_DAMAGES = {
     "a counter begins with what was there": (

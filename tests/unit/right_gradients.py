@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -65,10 +66,11 @@ def compute(
     damage="",
     tanh_unit=TANH_UNIT,
     sums_in="",
+    strips=1,
 ) -> dict[str, np.ndarray]:
     """dQ, dK, dV as a kernel makes them: 16-bit P and dS, all else in fp32. packed: dS is the
     rounded product of a rounded P and a rounded dP - D. tanh_unit: of a tangent's error, at most.
-    sums_in: the 16-bit type of sums of dQ.
+    sums_in: the 16-bit type of sums of dQ. strips: of KV tiles, which take turns in these.
     """
     random = np.random.default_rng(11)
     batch, rows, heads, _ = q.shape
@@ -137,7 +139,7 @@ def compute(
             of_group = dout[b, :, shared * group : (shared + 1) * group]
             norms = [np.linalg.norm(x, axis=-1).max() for x in (of_group, of_k, of_v)]
             factors = of_blocks(of_o, norms[0], damage)
-            of_dq = summed(of_dq, of_k, math.prod(norms), factors, sums_in)
+            of_dq = summed(of_dq, of_k, math.prod(norms), factors, sums_in, strips)
         else:
             of_dq = of_dq @ of_k
         made["dq"][b, :, head] = factor * of_dq
@@ -164,12 +166,19 @@ def of_blocks(dout, longest, damage):
     return factors
 
 
-def summed(ds, k, longest, factors, dtype):
+def in_strips(tiles, strips):
+    """One of each strip after the other; NumPy, too, makes the first ones longer."""
+    of_strips = np.array_split(np.arange(tiles), strips)
+    turns = itertools.zip_longest(*of_strips)
+    return [int(tile) for turn in turns for tile in turn if tile is not None]
+
+
+def summed(ds, k, longest, factors, dtype, strips):
     """dS K, scaled so that a type of 16 bits has room for it, whose sums are rounded to that."""
     scale = 2.0 ** (LARGEST - math.ceil(math.log2(longest or 1.0))) * factors
     total = 0.0
-    for begin in range(0, len(k), TERM):
-        some = slice(begin, begin + TERM)
+    for tile in in_strips(math.ceil(len(k) / TERM), strips):
+        some = slice(tile * TERM, (tile + 1) * TERM)
         total = rounded(dtype, total + rounded(dtype, scale * (ds[:, some] @ k[some])))
     return total / scale
 

@@ -17,7 +17,14 @@ from fmha_gen.ops.reference import attention
 from fmha_gen.ops.scores import TANH_UNIT, capped
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from right_gradients import DAMAGES, DAMAGES_OF_CAPS, compute, forward, in_steps
+from right_gradients import (
+    DAMAGES,
+    DAMAGES_OF_CAPS,
+    compute,
+    forward,
+    in_steps,
+    in_strips,
+)
 from right_kernel import rounded
 
 NAMES = ("dq", "dk", "dv")
@@ -211,7 +218,8 @@ def test_sums_in_8_bits_are_found():
 
 
 @pytest.mark.parametrize("keys", [4096, 16384])
-def test_where_values_drift_sums_in_fp16_hold_and_are_less_exact(keys):
+@pytest.mark.parametrize("strips", [1, 16])
+def test_where_values_drift_sums_in_fp16_hold_and_are_exact_in_strips(keys, strips):
     """Of dS of a row the first half adds what the second one takes away, times a mean of K."""
     inputs, options = call(64, keys, "none", "bf16", 1.0, 1)
     half = np.where(np.arange(keys) < keys // 2, -0.5, 0.5)[:, None, None]
@@ -219,12 +227,21 @@ def test_where_values_drift_sums_in_fp16_hold_and_are_less_exact(keys):
         rounded("bf16", x + of) for x, of in zip(inputs[1:3], (0.5, half), strict=True)
     ]
     given = forward(*inputs[:3], **options)
-    found = compute(*inputs, *given, **options, packed=True, sums_in="fp16")
-    truth, judged = verdicts(inputs, {**options, "half_sums": True}, found)
+    halves = {"sums_in": "fp16", "strips": strips}
+    found = compute(*inputs, *given, **options, packed=True, **halves)
+    truth, judged = verdicts(
+        inputs, {**options, "half_sums": True, "strips": strips}, found
+    )
     assert judged["dq"].finding == "" and judged["dq"].of_bound < 0.8
     plain = compute(*inputs, *given, **options, packed=True)
     wrong, right = (np.linalg.norm(x["dq"] - truth.dq.exact) for x in (found, plain))
-    assert wrong > 1.3 * right
+    assert (wrong > 1.3 * right) == (strips == 1)
+
+
+@pytest.mark.parametrize("tiles", [1, 5, 16, 17, 35, 1000])
+def test_strips_take_turns(tiles):
+    assert gradients.in_strips(tiles, 16) == in_strips(tiles, 16)
+    assert gradients.in_strips(tiles, 1) == list(range(tiles))
 
 
 def of_lengths(*of_heads):

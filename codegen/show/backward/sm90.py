@@ -64,6 +64,8 @@ def role_rows(plan: KernelPlan) -> Iterator[tuple[str, ...]]:
         order = "the last of a head first, of the last section the longest"
     elif handed and plan.context["right_edge"]:
         order = "the last of a head first"
+    elif plan.context["in_strips"]:
+        order = f"of {numbers(plan)['STRIPS']} strips of the keys in turn"
     tiles = "pairs of KV tiles, in CTA 0" if paired else "KV tiles"
     scheduler = f"draws tickets for {tiles}, {order}"
     if plan.context["clears_ahead"]:
@@ -302,6 +304,7 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
     )
     yield _add(plan, "dQ(n-1)")
     yield mma("S(n+1)", Wait("q_full"))
+    yield from _late_arrival(plan, "dQ(n-1)")
     freed = Signal("q_empty", WARPS)
     yield over("dK(n), S(n+1) are there", ("dK(n)", "S(n+1)"), freed)
 
@@ -344,6 +347,7 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield Step("sdS is visible to tensor cores", "wait", (), both)
     if plan.context["watched"]:
         yield _add(plan, LAST)
+        yield from _late_arrival(plan, LAST)
 
 
 def _add(plan: KernelPlan, name: str) -> Step:
@@ -354,9 +358,15 @@ def _add(plan: KernelPlan, name: str) -> Step:
         return Step(text, "math")
     if plan.context["first_stores"]:
         text = f"store {name} or add it; of the last tile at its block, write it"
-    added = Signal("added_full", WARPS)
+    added = () if plan.context["arrives_late"] else (Signal("added_full", WARPS),)
     turn = () if plan.context["turn_beside_ds"] else (Wait("turn_full", earlier=True),)
-    return Step(text, "math", turn, (added,))
+    return Step(text, "math", turn, added)
+
+
+def _late_arrival(plan: KernelPlan, name: str) -> Iterator[Step]:
+    """What tells that dQ has been added, where that is beside the next product."""
+    if plan.context["arrives_late"]:
+        yield Step(f"{name} is added", "wait", (), (Signal("added_full", WARPS),))
 
 
 def _early_turn(plan: KernelPlan, name: str) -> Iterator[Step]:
