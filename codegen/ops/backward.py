@@ -47,7 +47,7 @@ EXPONENTS: Final = 4
 SHORT_HEADS: Final = {64: 2048, 96: 1024, 128: 2048}
 # The same of sums in fp16, whose zeros and last kernel cost half as much: decision 0068.
 SHORT_HEADS_OF_HALVES: Final = 1024
-# Of a head's KV tiles, which take turns where sums are in fp16 and nothing is masked: decision 0068.
+# Of a head's KV tiles, which take turns where sums are in fp16 without a mask: decision 0069.
 STRIPS: Final = 16
 
 

@@ -119,8 +119,8 @@ def truth(
     """The exact gradients and bounds for a kernel whose O and gradients have the 16-bit ``dtype``.
 
     O and LSE that it is given are the exact ones, rounded. rounds_p: dS is made of P in 16 bits,
-    whatever the type. half_sums: dQ is summed in fp16, of KV tiles of so many strips in turn. wanted:
-    as of `gradients`.
+    whatever the type. half_sums: dQ is summed in fp16, of KV tiles of so many strips in turn.
+    wanted: as of `gradients`.
     """
     made = Truth(*(Bounded(*(_empty(x) for _ in range(3))) for x in (q, k, v)))
     if half_sums:

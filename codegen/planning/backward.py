@@ -154,7 +154,7 @@ class Traits(shared.Traits):
     @property
     def in_strips(self) -> bool:
         """Tiles of all parts of the keys take turns: sums in fp16 that would grow and shrink again
-        lose digits. With a mask the longest tiles come first instead (decision 0068).
+        lose digits. With a mask the longest tiles come first instead (decision 0069).
         """
         return self.half_sums and not self.mask.edges and not self.first_stores
 

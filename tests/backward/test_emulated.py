@@ -985,7 +985,9 @@ OF_CTA = "mTurns[cute.arch.block_idx_in_cluster(), None]"
         (IN_ORDER, {"while added < turn:": "while added < 0:"}),
         (
             IN_ORDER,
-            {"            rings.turn.consumer_wait(dq_state)\n": "            pass\n"},
+            {
+                "            rings.turn.consumer_wait(dq_state, may_add)\n": "            pass\n"
+            },
         ),
         (PAIRED_IN_ORDER, {"while added < turn:": "while added < 0:"}),
         # Of the other CTA's, or of both in one.

@@ -323,6 +323,7 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
         yield from stored
     yield take(WARPS)
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
+    yield from _late_arrival(plan, "dQ(last-1)")
     freed = Signal("q_empty", WARPS)
     yield over("dK, S(0) are there", ("dK(last)", "next S(0)"), freed)
     if not beside:
@@ -347,7 +348,6 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield Step("sdS is visible to tensor cores", "wait", (), both)
     if plan.context["watched"]:
         yield _add(plan, LAST)
-        yield from _late_arrival(plan, LAST)
 
 
 def _add(plan: KernelPlan, name: str) -> Step:
