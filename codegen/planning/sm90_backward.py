@@ -109,9 +109,10 @@ class Traits(backward.Traits):
 
     @property
     def section_bytes(self) -> int:
-        """Half as much without a mask, unless sums have an order (decision 0066). Of sums in fp16 with
-        a mask as many heads as of those in fp32, unless they have an order (decision 0068); without
-        one, half as much again where they have (decision 0069).
+        """Half as much without a mask, unless sums have an order (decision 0066).
+
+        Of sums in fp16 with a mask as many heads as of those in fp32, unless they have an order
+        (decision 0068); half as much again without a mask where they have (decision 0069).
         """
         whole, half_sums = backward.SECTION_BYTES, self.half_sums
         if self.mask.edges:

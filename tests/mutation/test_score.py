@@ -47,17 +47,25 @@ OF_BACKWARD = {
     "mTicket[0] = 0: tickets are not set back": GROUPS,
     "clear_ds(rings): dropped": GROUPS,
     "atom#1: one more": GROUPS,
-    "red.#1: removed": GROUPS,
+    "red.#2: removed": GROUPS,
     "cp.async.bulk.shared#1: 16 bytes fewer": GROUPS,
     "tcgen05.wait::st#1: removed": SHIPPED_100,
     "tcgen05.wait::st#2: removed": SHIPPED_100,
     "pipes.s.producer_acquire(p_state): dropped": SHIPPED_100,
     "pipes.dp.producer_acquire(ds_state): dropped": SHIPPED_100,
     "pipes.do.consumer_release(do_state): dropped": SHIPPED_100,
-    "cute.autovec_copy(zeros, gSums[None, i * STATS_THREADS + thread]):"
+    "cute.autovec_copy(zeros, gSums[None, i * threads + thread]):"
     " sums are not cleared": SHIPPED_100,
     "STATS_TX_BYTES = 1024  # [bytes per stage] = 2 * STAT_BYTES: half the bytes": SHIPPED_100,
 }
+
+
+@pytest.mark.parametrize("stem", sorted(set(OF_BACKWARD.values())))
+def test_damage_of_a_backward_kernel_has_one_place(stem):
+    subject = Subject(stem, "waves")
+    names = [x.name for kind in ("ptx", "source") for x in subject.mutants(kind)]
+    damages = [name for name, of in OF_BACKWARD.items() if of == stem]
+    assert [names.count(name) for name in damages] == [1] * len(damages)
 
 
 @pytest.mark.parametrize("number", range(2))
