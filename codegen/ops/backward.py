@@ -134,8 +134,13 @@ def sums_in_fp16(spec: Spec) -> bool:
 
 def strips_of(spec: Spec) -> int:
     """How many strips of a head's KV tiles take turns; 1 where tiles come in the order of keys."""
-    masked = masks.of_spec(spec).edges
-    return 1 if not sums_in_fp16(spec) or masked or _first_stores(spec) else STRIPS
+    masked, stores = bool(masks.of_spec(spec).edges), _first_stores(spec)
+    return strips(halves=sums_in_fp16(spec), masked=masked, stores=stores)
+
+
+def strips(*, halves: bool, masked: bool, stores: bool) -> int:
+    """The same. halves: sums in fp16. stores: as `first_stores` says."""
+    return STRIPS if halves and not masked and not stores else 1
 
 
 def is_backward(spec: Spec) -> bool:

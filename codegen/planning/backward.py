@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from ..arch.architecture import Architecture
 from ..features.backward import splits
-from ..ops.backward import STRIPS, clears_ahead, first_stores, short_heads, turns_of
+from ..ops.backward import clears_ahead, first_stores, short_heads, strips, turns_of
 from ..spec.model import Spec, SpecFile
 from . import traits as shared
 from .context import common_context
@@ -152,11 +152,12 @@ class Traits(shared.Traits):
         return SECTION_BYTES
 
     @property
-    def in_strips(self) -> bool:
-        """Tiles of all parts of the keys take turns: sums in fp16 that would grow and shrink again
-        lose digits. With a mask the longest tiles come first instead (decision 0069).
+    def strips(self) -> int:
+        """Of a head's KV tiles, which take turns: sums in fp16 that grow and shrink lose digits.
+        1 where they do not: with a mask the longest tiles come first (decision 0069).
         """
-        return self.half_sums and not self.mask.edges and not self.first_stores
+        masked, stores = bool(self.mask.edges), self.first_stores
+        return strips(halves=self.half_sums, masked=masked, stores=stores)
 
     @property
     def shortest_early(self) -> bool:
@@ -254,10 +255,10 @@ def sections(traits: Traits, why: str) -> Iterator[Number]:
     """Yield the constants of how many heads a section has."""
     unit = "bytes that the heads of a section have in L2"
     yield Number("SECTION_BYTES", traits.section_bytes, unit, "planned", reason=why)
-    if traits.in_strips:
+    if traits.strips > 1:
         unit = "of a head's KV tiles, which take turns"
         why = "partial sums of dQ stay near their share of the whole"
-        yield Number("STRIPS", STRIPS, unit, "planned", reason=why)
+        yield Number("STRIPS", traits.strips, unit, "planned", reason=why)
     if traits.caps_heads:
         unit = "CTAs, or clusters, for each head of a section but the last, at least"
         short = "short heads, of which L2 has many, are done sooner"
@@ -381,7 +382,7 @@ def context(
         "shortest_early": traits.shortest_early,
         "hands_turns": traits.hands_turns,
         "half_sums": traits.half_sums,
-        "in_strips": traits.in_strips,
+        "in_strips": traits.strips > 1,
         "packed_type": "bf16x2" if spec_file.spec.dtype == "bf16" else "f16x2",
         "paired": traits.paired,
         "thin": traits.thin,
@@ -439,10 +440,10 @@ def statements(traits: Traits, of_s: str, *products: str) -> Iterator[str]:
             " of its rows of dO, K and V, the product of the longest becomes 2^10 to 2^12. dQ of"
             " a block whose dO is much longer or shorter has another power of two besides."
         )
-    if traits.in_strips:
+    if traits.strips > 1:
         yield (
-            f"A head's KV tiles come from {STRIPS} strips of the keys in turn: partial sums of dQ"
-            " stay near their share of the whole where K or V drifts."
+            f"A head's KV tiles come from {traits.strips} strips of the keys in turn: partial sums"
+            " of dQ stay near their share of the whole where K or V drifts."
         )
     if traits.first_stores:
         most = short_heads(traits.spec.head_dim.qk, halves=traits.half_sums)
