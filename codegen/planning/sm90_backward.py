@@ -67,7 +67,7 @@ REASONS: Final[Mapping[str, str]] = {
     **backward.REASONS,
     "TILE_Q": "128 up to head_dim 64 where registers take it, else 64",
     "TILE_KV": "64 for each warpgroup that computes dK and dV of its own keys",
-    "SECTION_BYTES": "of the 50 MiB of L2: as timed (decisions 0066, 0068 and 0069)",
+    "SECTION_BYTES": "of the 50 MiB of L2: as many as were fastest",
     "KEPT_STEPS": "as many as registers are left for: shared memory is read less",
 }
 
