@@ -25,6 +25,8 @@ from numpy.typing import NDArray
 
 U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
+U64 = NDArray[np.uint64]
+S64 = NDArray[np.int64]
 F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -525,6 +527,25 @@ def prmt_by(a: U32, b: U32, selector: int) -> U32:
 
 # PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
 # as quotient and as remainder, and so does this.
+
+
+def high_u64(a: U64, b: U64) -> U64:
+    """The upper 64 bits of a product of 128, by halves of 32."""
+    half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
+    a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
+    first = a_high * b_low + (a_low * b_low >> half)
+    second = a_low * b_high + (first & low)
+    high: U64 = a_high * b_high + (first >> half) + (second >> half)
+    return high
+
+
+def high_i64(a: S64, b: S64) -> S64:
+    """The same of signed factors: a negative one is 2^64 less than its bits say."""
+    of_a, of_b, none = a.view(np.uint64), b.view(np.uint64), np.uint64(0)
+    high = high_u64(of_a, of_b)
+    high = high - np.where(a < 0, of_b, none) - np.where(b < 0, of_a, none)
+    signed: S64 = high.view(np.int64)
+    return signed
 
 
 def div_u32(a: U32, b: U32) -> U32:

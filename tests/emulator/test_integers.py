@@ -84,9 +84,10 @@ def test_two_sources(opcode):
 
 
 PRODUCTS = (
-    "mul.hi.s16 mul.hi.u16 mul.hi.s32 mul.hi.u32 mul.wide.s16 mul.wide.u16 mul.wide.s32 "
-    "mul.wide.u32 mad.lo.s16 mad.lo.u16 mad.lo.s32 mad.lo.u32 mad.lo.s64 mad.lo.u64 mad.hi.s32 "
-    "mad.hi.u32 mad.wide.s16 mad.wide.u16 mad.wide.s32 mad.wide.u32"
+    "mul.hi.s16 mul.hi.u16 mul.hi.s32 mul.hi.u32 mul.hi.s64 mul.hi.u64 mul.wide.s16 mul.wide.u16 "
+    "mul.wide.s32 mul.wide.u32 mad.lo.s16 mad.lo.u16 mad.lo.s32 mad.lo.u32 mad.lo.s64 mad.lo.u64 "
+    "mad.hi.s32 mad.hi.u32 mad.hi.s64 mad.hi.u64 mad.wide.s16 mad.wide.u16 mad.wide.s32 "
+    "mad.wide.u32"
 )
 
 

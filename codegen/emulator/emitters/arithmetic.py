@@ -138,7 +138,9 @@ def _product(emitter: Emitter, instruction: Instruction) -> tuple[str, str]:
     if instruction.has("lo"):
         return f"{first} * {second}", dtype
     if BITS[dtype] > 32:
-        raise UnsupportedInstruction(instruction, "a product of more than 64 bits")
+        if instruction.has("wide"):
+            raise UnsupportedInstruction(instruction)
+        return f"numerics.high_{dtype}({first}, {second})", dtype
     wide = f"{dtype[0]}{2 * BITS[dtype]}"
     product = f"{first}.astype(np.{numpy_name(wide)}) * {second}"
     if instruction.has("wide"):
