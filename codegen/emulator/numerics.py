@@ -2,12 +2,11 @@
 """Arithmetic as PTX defines it, on whole arrays of lanes.
 
 Float functions take and return float32 arrays, integer functions uint32 arrays (a register is bits;
-the suffix says how they are read), conversions to a narrow format return its bits. Arithmetic of
-halves is on float16 arrays, or on the bits of bf16; of `.f16x2` and `.bf16x2` there are two for
-each lane. Overflows are infinities and
-invalid operations NaN, as on the device, of which numpy warns: run all of this under
-`np.errstate(all="ignore")`, as the machine does. To do so in every function would take longer than
-some of them do.
+the suffix says how they are read) but for `_u64` and `_i64`, conversions to a narrow format return
+its bits. Arithmetic of halves is on float16 arrays, or on the bits of bf16; of `.f16x2` and
+`.bf16x2` there are two for each lane. Overflows are infinities and invalid operations NaN, as on
+the device, of which numpy warns: run all of this under `np.errstate(all="ignore")`, as the machine
+does. To do so in every function would take longer than some of them do.
 
 The approximations (`ex2`, `lg2`, `rcp`, `tanh`) return the correctly rounded value. PTX only bounds
 their error and the device is within that bound on either side, so two results of the same
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 U16 = NDArray[np.uint16]
 U32 = NDArray[np.uint32]
 U64 = NDArray[np.uint64]
-S64 = NDArray[np.int64]
+I64 = NDArray[np.int64]
 F16 = NDArray[np.float16]
 F32 = NDArray[np.float32]
 F64 = NDArray[np.float64]
@@ -525,12 +524,8 @@ def prmt_by(a: U32, b: U32, selector: int) -> U32:
     return result
 
 
-# PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
-# as quotient and as remainder, and so does this.
-
-
 def high_u64(a: U64, b: U64) -> U64:
-    """The upper 64 bits of a product of 128, by halves of 32."""
+    """mul.hi.u64, by halves of 32 bits."""
     half, low = np.uint64(32), np.uint64(0xFFFFFFFF)
     a_high, a_low, b_high, b_low = a >> half, a & low, b >> half, b & low
     first = a_high * b_low + (a_low * b_low >> half)
@@ -539,13 +534,17 @@ def high_u64(a: U64, b: U64) -> U64:
     return high
 
 
-def high_i64(a: S64, b: S64) -> S64:
-    """The same of signed factors: a negative one is 2^64 less than its bits say."""
+def high_i64(a: I64, b: I64) -> I64:
+    """mul.hi.s64: a negative factor is 2^64 less than its bits read as unsigned."""
     of_a, of_b, none = a.view(np.uint64), b.view(np.uint64), np.uint64(0)
     high = high_u64(of_a, of_b)
     high = high - np.where(a < 0, of_b, none) - np.where(b < 0, of_a, none)
-    signed: S64 = high.view(np.int64)
+    signed: I64 = high.view(np.int64)
     return signed
+
+
+# PTX leaves a division by zero open. The code that ptxas makes of it for sm_90 gives all ones, both
+# as quotient and as remainder, and so does this.
 
 
 def div_u32(a: U32, b: U32) -> U32:

@@ -116,6 +116,19 @@ def test_parts_of_products(opcode):
     np.testing.assert_array_equal(result_of(body, kept, a, b, THIRD), expected)
 
 
+@pytest.mark.parametrize("factor", (0x2492492492492493, -7, 1))
+@pytest.mark.parametrize("opcode", ("mul.hi.s64", "mul.hi.u64"))
+def test_upper_half_of_a_product_by_a_constant(opcode, factor):
+    """As divisions by a constant have it."""
+    dtype = dtype_of(opcode)
+    a, b = pairs()
+    body = f"{narrowed(64, 1)} {opcode} %rd20, %rd41, {factor};"
+    if dtype == np.uint64:
+        factor %= 1 << 64
+    expected = exact(lambda x: x * factor >> 64, a.astype(dtype))
+    np.testing.assert_array_equal(result_of(body, 64, a, b), expected)
+
+
 UNARY = {
     "not.b16 not.b32 not.b64": lambda a: ~a,
     "neg.s32 neg.s64": lambda a: -a,
