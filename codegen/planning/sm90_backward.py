@@ -414,11 +414,14 @@ def _context(
     log2, rows_of_dq = traits.adds_statistic, sm90.WARPGROUP_ROWS * WARPGROUPS
     by_rows = not traits.paired and traits.sizes.tile_q == rows_of_dq
     beside_ds = traits.packed_products and traits.softcap is None
-    tries_turn = (
-        beside_ds
-        and traits.hands_turns
-        and not traits.first_stores
-        and not traits.paired
+    one_loop = not traits.first_stores and not traits.paired
+    tries_turn = one_loop and beside_ds and traits.hands_turns
+    # Where it is faster than S behind the sums, which then are in registers of their own: decision
+    # 0070.
+    sums_behind_s = one_loop and (
+        head_dim.qk <= 96
+        if traits.half_sums
+        else head_dim.qk <= 64 and not traits.hands_turns
     )
     statistic = backward.statistic_of(log2=log2, scaled=traits.half_sums)
     fills = {"q": f"Q and {statistic}", "do": "dO and -D", "k": "K", "v": "V"}
@@ -447,7 +450,10 @@ def _context(
         "turn_beside_ds": traits.first_stores and beside_ds and not by_rows,
         "tries_turn": tries_turn,
         # At head_dim 64 it is not faster: decision 0069.
-        "arrives_late": tries_turn and head_dim.qk > 64,
+        "arrives_late": tries_turn and head_dim.qk > 64 and not sums_behind_s,
+        "sums_behind_s": sums_behind_s,
+        # dQ is scaled on its way to registers that S leaves alone.
+        "scaled_sums": sums_behind_s and not traits.half_sums,
         "packed_products": traits.packed_products,
         "keeps_k": traits.kept_steps[0] > 0,
         "keeps_v": traits.kept_steps[1] > 0,

@@ -472,8 +472,19 @@ DAMAGES = {
         "of dk: wrong",
     ),
     "a block's sums left out": (
-        "    add_dq(acc_dQ, mSums, place_before, warpgroup_idx)\n    if warp_idx",
+        "    add_behind_s(scale_dq(acc_dQ, softmax_scale), mSums, place_before, warpgroup_idx)\n"
         "    if warp_idx",
+        "    if warp_idx",
+        "of dq: wrong",
+    ),
+    "dQ added where the next block's is": (
+        "add_behind_s(addends, mSums, place_added, ",
+        "add_behind_s(addends, mSums, place_before, ",
+        "of dq: wrong",
+    ),
+    "dQ without the scale": (
+        "[acc_dQ[i], softmax_scale]",
+        "[acc_dQ[i], Float32(1.0)]",
         "of dq: wrong",
     ),
     "dS seen by TMA's proxy only by chance": (
@@ -845,7 +856,8 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
     "the last block's without": (
         {
             "    if cute.arch.make_warp_uniform(shift_before) != 0:\n"
-            "        multiply(acc_dQ, power_of_two(shift_before))\n    add_dq": "    add_dq"
+            "        multiply(acc_dQ, power_of_two(shift_before))\n"
+            "    add_behind_s": "    add_behind_s"
         },
         "of dq",
     ),

@@ -302,9 +302,10 @@ def _block(plan: KernelPlan) -> Iterator[Step]:
     yield Step(
         "sdS is visible to tensor cores", "wait", (), (Signal("ds_full", WARPS),)
     )
-    yield _add(plan, "dQ(n-1)")
+    if not plan.context["sums_behind_s"]:
+        yield _add(plan, "dQ(n-1)")
     yield mma("S(n+1)", Wait("q_full"))
-    yield from _late_arrival(plan, "dQ(n-1)")
+    yield from _behind_s(plan, "dQ(n-1)")
     freed = Signal("q_empty", WARPS)
     yield over("dK(n), S(n+1) are there", ("dK(n)", "S(n+1)"), freed)
 
@@ -323,7 +324,7 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
         yield from stored
     yield take(WARPS)
     yield mma("next S(0)", Wait("k_full"), Wait("q_full"))
-    yield from _late_arrival(plan, "dQ(last-1)")
+    yield from _behind_s(plan, "dQ(last-1)")
     freed = Signal("q_empty", WARPS)
     yield over("dK, S(0) are there", ("dK(last)", "next S(0)"), freed)
     if not beside:
@@ -346,7 +347,7 @@ def _tile(plan: KernelPlan) -> Iterator[Step]:
     yield over(f"dV(0), {LAST} are there", ("dV(0)", LAST), freed)
     both = Signal("ds_full", WARPS), Signal("k_empty", WARPS)
     yield Step("sdS is visible to tensor cores", "wait", (), both)
-    if plan.context["watched"]:
+    if plan.context["watched"] and not plan.context["sums_behind_s"]:
         yield _add(plan, LAST)
 
 
@@ -363,9 +364,11 @@ def _add(plan: KernelPlan, name: str) -> Step:
     return Step(text, "math", turn, added)
 
 
-def _late_arrival(plan: KernelPlan, name: str) -> Iterator[Step]:
-    """What tells that dQ has been added, where that is beside the next product."""
-    if plan.context["arrives_late"]:
+def _behind_s(plan: KernelPlan, name: str) -> Iterator[Step]:
+    """What sums of dQ have beside the next product: all of it, or the news of it alone."""
+    if plan.context["sums_behind_s"]:
+        yield _add(plan, name)
+    elif plan.context["arrives_late"]:
         yield Step(f"{name} is added", "wait", (), (Signal("added_full", WARPS),))
 
 
