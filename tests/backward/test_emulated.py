@@ -483,8 +483,8 @@ DAMAGES = {
         "of dq: wrong",
     ),
     "dQ without the scale": (
-        "[acc_dQ[i], softmax_scale]",
-        "[acc_dQ[i], Float32(1.0)]",
+        "multiplied(acc_dQ[i], softmax_scale)",
+        "multiplied(acc_dQ[i], Float32(1.0))",
         "of dq: wrong",
     ),
     "dS seen by TMA's proxy only by chance": (
