@@ -47,7 +47,8 @@ CALLS = frozenset(
 
 # Of backward kernels these as well.
 CALLS_OF_BACKWARD = CALLS | {
-    *("add_dq", "clear_ds", "griddepcontrol_wait", "mask_block", "meet"),
+    *("add_dq", "add_behind_s", "clear_ds", "griddepcontrol_wait", "mask_block"),
+    "meet",
 }
 
 # (what, pattern, instead): each match is one mutant.
@@ -160,7 +161,7 @@ REPLACEMENTS = (
     ),
     (
         "sums of the block after",
-        r"(?<=place_before = Boolean\(True\), )place \+ block",
+        r"(?<=, )place \+ block$",
         r"\g<0> + 1",
     ),
 )
