@@ -386,7 +386,7 @@ PEERS: Final[Mapping[str, Peer]] = {
     "fa4": Peer(
         {fa4_module.PACKAGE: _FUSED | _OF_FA4},
         _alone(fa4),
-        frozenset({BACKWARD_PASS, UNEQUAL, DETERMINISTIC}),
+        frozenset({BACKWARD_PASS, UNEQUAL, WINDOW, "softcap", DETERMINISTIC}),
         _alone(fa4_backward),
     ),
     "flash": Peer(

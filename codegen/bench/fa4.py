@@ -76,8 +76,16 @@ def backward(
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
     """A call that returns (dQ, dK, dV). Tensors are as our kernel takes them."""
     package, band = import_module(f"{PACKAGE}.interface"), problem.band
-    assert band is not None and not band.window, "refused"
-    given = {"causal": band.causal, "deterministic": problem.deterministic}
+    assert band is not None, "refused"
+    given: dict[str, Any] = {
+        "causal": band.causal,
+        "deterministic": problem.deterministic,
+    }
+    if band.window:
+        sides = ("window_size_left", "window_size_right")
+        given |= zip(sides, (band.left, band.right or None), strict=True)
+    if problem.softcap is not None:
+        given["softcap"] = problem.softcap
 
     def call() -> tuple[torch.Tensor, ...]:
         found = package._flash_attn_bwd(q, k, v, out, dout, lse, **given)

@@ -19,7 +19,8 @@ from fmha_gen.bench.problems import problem_for, problems_for
 from fmha_gen.bench.results import Cell
 from fmha_gen.build import records
 from fmha_gen.build.render import DIGEST_PLACEHOLDER, finish
-from fmha_gen.ops.masks import MASKS
+from fmha_gen.ops import masks
+from fmha_gen.ops.masks import MASKS, Mask
 from fmha_gen.show.website import speed
 
 torch = pytest.importorskip(
@@ -215,11 +216,17 @@ def test_the_bare_callable_is_told_of_every_tensor_and_a_workspace() -> None:
 # --- peers --------------------------------------------------------------------------------
 
 
-def exact(q: Any, k: Any, v: Any, dout: Any, causal: bool) -> Any:
+def of_sides(causal: bool, left: int | None = None, right: int | None = None) -> Mask:
+    """The mask that peers are told of: by its two sides, or as causal."""
+    return masks.window(left, 0 if causal else right)
+
+
+def exact(
+    q: Any, k: Any, v: Any, dout: Any, mask: Mask, cap: float | None = None
+) -> Any:
     """The gradients as a kernel returns them; tensors are [batch, rows, heads, d]."""
-    mask = MASKS["causal" if causal else "none"]
     scale = q.shape[-1] ** -0.5
-    found = gradients.gradients(q, k, v, dout, scale=scale, mask=mask)
+    found = gradients.gradients(q, k, v, dout, scale=scale, mask=mask, cap=cap)
     return tuple(x.to(q.dtype) for x in found)
 
 
@@ -259,7 +266,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
         )
         assert out.shape == dout.shape == (*q.shape[:3], v.shape[3])
         found.append(("fa4", options))
-        return exact(q, k, v, dout, options["causal"])
+        sides = (options.get(f"window_size_{side}") for side in ("left", "right"))
+        mask = of_sides(options["causal"], *sides)
+        return exact(q, k, v, dout, mask, options.get("softcap"))
 
     package = ModuleType("flash_attn.cute")
     interface = ModuleType("flash_attn.cute.interface")
@@ -289,7 +298,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
             assert given["dropout_p"] == 0.0 and given.get("attn_bias") is None
             names = ("query", "key", "value", "grad_out")
             rows = [given[name].transpose(1, 2) for name in names]
-            made = exact(*rows, given["is_causal"])
+            made = exact(*rows, of_sides(given["is_causal"]))
             return [x.transpose(1, 2) for x in made]
 
         return run
@@ -332,6 +341,35 @@ def test_every_peer_computes_the_problem(
         assert calls[-1][1]["grad_out"].data_ptr() == inputs.gradient.dout.data_ptr()  # type: ignore[union-attr]
     wrong = launch_of(name, asked(causal=not causal, group=group), inputs)
     assert error_of(wrong, one, inputs) > contenders.WRONG
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        (
+            {"window": {"left": 7, "right": "none"}},
+            {"causal": True, "window_size_left": 7},
+        ),
+        (
+            {"causal": False, "window": {"left": 9, "right": 4}},
+            {"window_size_left": 9, "window_size_right": 4},
+        ),
+        ({"softcap": 2.0}, {"causal": True, "softcap": 2.0}),
+    ],
+)
+def test_fa4_is_told_of_windows_and_softcap(
+    fields: dict[str, Any], told: dict[str, Any], calls: list[Any]
+) -> None:
+    one = asked(**fields)
+    inputs = contenders.make_inputs(one, "cpu")
+    assert contenders.PEERS["fa4"].refusal(one) == ""
+    launch = launch_of("fa4", one, inputs)
+    assert 0 < error_of(launch, one, inputs) < 0.005
+    given = {name: x for name, x in calls[-1][1].items() if x not in (None, False)}
+    assert given == told
+    plain = asked(causal=fields.get("causal", True))
+    assert error_of(launch_of("fa4", plain, inputs), one, inputs) > contenders.WRONG
+    assert "takes no" in contenders.PEERS["cudnn"].refusal(one)
 
 
 def test_a_fixed_order_has_peers_of_a_fixed_order(calls: list[Any]) -> None:
@@ -405,7 +443,7 @@ def compute(who: str, causal: bool, dout: Any, q: Any, k: Any, v: Any) -> Any:
     speed_of = {"ours": 450e12, "fa4": 500e12}[who]
     flops = 1e7 * 10 * pairs * q.shape[3]  # of few launches, which fill a graph
     test_run.device.spend(10e-6, flops / speed_of, who)
-    return exact(q, k, v, dout, causal)
+    return exact(q, k, v, dout, of_sides(causal))
 
 
 def test_a_run_is_timed_shown_and_recorded(

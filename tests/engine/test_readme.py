@@ -151,7 +151,8 @@ def rungs(found: dict[str, str]) -> str:
         if validated:
             some = "all" if validated == len(stems) else validated
             words += f"{some} are validated on {GPUS[arch]}"
-            words += f", {benchmarked} of these benchmarked" if benchmarked else ""
+            timed = "all" if benchmarked == validated else benchmarked
+            words += f", {timed} of these benchmarked" if benchmarked else ""
             left = emulated - validated
             words += f", {left} emulated" if left else ""
         else:

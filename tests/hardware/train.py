@@ -17,7 +17,7 @@ weights; --out appends them to a file, in which runs of several commands come to
 
 --compare judges: the mean of ours differs from that of sdpa by less than one of them spreads from
 seed to seed, in every window of WINDOW steps; runs of ours-deterministic with one seed end in
-equal weights. Status 1 when one fails, or there are too few runs to tell.
+equal weights. Status 1 when one fails, or there are too few seeds to tell.
 
 --small trains some steps of a tiny model by sdpa on the CPU.
 """
@@ -339,19 +339,20 @@ class Verdict(NamedTuple):
 
 
 def curves_of(lines: Iterable[Line], attention: str) -> list[list[float]]:
-    """Of each run its losses, averaged by windows; a shorter one at the end is left out."""
-    steps: list[list[float]] = []
+    """Losses of each seed's first run, averaged by windows; a last one that is shorter is not."""
+    runs: list[tuple[int, list[float]]] = []
     for line in lines:
         if "loss" in line and line["attention"] == attention:
             if line["step"] == 0:
-                steps.append([])
-            steps[-1].append(line["loss"])
+                runs.append((line["seed"], []))
+            runs[-1][1].append(line["loss"])
+    # The first one of a seed stays: another one says nothing of what a seed changes.
     return [
         [
             statistics.fmean(x[i : i + WINDOW])
             for i in range(0, len(x) - WINDOW + 1, WINDOW)
         ]
-        for x in steps
+        for x in dict(reversed(runs)).values()
     ]
 
 
@@ -362,7 +363,7 @@ def compared(lines: Sequence[Line], ours: str, theirs: str = "sdpa") -> Verdict:
     lengths = {len(curve) for group in curves for curve in group}
     if min(counts) < SEEDS or len(lengths) != 1 or lengths == {0}:
         return Verdict(
-            False, f"{ours}: {counts[0]} runs, {theirs}: {counts[1]}: too few"
+            False, f"{ours}: {counts[0]} seeds, {theirs}: {counts[1]}: too few"
         )
     ratios = []
     for rows in zip(*(zip(*group, strict=True) for group in curves), strict=True):

@@ -188,13 +188,25 @@ def flat(*levels: float) -> list[list[float]]:
     return [[level] * (2 * script.WINDOW) for level in levels]
 
 
+def test_a_seed_that_is_there_twice_counts_once() -> None:
+    """Two runs of a seed by a fixed order do not differ: their spread is not that of seeds."""
+    ours, theirs = made_up("ours", *flat(1.0)), made_up("sdpa", *flat(1.01, 1.11))
+    alone = script.compared([*ours, *ours, *theirs], "ours")
+    assert not alone.holds and "ours: 1 seeds, sdpa: 2: too few" in alone.said
+    both = made_up("ours", *flat(1.0, 1.1))
+    once, twice = (
+        script.compared([*both, *more, *theirs], "ours") for more in ([], ours)
+    )
+    assert once == twice and once.holds and "differ by 0.10 of" in once.said
+
+
 @pytest.mark.parametrize(
     ("ours", "holds", "said"),
     [
         (flat(1.01, 1.11), True, "differ by 0.10 of"),
         (flat(1.0, 1.1), True, "differ by 0.00 of"),
         (flat(1.2, 1.22), False, "in 2 windows by more than it"),
-        (flat(1.0), False, "ours: 1 runs, sdpa: 2: too few"),
+        (flat(1.0), False, "ours: 1 seeds, sdpa: 2: too few"),
         (flat(math.nan, 1.0), False, "in 2 windows by more"),
         ([[1.0] * 3] * 2, False, "too few"),
         (
