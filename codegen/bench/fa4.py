@@ -82,8 +82,8 @@ def backward(
         "deterministic": problem.deterministic,
     }
     if band.window:
-        sides = ("window_size_left", "window_size_right")
-        given |= zip(sides, (band.left, band.right or None), strict=True)
+        given["window_size_left"] = band.left
+        given["window_size_right"] = band.right or None
     if problem.softcap is not None:
         given["softcap"] = problem.softcap
 

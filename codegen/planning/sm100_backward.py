@@ -263,7 +263,7 @@ def _context(
         # Than at launch, when all threads have as many.
         "few_add_regs": REGISTERS[spec.head_dim.qk][1] < LAUNCH_REGISTERS,
         "dq_by_rows": False,
-        "scaled_sums": False,
+        **{"sums_behind_s": False, "scaled_sums": False},
         "tile_q": sizes.tile_q,
         "tile_kv": sizes.tile_kv,
     }

@@ -472,14 +472,14 @@ DAMAGES = {
         "of dk: wrong",
     ),
     "a block's sums left out": (
-        "    add_behind_s(scale_dq(acc_dQ, softmax_scale), mSums, place_before, warpgroup_idx)\n"
+        "    add_dq(scale_dq(acc_dQ, softmax_scale), mSums, place_before, warpgroup_idx)\n"
         "    if warp_idx",
         "    if warp_idx",
         "of dq: wrong",
     ),
     "dQ added where the next block's is": (
-        "add_behind_s(addends, mSums, place_added, ",
-        "add_behind_s(addends, mSums, place_before, ",
+        "add_dq(addends, mSums, place_added, ",
+        "add_dq(addends, mSums, place_before, ",
         "of dq: wrong",
     ),
     "dQ without the scale": (
@@ -857,7 +857,7 @@ HALF_DAMAGES: dict[str, tuple[dict[str, str], str]] = {
         {
             "    if cute.arch.make_warp_uniform(shift_before) != 0:\n"
             "        multiply(acc_dQ, power_of_two(shift_before))\n"
-            "    add_behind_s": "    add_behind_s"
+            "    add_dq": "    add_dq"
         },
         "of dq",
     ),

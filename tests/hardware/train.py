@@ -339,14 +339,14 @@ class Verdict(NamedTuple):
 
 
 def curves_of(lines: Iterable[Line], attention: str) -> list[list[float]]:
-    """Losses of each seed's first run, averaged by windows; a last one that is shorter is not."""
+    """Losses of each seed's first run, averaged by windows; a shorter last one is left out."""
     runs: list[tuple[int, list[float]]] = []
     for line in lines:
         if "loss" in line and line["attention"] == attention:
             if line["step"] == 0:
                 runs.append((line["seed"], []))
             runs[-1][1].append(line["loss"])
-    # The first one of a seed stays: another one says nothing of what a seed changes.
+    # A seed counts once: two runs of it say nothing of how far seeds lie apart.
     return [
         [
             statistics.fmean(x[i : i + WINDOW])

@@ -47,8 +47,7 @@ CALLS = frozenset(
 
 # Of backward kernels these as well.
 CALLS_OF_BACKWARD = CALLS | {
-    *("add_dq", "add_behind_s", "clear_ds", "griddepcontrol_wait", "mask_block"),
-    "meet",
+    *("add_dq", "clear_ds", "griddepcontrol_wait", "mask_block", "meet"),
 }
 
 # (what, pattern, instead): each match is one mutant.

@@ -130,7 +130,7 @@ OF_BACKWARD = {
     r"griddepcontrol_wait\(\).*: dropped": 2,  # of the main kernel, and of the last one
     r"statistics of the block after": 2,
     r"sums of the block after": 1,
-    r"add_(dq|behind_s)\(.*: dropped": 2,
+    r"add_dq\(.*: dropped": 2,
     r"clear_ds\(rings\): dropped": 1,
     r"meet\(.*: dropped": 2,
 }
